@@ -1,0 +1,180 @@
+"""Hugging Face folders in and out; saving and resuming everything a run needs to continue its trajectory."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from config import ConfigError
+from model import Model, parse_shape
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+STATE = "state.pt"
+
+
+# ---- Hugging Face folders ----------------------------------------------------------------------------------------
+
+
+def read_config(folder: str | Path) -> dict:
+    """Return `config.json` of a model folder. Raises ConfigError when it is not one."""
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"model.path = {str(folder)!r}: no such folder; give a local Hugging Face folder, or leave it empty"
+        )
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot read it ({error.strerror}); a model folder holds config.json, weights and tokenizer"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from None
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    from transformers import AutoTokenizer  # late: it takes seconds to import
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for one cause: the folder has no usable tokenizer
+        raise ConfigError(
+            f"{folder}: cannot load the tokenizer ({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from None
+
+
+def eos_ids(folder: str | Path, tokenizer: Any) -> set[int]:
+    """Return every token that ends a response: the tokenizer's, the config's and the generation config's."""
+    ids = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        path = Path(folder) / name
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        ids.update(value if isinstance(value, list) else [value])
+    ids.discard(None)
+    if not ids:
+        raise ConfigError(f"{folder}: neither tokenizer nor config names an end token (eos_token_id)")
+    return ids
+
+
+def check_model(folder: str | Path) -> dict[str, Path]:
+    """Return which file holds each weight of the decoder. Raises ConfigError on anything missing or misshapen."""
+    folder = Path(folder)
+    shape = parse_shape(read_config(folder), str(folder / "config.json"))
+    with torch.device("meta"):
+        wanted = {name: list(tensor.shape) for name, tensor in Model(shape).hf_tensors()}
+    found: dict[str, Path] = {}
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in wanted.keys() & set(file.keys()):
+                    stored = file.get_slice(name).get_shape()
+                    if stored != wanted[name]:
+                        raise ConfigError(f"{path}: {name} has shape {stored}, config.json wants {wanted[name]}")
+                    found[name] = path
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: cannot read the weights ({error}); copy the file again") from None
+    if missing := wanted.keys() - found.keys():
+        raise ConfigError(f"{folder}: {len(missing)} weights are missing, such as {min(missing)}")
+    return found
+
+
+def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Model:
+    """Build the decoder of a Hugging Face folder and fill it. Raises ConfigError as `check_model` does."""
+    files = check_model(folder)
+    with torch.device("meta"):
+        model = Model(parse_shape(read_config(folder), str(folder)))
+    model = model.to(dtype).to_empty(device=device)
+    targets = dict(model.hf_tensors())
+    for path in sorted(set(files.values())):
+        with safe_open(path, "pt") as file:
+            for name in (n for n, holder in files.items() if holder == path):
+                targets[name].copy_(file.get_tensor(name))
+    return model
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        files = [folder / name for name in sorted(set(names))]
+    else:
+        files = [folder / WEIGHTS]
+    for path in files:
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file; plainroll reads safetensors ({WEIGHTS}, or shards with {INDEX})")
+    return files
+
+
+def save_model(folder: str | Path, model: Model, source: str | Path) -> None:
+    """Write a folder that `transformers` loads: weights of `model`, config and tokenizer of the `source` folder."""
+    folder, source = Path(folder), Path(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_weights(folder, model)
+    config = read_config(source)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    for path in source.iterdir():
+        if path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in ("config.json", INDEX):
+            shutil.copyfile(path, folder / path.name)
+
+
+def save_weights(folder: Path, model: Model, max_shard_bytes: int = 5 * 2**30) -> None:
+    """Write safetensors under Hugging Face names, in shards with an index when they are larger than one shard."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.hf_tensors()}
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
+    for filename, names in split.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, folder / filename, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+# ---- checkpoints of a run ----------------------------------------------------------------------------------------
+
+
+def save_checkpoint(run: Path, step: int, model: Model, source: str | Path, state: dict, keep: int) -> Path:
+    """Write `run/checkpoints/step_N` beside the others and rename it into place: it exists whole or not at all."""
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    part = folder.with_name(f".part_{folder.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    save_model(part, model, source)
+    torch.save(state, part / STATE)
+    for path in part.iterdir():
+        _sync(path)
+    _sync(part)
+    shutil.rmtree(folder, ignore_errors=True)  # only when a resumed run writes the same step again
+    part.rename(folder)
+    _sync(folder.parent)
+    for old in list_checkpoints(run)[:-keep]:
+        shutil.rmtree(old)
+    return folder
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or folder to disk, so that the rename cannot become durable before the content."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Return whole checkpoints, oldest first."""
+    return sorted((run / "checkpoints").glob("step_*"))
+
+
+def load_state(folder: Path, device: torch.device) -> dict:
+    """Return what `save_checkpoint` was given as `state`."""
+    try:
+        return torch.load(folder / STATE, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise ConfigError(
+            f"{folder / STATE}: damaged ({error}); remove {folder} to resume from the checkpoint before it"
+        ) from None

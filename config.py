@@ -1,0 +1,152 @@
+"""Typed configs: dataclass defaults < one TOML file < `--section.key=value`. Knows no field by name.
+
+Each room declares its own frozen dataclass with `option(default, "meaning", ...)` fields; `train.py` puts
+them together. Everything a user can get wrong raises `ConfigError` naming key, value, limit and remedy.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A user's mistake: shown as one message without a traceback, exit code 2."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    min: float | None = None,
+    above: float | None = None,
+    max: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field with its meaning and limits. `min` and `max` are inclusive, `above` is not."""
+    limits = {"min": min, "above": above, "max": max, "choices": choices}
+    return dataclasses.field(default=default, metadata={"help": help, **limits})
+
+
+def load_config(cls: type[T], path: str | None, overrides: list[str]) -> T:
+    """Return a frozen `cls` from its defaults, the TOML file at `path` and `--section.key=value` overrides."""
+    config = cls()
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"--config={path}: cannot read it ({error.strerror}); see configs/ for examples"
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config={path}: not valid TOML: {error}") from None
+        config = _merge(config, values, source=f"{path}: ")
+    for override in overrides:
+        key, equals, text = override.removeprefix("--").partition("=")
+        if not override.startswith("--") or not equals or not all(key.split(".")):
+            raise ConfigError(f"cannot read {override!r}; write --section.key=value (--help lists every key)")
+        value: Any = _parse(text)
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        config = _merge(config, value, source="", raw=text)
+    return config
+
+
+def _parse(text: str) -> Any:
+    """Read one override with TOML's own rules; a bare word is a string."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def _merge(config: T, values: dict, source: str, prefix: str = "", raw: str | None = None) -> T:
+    fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    new = {}
+    for name, value in values.items():
+        key = prefix + name
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            known = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(fields)}"
+            raise ConfigError(f"{source}unknown key {key}; {known}")
+        old = getattr(config, name)
+        if dataclasses.is_dataclass(old):
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{source}{key} is a section; set its keys, such as {key}.{dataclasses.fields(old)[0].name}"
+                )
+            new[name] = _merge(old, value, source, f"{key}.", raw)
+        else:
+            if isinstance(old, str) and raw is not None and not isinstance(value, str | dict | list):
+                value = raw  # --run.dir=7 names a folder
+            new[name] = _checked(key, value, old, fields[name].metadata, source)
+    return dataclasses.replace(config, **new)  # type: ignore[type-var]
+
+
+def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
+    """Return `value` in the type of the default `old`, within its limits."""
+    if isinstance(old, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(old):
+        raise ConfigError(
+            f"{source}{key} = {value!r} has the wrong type: it wants {type(old).__name__}, such as {old!r}"
+        )
+    low, above, high, choices = (limits[name] for name in ("min", "above", "max", "choices"))
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{source}{key} = {value!r} is not one of: {', '.join(choices)}")
+    if isinstance(value, float) and value != value:
+        raise ConfigError(f"{source}{key} = nan is not a number")
+    if low is not None and value < low:
+        raise ConfigError(f"{source}{key} = {value} is too small: at least {low}")
+    if above is not None and value <= above:
+        raise ConfigError(f"{source}{key} = {value} is too small: more than {above}")
+    if high is not None and value > high:
+        raise ConfigError(f"{source}{key} = {value} is too large: at most {high}")
+    return value
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, tuple[Any, str]]:
+    """Return {"section.key": (value, meaning)} for every key."""
+    flat = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{field.name}.")
+        else:
+            flat[prefix + field.name] = (value, field.metadata["help"])
+    return flat
+
+
+def describe(config: Any) -> str:
+    """Every key with its default and one line of meaning, for `--help`."""
+    rows = {f"--{key}={_toml(value)}": help for key, (value, help) in flatten(config).items()}
+    width = max(map(len, rows)) + 2
+    lines, section = [], ""
+    for text, help in rows.items():
+        head = text[2:].partition(".")[0]
+        if head != section:
+            lines.append("")
+            section = head
+        lines.append(f"  {text:<{width}}{help}")
+    return "\n".join(lines)
+
+
+def dump_toml(config: Any) -> str:
+    """The resolved config as TOML that `load_config` reads back to the same value."""
+    lines = []
+    for field in dataclasses.fields(config):
+        section = getattr(config, field.name)
+        lines.append(f"[{field.name}]")
+        lines += [f"{key} = {_toml(value)}" for key, (value, _) in flatten(section).items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return {True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, bool) else repr(value)

@@ -1,0 +1,64 @@
+"""The data types that cross rooms. Frozen values, no logic beyond properties."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question of a data set, ready for the engine."""
+
+    index: int  # row in the data set: the identity of a prompt everywhere
+    token_ids: tuple[int, ...]
+    text: str  # what the model reads, decoded
+    answer: str
+    task: str  # name of the grader
+    extra: dict = field(default_factory=dict)  # every other field of the data row, for graders
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished response to a prompt. Never overwritten: a reward or an advantage makes a new object."""
+
+    prompt_index: int
+    response_index: int  # 0 .. num_responses - 1 within the prompt
+    epoch: int  # the prompt's visit; (epoch, prompt_index, response_index) names a sample
+    token_ids: tuple[int, ...]  # response only, the end token included when there is one
+    logprobs: tuple[float, ...]  # of the distribution that was sampled, one per response token
+    finish_reason: str  # "stop" (end token) or "length" (limit reached)
+    weights_version: int  # the optimizer step whose weights generated it
+
+    @property
+    def id(self) -> tuple[int, int, int]:
+        return (self.epoch, self.prompt_index, self.response_index)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What a grader said. `error` tells why a sample got 0 without having been judged."""
+
+    value: float
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One prompt's samples and their rewards: the unit that is graded, normalised and trained."""
+
+    prompt: Prompt
+    epoch: int
+    samples: tuple[Sample, ...]
+    rewards: tuple[Reward, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """Which prompts a round launches and how much of it is kept. (RollPacker, section 3)"""
+
+    kind: str  # "long": no speculation, every response is awaited
+    prompts: tuple[tuple[int, Prompt], ...]  # (epoch, prompt) in launch order
+    num_responses: int

@@ -1,0 +1,235 @@
+"""Prompts: JSONL files and built-in tasks, tokenised and checked before work starts; the cursor over them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config import ConfigError, option
+from core import Group, Prompt, Reward, Sample
+from tasks import TASKS, is_held_out
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: str = option("hailstone", f"training prompts: a built-in task ({', '.join(TASKS)}) or a JSONL file")
+    eval: str = option(
+        "", "held-out prompts: a JSONL file; empty: the built-in task's own, or rows held out of data.train"
+    )
+    eval_prompts: int = option(512, "prompts of an evaluation, at most; 0 is no evaluation", min=0)
+    task: str = option(
+        "math", "grader of JSONL rows that name none: match, math, or a user's module:function or file.py:function"
+    )
+    chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
+    template: str = option(
+        "{prompt}", "text put around a text prompt, before the chat template; {prompt} is the prompt"
+    )
+
+
+def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return training and held-out prompts. Raises ConfigError naming file, line, value and remedy."""
+    if "{prompt}" not in config.template:
+        raise ConfigError(f"data.template = {config.template!r} does not contain {{prompt}}")
+    if config.train in TASKS:
+        rows = _task_rows(config.train)
+        train, held_out = ([row for row in rows if row["held_out"] == flag] for flag in (False, True))
+        held_out = _spread(held_out, config.eval_prompts)
+    else:
+        train = _read_jsonl(config.train, "data.train", config.task)
+        held_out = []
+        if not config.eval and config.eval_prompts:
+            held_out = _spread(train, min(config.eval_prompts, len(train) // 10))
+            chosen = {id(row) for row in held_out}
+            train = [row for row in train if id(row) not in chosen]
+    if config.eval:
+        held_out = _read_jsonl(config.eval, "data.eval", config.task)[: config.eval_prompts]
+    return tuple(
+        [_prompt(i, row, config, tokenizer, max_prompt_tokens) for i, row in enumerate(rows)]
+        for rows in (train, held_out)
+    )
+
+
+def _spread(rows: list[dict], count: int) -> list[dict]:
+    """Return `count` rows at even distances."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def _task_rows(name: str) -> list[dict]:
+    task = TASKS[name]
+    return [
+        {
+            "prompt": task.prompt(n),
+            "answer": task.answer(n),
+            "task": task.grader,
+            "number": n,
+            "held_out": is_held_out(n),
+            "where": f"{name} {n}",
+        }
+        for n in task.numbers()
+    ]
+
+
+def _read_jsonl(path: str, key: str, task: str) -> list[dict]:
+    rows = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append(_row(line, f"{path}:{number}", task))
+    except OSError as error:
+        built_in = f", and no built-in task has that name ({', '.join(TASKS)})" if key == "data.train" else ""
+        raise ConfigError(f"{key} = {path!r}: cannot read this file ({error.strerror}){built_in}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{key} = {path!r}: not UTF-8 text ({error.reason} at byte {error.start}); convert the file"
+        ) from None
+    if not rows:
+        raise ConfigError(f"{key} = {path!r}: no rows; write one JSON object with prompt and answer on each line")
+    return rows
+
+
+def _row(line: str, where: str, task: str) -> dict:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object on each line"
+        ) from None
+    if not isinstance(row, dict):
+        raise ConfigError(f'{where}: a {type(row).__name__}, not an object; write {{"prompt": ..., "answer": ...}}')
+    for field in ("prompt", "answer"):
+        if field not in row:
+            raise ConfigError(f"{where}: no field {field!r} (it has: {', '.join(row) or 'nothing'})")
+    prompt = row["prompt"]
+    is_chat = (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+        )
+    )
+    if not is_chat and not (isinstance(prompt, str) and prompt):
+        raise ConfigError(
+            f'{where}: prompt = {_short(prompt)} must be text or a list of {{"role", "content"}} messages'
+        )
+    for field in ("answer", "task"):
+        if not isinstance(row.get(field, ""), str):
+            raise ConfigError(f"{where}: {field} = {_short(row[field])} must be text; write it in quotes")
+    return {"task": task, **row, "where": where}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _prompt(index: int, row: dict, config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> Prompt:
+    extra = {k: v for k, v in row.items() if k not in ("held_out", "where")}
+    messages, where = row["prompt"], row["where"]
+    if isinstance(messages, str):
+        text = config.template.replace("{prompt}", messages)
+        messages = [{"role": "user", "content": text}]
+        if not (config.chat and tokenizer.chat_template):
+            return _checked(
+                Prompt(index, tuple(tokenizer.encode(text)), text, row["answer"], row["task"], extra),
+                where,
+                max_prompt_tokens,
+            )
+    elif not tokenizer.chat_template:
+        raise ConfigError(
+            f"{where}: prompt is a list of messages, but the tokenizer has no chat template; write it as text"
+        )
+    try:
+        token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template is a program of the model's author and raises what it likes
+        raise ConfigError(f"{where}: the tokenizer's chat template refuses this prompt: {error}") from None
+    prompt = Prompt(index, tuple(token_ids), tokenizer.decode(token_ids), row["answer"], row["task"], extra)
+    return _checked(prompt, where, max_prompt_tokens)
+
+
+def _checked(prompt: Prompt, where: str, max_prompt_tokens: int) -> Prompt:
+    length = len(prompt.token_ids)
+    if not length:
+        raise ConfigError(f"{where}: the prompt has no tokens")
+    if length > max_prompt_tokens:
+        raise ConfigError(
+            f"{where}: the prompt has {length} tokens, over rollout.max_prompt_tokens = {max_prompt_tokens}; raise it, "
+            "or remove the row"
+        )
+    return prompt
+
+
+class PromptStream:
+    """The cursor over the training prompts: each epoch is a seeded permutation, every prompt once."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int):
+        self.prompts, self.seed = prompts, seed
+        self.epoch = self.position = 0
+        self._order = self._permutation()
+
+    def _permutation(self) -> np.ndarray:
+        return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.prompts))
+
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        """Return the next `count` (epoch, prompt) pairs; an epoch that ends is followed by the next."""
+        taken = []
+        for _ in range(count):
+            if self.position == len(self.prompts):
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._permutation()
+            taken.append((self.epoch, self.prompts[self._order[self.position]]))
+            self.position += 1
+        return taken
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position, "num_prompts": len(self.prompts)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["num_prompts"] != len(self.prompts):
+            raise ConfigError(
+                f"the checkpoint was written with {state['num_prompts']} training prompts, data.train now has "
+                f"{len(self.prompts)}; resume with the same data"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._order = self._permutation()
+
+
+# ---- rollouts on disk --------------------------------------------------------------------------------------------
+
+
+def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: Any) -> None:
+    """Write a step's groups, one JSON line each: prompt, samples (tokens, log-probs), rewards, advantages [P, R]."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(_dump_path(folder, step), "w", encoding="utf-8") as file:
+        for group, row in zip(groups, advantages.tolist(), strict=True):
+            file.write(json.dumps({**asdict(group), "advantages": row}) + "\n")
+
+
+def load_groups(folder: Path, step: int) -> list[Group]:
+    """Read back what `dump_groups` wrote. Raises ConfigError when the step is not there."""
+    path = _dump_path(folder, step)
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ConfigError(
+            f"run.replay: cannot read {path} ({error.strerror}); lower run.steps to what was dumped"
+        ) from None
+    return [
+        Group(
+            prompt=Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])}),
+            epoch=row["epoch"],
+            samples=tuple(
+                Sample(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()}) for s in row["samples"]
+            ),
+            rewards=tuple(Reward(**reward) for reward in row["rewards"]),
+        )
+        for row in rows
+    ]
+
+
+def _dump_path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.jsonl"

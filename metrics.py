@@ -1,0 +1,213 @@
+"""One record per step: `steps.jsonl`, the console, and TensorBoard or W&B when asked for."""
+
+import json
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from config import ConfigError, option
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    tensorboard: bool = option(
+        False, "also write TensorBoard files into the run folder (needs the tensorboard package)"
+    )
+    wandb: str = option("", "also log to this Weights & Biases project (needs the wandb package)")
+
+
+class Clock:
+    """Adds up the seconds of named stages until they are taken."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+
+class Recorder:
+    """Writes records of one run. Only rank 0 has one that speaks; the others' do nothing."""
+
+    def __init__(
+        self, run: Path, config: LogConfig, settings: dict[str, Any], first_step: int, steps: int, active: bool
+    ):
+        self.active = active
+        self.bar = tqdm(
+            total=steps, initial=first_step, desc="step", unit="step", disable=None if active else True, leave=False
+        )
+        if not active:
+            return
+        self.path = run / "steps.jsonl"
+        _drop_after(self.path, first_step)
+        self.file = open(self.path, "a", encoding="utf-8")
+        self.tensorboard = _tensorboard(run) if config.tensorboard else None
+        self.wandb = _wandb(config.wandb, run, settings) if config.wandb else None
+
+    def say(self, text: str) -> None:
+        """Print one line above the progress bar."""
+        if self.active:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def stage(self, text: str) -> None:
+        """Show what the run is doing inside the progress bar."""
+        self.bar.set_postfix_str(text)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record to `steps.jsonl`. A killed run keeps every record before the one it was writing."""
+        if not self.active:
+            return
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        numbers = {k: v for k, v in _flat(record) if isinstance(v, int | float) and k != "step"}
+        if self.tensorboard:
+            for name, value in numbers.items():
+                self.tensorboard.add_scalar(name, value, record["step"])
+        if self.wandb:
+            self.wandb.log(numbers, step=record["step"])
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Show one finished step, and its evaluation when it has one."""
+        length, train, seconds = record["length"], record["train"], record["seconds"]
+        self.say(
+            f"step {record['step']:4d} | reward {record['reward']:.3f} | length {length['mean']:.0f} max {length['max']:.0f} | "
+            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.2f} entropy {train['entropy']:.3f} | "
+            f"log-prob diff {train['logprob_diff_max']:.0e} | "
+            f"rollout {seconds['rollout']:.2f} s train {seconds['train']:.2f} s | {record['tokens_per_second']:,.0f} tokens/s"
+        )
+        if train["skipped"]:
+            self.say(f"WARNING: step {record['step']}: update skipped: {train['skipped']}")
+        if record["reward_errors"]:
+            first = record["first_reward_error"]
+            self.say(f"WARNING: step {record['step']}: {record['reward_errors']} rewards failed and count 0: {first}")
+        self.bar.update()
+        if "eval" in record:
+            self.evaluation(record["step"], record["eval"])
+
+    def evaluation(self, step: int, result: dict[str, Any]) -> None:
+        if result:
+            scores = " ".join(f"{name} {value:.3f}" for name, value in result.items() if "@" in name)
+            error, count = result["standard_error"], result["num_prompts"]
+            self.say(f"eval {step:4d} | {scores} | standard error {error:.3f}, {count} held-out prompts")
+
+    def finish(self, run: Path, step: int, steps: int) -> None:
+        """Close the files and print a table of the evaluations."""
+        self.bar.close()
+        if not self.active:
+            return
+        self.file.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+        rows = [(r["step"], r["eval"]) for r in read_records(self.path) if r.get("eval")]
+        if rows:
+            names = [name for name in rows[0][1] if "@" in name]
+            print(
+                "\n"
+                + "step".rjust(6)
+                + "".join(name.rjust(9) for name in names)
+                + "   mean length   max length   cut off"
+            )
+            for at, result in rows:
+                scores = "".join(f"{result[name]:9.3f}" for name in names)
+                print(
+                    f"{at:6d}{scores}{result['length']['mean']:14.1f}{result['length']['max']:13.0f}{result['truncated']:10.1%}"
+                )
+        if step < steps:
+            print(f"\nstopped after step {step} of {steps}; continue with --resume")
+        print(f"\nrecords {self.path}, transcripts {run / 'samples'}, model {run / 'checkpoints' / f'step_{step:06d}'}")
+
+
+def check_loggers(config: LogConfig) -> None:
+    """Raise ConfigError when a logger is asked for whose package is not installed."""
+    for wanted, key, package in (
+        (config.tensorboard, "log.tensorboard", "tensorboard"),
+        (config.wandb, "log.wandb", "wandb"),
+    ):
+        if wanted:
+            try:
+                __import__(package)
+            except ImportError:
+                raise ConfigError(f"{key} needs a package that is not installed: pip install {package}") from None
+
+
+def _tensorboard(run: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(run / "tensorboard"))
+
+
+def _wandb(project: str, run: Path, settings: dict[str, Any]) -> Any:
+    import wandb
+
+    return wandb.init(project=project, name=run.name, dir=str(run), config=settings)
+
+
+def _drop_after(path: Path, first_step: int) -> None:
+    """Remove records that a resumed run will write again, and a last line that a kill cut short."""
+    if path.exists():
+        kept = [r for r in read_records(path) if 0 < first_step and r["step"] <= first_step]
+        path.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+
+
+def read_records(path: str | Path) -> list[dict]:
+    """Return the whole lines of a `steps.jsonl`."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield prefix + key, value
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """P50, P75, P99, mean and maximum of lengths."""
+    array = np.asarray(values if len(values) else [0])
+    p50, p75, p99 = np.percentile(array, [50, 75, 99])
+    return {
+        "p50": float(p50),
+        "p75": float(p75),
+        "p99": float(p99),
+        "max": float(array.max()),
+        "mean": float(array.mean()),
+    }
+
+
+def peak_memory() -> dict[str, float]:
+    """Peak resident memory of this process, and of its GPU, in MiB."""
+    memory = {
+        "host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
+    }
+    if torch.cuda.is_initialized():
+        memory["gpu_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    return memory

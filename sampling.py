@@ -1,0 +1,108 @@
+"""One distribution, for drawing tokens and for scoring them.
+
+Rollout and trainer share `filter_logits`, so that the log-prob of a sampled token is the log-prob under the
+distribution it was really drawn from, temperature, top-k and top-p included.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from config import option
+
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele 2014)
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    temperature: float = option(1.0, "softmax temperature; 0 is greedy", min=0.0, max=100.0)
+    top_k: int = option(0, "draw from the k likeliest tokens only; 0 is off", min=0)
+    top_p: float = option(1.0, "draw from the smallest set of tokens that holds this probability", above=0.0, max=1.0)
+
+
+def _signed(x: int) -> int:
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MIX1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX2) & _MASK
+    return x ^ (x >> 31)
+
+
+def sample_key(*parts: int) -> int:
+    """Return a signed 64-bit key for (seed, epoch, prompt index, response index): the stream of one sample."""
+    key = 0
+    for part in parts:
+        key = _mix((key + _GOLDEN + part) & _MASK)
+    return _signed(key)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts are arithmetic; the hash wants logical ones
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Return one uniform in [0, 1) per row, a pure function of (key, position). [n] int64 -> [n] float64
+
+    Tokens therefore depend on nothing else in the batch, on no engine and on no order.
+    """
+    x = keys + (positions + 1) * _signed(_GOLDEN)
+    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
+    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
+    return _shift(x ^ _shift(x, 31), 11).double() * 2.0**-53
+
+
+def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
+    """Return fp32 logits of the sampled distribution: temperature, then top-k, then top-p. [n, V] -> [n, V]
+
+    Ties at a threshold are kept, so the result does not depend on the order of a sort.
+    """
+    logits = logits.float()
+    if config.temperature not in (0.0, 1.0):
+        logits = logits / config.temperature
+    if 0 < config.top_k < logits.shape[-1]:
+        threshold = logits.detach().topk(config.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    if config.top_p < 1.0:
+        ordered = logits.detach().sort(descending=True).values
+        probs = ordered.softmax(-1)
+        inside = probs.cumsum(-1) - probs < config.top_p  # mass before a token; the first is always inside
+        threshold = ordered.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    return logits
+
+
+def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverse CDF. [n, V], [n] float64 -> tokens [n] int64, log-probs [n] float32
+
+    Greedy (temperature 0) draws from a point mass, so its log-probs are 0.
+    """
+    if config.temperature == 0.0:
+        tokens = logits.argmax(-1)
+        return tokens, torch.zeros(tokens.shape, device=logits.device)
+    logprobs = filter_logits(logits, config).log_softmax(-1)  # [n, V]
+    cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1:]
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cdf, target, right=True)  # [n, 1]; the first token whose CDF exceeds the target
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def score(logits: Tensor, targets: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies of the sampled distribution. [n, V], [n] -> [n], [n] float32
+
+    The target always belongs to the support: it was drawn, even where rounding now puts it just outside top-p.
+    """
+    kept = filter_logits(logits, config)
+    if config.top_k or config.top_p < 1.0:
+        scale = 1.0 if config.temperature == 0.0 else config.temperature
+        own = logits.float().gather(-1, targets[:, None]) / scale
+        kept = kept.scatter(-1, targets[:, None], own)
+    logprobs = kept.log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropy

@@ -1,0 +1,82 @@
+"""Fixtures that several rooms' tests share: tiny models, and processes that talk to each other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import parallel
+from checkpoint import load_model
+from model import Model
+from warm_start import WarmStartConfig, make_model
+
+ROOT = Path(__file__).parent.parent
+torch.set_num_threads(1)  # tests run side by side
+torch.set_flush_denormal(True)
+TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
+ALONE = parallel.World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with random weights and the byte tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(TINY, "hailstone", folder, ALONE)
+    return folder
+
+
+@pytest.fixture
+def tiny_model(tiny_folder: Path) -> Model:
+    return load_model(tiny_folder, torch.device("cpu"), torch.float32)
+
+
+def _rank(rank: int, size: int, store: str, function, args) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    world = parallel.World(rank, size, torch.device("cpu"), torch.distributed.group.WORLD)
+    try:
+        function(world, *args)
+    finally:
+        parallel.stop(world)
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path):
+    """Call `function(world, *args)`, a module-level function, on `size` gloo ranks. A rank's exception fails the test."""
+
+    def run(size: int, function, *args) -> None:
+        mp.spawn(_rank, (size, str(tmp_path / "store"), function, args), nprocs=size)
+
+    return run
+
+
+@pytest.fixture
+def torchrun():
+    """Run `train.py` under torchrun as a user would; returns the finished process with its text output."""
+
+    def run(ranks: int, *args: str, timeout: float = 240, check: bool = True) -> subprocess.CompletedProcess:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            str(ROOT / "train.py"),
+            *args,
+        ]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return run

@@ -1,0 +1,297 @@
+"""Gradients: packing, un-normalised sums, one division by the global count, one update.
+
+`accumulate` may be called any number of times, with any share of the samples on any rank, before `update`
+reduces, divides and steps: the result is the gradient of the plain, unpacked, single-process batch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import parallel
+from attention import PackedAttention
+from config import option
+from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
+from model import Model
+from parallel import World
+from sampling import SamplingConfig, score
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    lr: float = option(1e-4, "peak learning rate of AdamW", min=0.0)
+    lr_schedule: str = option("constant", "after the warm-up: constant, or linear to 0", choices=("constant", "linear"))
+    lr_warmup_updates: int = option(5, "updates over which the learning rate rises from 0", min=0)
+    beta1: float = option(0.9, "AdamW beta1", min=0.0, max=0.9999)
+    beta2: float = option(0.95, "AdamW beta2", min=0.0, max=0.99999)
+    weight_decay: float = option(0.0, "AdamW weight decay", min=0.0)
+    grad_clip: float = option(1.0, "largest norm of the gradient; 0 is no clipping", min=0.0)
+    updates_per_step: int = option(
+        1, "split a step's prompts into this many parts, one update each (1 is strictly on-policy)", min=1
+    )
+    tokens_per_microbatch: int = option(
+        8192,
+        "prompt and response tokens of one forward and backward on one rank, at most (a longer sample goes alone)",
+        min=1,
+    )
+    tokens_per_logits: int = option(4096, "response tokens whose logits are held at once; more are recomputed", min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One response to learn from."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # under the distribution it was sampled from
+    advantage: float
+    old_logprobs: tuple[float, ...] | None = None  # recomputed by the trainer, when it was asked to
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+class NonFiniteError(RuntimeError):
+    """Three updates in a row had a loss or gradient that is not a number."""
+
+
+SUMS = ("loss", "count", "tokens", "entropy", "clipped", "kl", "logprob_diff")
+
+
+class Trainer:
+    """Owns optimizer state and gradient sums of one model replica; every rank holds the same weights.
+
+    A bf16 model is trained through fp32 masters, kept here with fp32 gradient sums; the model itself stays bf16 and is
+    the very module that the engine decodes with.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: TrainerConfig,
+        loss: LossConfig,
+        sampling: SamplingConfig,
+        world: World,
+        max_response_tokens: int,
+        total_updates: int,
+        reference: Model | None = None,
+    ):
+        self.model, self.config, self.loss, self.sampling, self.world = model, config, loss, sampling, world
+        self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
+        self.params = list(model.parameters())
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
+        for param, master in zip(self.params, self.masters, strict=True):
+            if param is not master:
+                param.register_post_accumulate_grad_hook(_add_to(master))
+        betas = (config.beta1, config.beta2)
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True
+        )
+        self.num_updates = 0
+        self.bad_updates = 0  # in a row
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.world.device)
+        self.worst_diff = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.grad = None
+            master.grad = torch.zeros_like(master)
+
+    def lr_at(self, update: int) -> float:
+        warm = min(1.0, (update + 1) / self.config.lr_warmup_updates) if self.config.lr_warmup_updates else 1.0
+        left = 1.0 - update / max(self.total_updates, 1) if self.config.lr_schedule == "linear" else 1.0
+        return self.config.lr * warm * max(left, 0.0)
+
+    # ---- gradient sums ---------------------------------------------------------------------------------------
+
+    def accumulate(self, examples: Sequence[Example]) -> None:
+        """Add the gradient sums of `examples`, this rank's share. Not collective; no update."""
+        for batch in pack(examples, self.config.tokens_per_microbatch):
+            self._add_gradients(batch)
+
+    def _add_gradients(self, batch: Sequence[Example]) -> None:
+        device = self.world.device
+        logprobs, entropy = self._score(self.model, batch)  # [T], [T]
+        lengths = torch.tensor([len(e.token_ids) for e in batch], device=device)
+        sample = torch.repeat_interleave(torch.arange(len(batch), device=device), lengths)
+        advantages = torch.tensor([e.advantage for e in batch], device=device)[sample]
+        rollout, old = self._old_logprobs(batch, logprobs)
+        tokens = Tokens(logprobs, old, advantages, sample, lengths)
+        values, clipped = LOSSES[self.loss.name](tokens, self.loss)
+        if self.loss.old_logprobs == "trainer" and self.loss.tis_cap:
+            values = values * (old - rollout).exp().clamp(
+                max=self.loss.tis_cap
+            )  # (Yao 2025, truncated importance sampling)
+        kl = torch.zeros_like(logprobs)
+        if self.reference is not None:
+            with torch.no_grad():
+                ref_logprobs, _ = self._score(self.reference, batch)
+            kl = kl_to_reference(logprobs, ref_logprobs)
+            values = values + self.loss.kl_coef * kl
+        total, count = weighted_sum(values, tokens, self.loss.normalisation, self.max_response_tokens)
+        total.backward()
+        with torch.no_grad():
+            difference = (logprobs - rollout).abs()
+            parts = (
+                total,
+                torch.tensor(count),
+                lengths.sum(),
+                entropy.sum(),
+                clipped.sum(),
+                kl.sum(),
+                difference.sum(),
+            )
+            self.sums += torch.stack([part.detach().to(device).double() for part in parts])
+            self.worst_diff = torch.maximum(self.worst_diff, difference.max().double())
+
+    def _old_logprobs(self, batch: Sequence[Example], logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the rollout recorded and the denominator of the ratio, [T] each."""
+        current = logprobs.detach()
+        if self.loss.name == "sft":
+            return current, current
+        rollout = torch.tensor([x for e in batch for x in e.logprobs], device=self.world.device)
+        if self.loss.old_logprobs == "rollout":
+            return rollout, rollout
+        if batch[0].old_logprobs is None:  # a single update: the old policy is the current one
+            return rollout, current
+        return rollout, torch.tensor([x for e in batch for x in e.old_logprobs or ()], device=self.world.device)
+
+    def _score(self, model: Model, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
+        """Return log-probs (with gradient) and entropies of all response tokens of `batch`, [T] each."""
+        device = self.world.device
+        lengths = [e.num_tokens for e in batch]
+        token_ids = torch.tensor([t for e in batch for ids in (e.prompt_ids, e.token_ids) for t in ids], device=device)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        rows, start = [], 0
+        for e in batch:  # the token before each response token predicts it
+            first = start + len(e.prompt_ids) - 1
+            rows.append(torch.arange(first, first + len(e.token_ids)))
+            start += e.num_tokens
+        predicts = torch.cat(rows).to(device)
+        hidden = model(token_ids, positions, PackedAttention(lengths, device))[predicts]  # [T, hidden_size]
+        targets = token_ids[predicts + 1]
+
+        def score_part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return score(model.logits(hidden), targets, self.sampling)
+
+        size = self.config.tokens_per_logits
+        if len(targets) <= size:
+            return score_part(hidden, targets)
+        parts = [
+            checkpoint(score_part, h, t, use_reentrant=False)
+            for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    @torch.no_grad()
+    def with_old_logprobs(self, examples: Sequence[Example]) -> list[Example]:
+        """Return `examples` with the current policy's log-probs as the old ones, ahead of several updates."""
+        done = []
+        for batch in pack(examples, self.config.tokens_per_microbatch):
+            logprobs, _ = self._score(self.model, batch)
+            parts = logprobs.split([len(e.token_ids) for e in batch])
+            done += [replace(e, old_logprobs=tuple(part.tolist())) for e, part in zip(batch, parts, strict=True)]
+        return done
+
+    # ---- update ----------------------------------------------------------------------------------------------
+
+    def update(self) -> dict[str, float]:
+        """Reduce over ranks, divide once by the global count, clip, step. Collective.
+
+        Returns the update's statistics. An update whose loss or gradient is not finite, or that has nothing to learn
+        from, is skipped and says so under "skipped"; three non-finite ones in a row raise NonFiniteError.
+        """
+        gradients = [master.grad for master in self.masters]
+        parallel.sum_tensors(self.world, [*gradients, self.sums])
+        if self.world.size > 1:
+            dist.all_reduce(self.worst_diff, op=dist.ReduceOp.MAX)
+        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        count, tokens = max(sums["count"], 1.0), max(sums["tokens"], 1.0)
+        torch._foreach_div_(gradients, count)
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.config.grad_clip or math.inf).item()
+        stats = {
+            "loss": sums["loss"] / count,
+            "entropy": sums["entropy"] / tokens,
+            "clip_fraction": sums["clipped"] / tokens,
+            "kl": sums["kl"] / tokens,
+            "logprob_diff_mean": sums["logprob_diff"] / tokens,
+            "logprob_diff_max": self.worst_diff.item(),
+            "grad_norm": norm,
+            "lr": self.lr_at(self.num_updates),
+            "trained_tokens": sums["tokens"],
+            "skipped": "",
+        }
+        if not math.isfinite(stats["loss"]) or not math.isfinite(norm):
+            stats["skipped"] = f"loss {stats['loss']}, gradient norm {norm}"
+            self.bad_updates += 1
+        elif sums["count"] == 0:
+            stats["skipped"] = "no sample to learn from"
+        else:
+            self._step(stats["lr"])
+            self.bad_updates = 0
+        self.num_updates += 1
+        self._reset()
+        if self.bad_updates == 3:
+            raise NonFiniteError(
+                f"three updates in a row were not finite ({stats['skipped']}); lower trainer.lr, or look for rewards "
+                "or weights that are not numbers"
+            )
+        return stats
+
+    def _step(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(self.params, self.masters, strict=True):
+                if param is not master:
+                    param.copy_(master)
+
+    # ---- state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        masters = [master for param, master in zip(self.params, self.masters, strict=True) if param is not master]
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": masters,
+            "num_updates": self.num_updates,
+            "bad_updates": self.bad_updates,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        own = [master for param, master in zip(self.params, self.masters, strict=True) if param is not master]
+        with torch.no_grad():
+            for master, saved in zip(own, state["masters"], strict=True):
+                master.copy_(saved)
+        self.num_updates, self.bad_updates = state["num_updates"], state["bad_updates"]
+
+
+def _add_to(master: Tensor):
+    def hook(param: Tensor) -> None:
+        master.grad.add_(param.grad)
+        param.grad = None
+
+    return hook
+
+
+def pack(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
+    """Return batches of at most `max_tokens` tokens, without padding: longest first, each where it first fits."""
+    batches: list[list[Example]] = []
+    room: list[int] = []
+    for example in sorted(examples, key=lambda e: -e.num_tokens):
+        i = next((i for i, free in enumerate(room) if example.num_tokens <= free), len(room))
+        if i == len(room):
+            batches.append([])
+            room.append(max_tokens)
+        batches[i].append(example)
+        room[i] -= example.num_tokens
+    return batches

@@ -1,0 +1,168 @@
+"""A small model made here: byte tokenizer, random weights, supervised steps on a built-in task's worked solutions.
+
+The solutions carry slips (a digit wrong now and then), so the model learns the procedure but not to be careful:
+that is what reinforcement then teaches. Counted in steps, deterministic, written as a Hugging Face folder.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import parallel
+from checkpoint import load_tokenizer, save_weights
+from config import ConfigError, option
+from loss import LossConfig
+from model import Model, parse_shape
+from parallel import World
+from sampling import SamplingConfig
+from tasks import TASKS, is_held_out
+from trainer import Example, Trainer, TrainerConfig
+
+END, PAD = "<|end|>", "<|pad|>"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    task: str = option("", f"built-in task the small model is taught ({', '.join(TASKS)}); empty: data.train")
+    steps: int = option(600, "supervised updates", min=0)
+    batch_size: int = option(64, "worked solutions per supervised update, over all ranks", min=1)
+    lr: float = option(3e-3, "peak learning rate; it falls linearly to 0", above=0.0)
+    slip: float = option(0.02, "probability that a digit of a worked solution is wrong", min=0.0, max=1.0)
+    hidden_size: int = option(64, "width of the model", min=8)
+    num_layers: int = option(3, "layers of the model", min=1)
+    num_heads: int = option(4, "query heads", min=1)
+    num_kv_heads: int = option(2, "key and value heads", min=1)
+    max_positions: int = option(2048, "longest context of the model, in tokens", min=64)
+    seed: int = option(0, "seed of weights and batches")
+
+
+def ensure_model(config: WarmStartConfig, train: str, models: Path, world: World) -> Path:
+    """Return the folder of the warm-started model, making it unless one with the same inputs is there. Collective."""
+    task, folder = config.task or train, model_folder(config, train, models)
+    if parallel.broadcast_object(world, folder.exists()):
+        return folder
+    if world.is_main:
+        print(f"warm start: {config.steps} supervised steps on {task} -> {folder}", flush=True)
+    make_model(config, task, folder, world)
+    return folder
+
+
+def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
+    """Return the folder for these inputs: the config, the task and the code that writes its solutions."""
+    task = config.task or train
+    if task not in TASKS:
+        raise ConfigError(
+            f"model.path is empty, and a small model can only be taught a built-in task ({', '.join(TASKS)}), "
+            f"not {task!r}; give a local Hugging Face folder as model.path, or name a built-in task as warm_start.task"
+        )
+    if (
+        config.hidden_size % config.num_heads
+        or config.num_heads % config.num_kv_heads
+        or config.hidden_size // config.num_heads % 2
+    ):
+        raise ConfigError(
+            f"warm_start: hidden_size {config.hidden_size} must be an even multiple of num_heads {config.num_heads}, "
+            f"and num_heads a multiple of num_kv_heads {config.num_kv_heads}"
+        )
+    code = Path(__file__).with_name("tasks.py").read_bytes() + Path(__file__).read_bytes()
+    inputs = json.dumps([task, asdict(config), hashlib.sha256(code).hexdigest()], sort_keys=True)
+    return models / f"{task}-{hashlib.sha256(inputs.encode()).hexdigest()[:8]}"
+
+
+def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -> None:
+    """Train from random weights, write `folder` beside and rename it. Collective."""
+    part = folder.with_name(f".part-{folder.name}")
+    if world.is_main:
+        _write_source(config, part)
+    parallel.barrier(world)
+    tokenizer = load_tokenizer(part)
+    model = _random_model(config, part).to(world.device)
+    trainer_config = TrainerConfig(lr=config.lr, lr_schedule="linear", lr_warmup_updates=20, beta2=0.99)
+    loss = LossConfig(name="sft")
+    trainer = Trainer(model, trainer_config, loss, SamplingConfig(), world, config.max_positions, config.steps)
+    numbers = [n for n in TASKS[task].numbers() if not is_held_out(n)]
+    bar = tqdm(range(config.steps), desc="warm start", disable=None if world.is_main else True, leave=False)
+    for step in bar:
+        batch = _examples(config, task, numbers, step, tokenizer)
+        share = parallel.assign_by_load([e.num_tokens for e in batch], world.size)[world.rank]
+        trainer.accumulate([batch[i] for i in share])
+        stats = trainer.update()
+        bar.set_postfix(loss=f"{stats['loss']:.3f}")
+    if world.is_main:
+        save_weights(part, model)
+        part.rename(folder)
+    parallel.barrier(world)
+
+
+def _write_source(config: WarmStartConfig, folder: Path) -> None:
+    """Write config.json and the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(str(folder))
+    (folder / "config.json").write_text(json.dumps(hf_config(config, tokenizer), indent=2), encoding="utf-8")
+
+
+def hf_config(config: WarmStartConfig, tokenizer: Any) -> dict:
+    """Return the Hugging Face config of the model that is made: a small Qwen2."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": 4 * config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+
+
+def byte_tokenizer() -> Any:
+    """Return a tokenizer with one token per byte: any text is readable to the smallest model."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate([END, PAD, *alphabet])}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _random_model(config: WarmStartConfig, folder: Path) -> Model:
+    model = Model(parse_shape(json.loads((folder / "config.json").read_text()), str(folder)))
+    generator = torch.Generator().manual_seed(config.seed)
+    for name, tensor in model.hf_tensors():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        elif name.endswith(".bias"):
+            tensor.zero_()
+        else:
+            tensor.normal_(0.0, 0.07, generator=generator)
+    return model
+
+
+def _examples(config: WarmStartConfig, task: str, numbers: list[int], step: int, tokenizer: Any) -> list[Example]:
+    rng = Random(f"{config.seed} {step}")
+    examples = []
+    for n in rng.choices(numbers, k=config.batch_size):
+        prompt = tokenizer.encode(TASKS[task].prompt(n))
+        solution = tokenizer.encode(TASKS[task].slip(TASKS[task].solution(n), rng, config.slip))
+        examples.append(Example(tuple(prompt), (*solution, tokenizer.eos_token_id), (), 1.0))
+    return examples
