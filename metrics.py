@@ -89,12 +89,16 @@ class Recorder:
     def step(self, record: dict[str, Any]) -> None:
         """Show one finished step, and its evaluation when it has one."""
         length, train, seconds = record["length"], record["train"], record["seconds"]
-        self.say(
-            f"step {record['step']:4d} | reward {record['reward']:.3f} | length {length['mean']:.0f} max {length['max']:.0f} | "
-            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.2f} entropy {train['entropy']:.3f} | "
-            f"log-prob diff {train['logprob_diff_max']:.0e} | "
-            f"rollout {seconds['rollout']:.2f} s train {seconds['train']:.2f} s | {record['tokens_per_second']:,.0f} tokens/s"
+        parts = (
+            f"step {record['step']:4d}",
+            f"reward {record['reward']:.3f}",
+            f"length {length['mean']:.0f} max {length['max']:.0f}",
+            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.2f} entropy {train['entropy']:.3f}",
+            f"log-prob diff {train['logprob_diff_max']:.0e}",
+            f"rollout {seconds['rollout']:.2f} s train {seconds['train']:.2f} s",
+            f"{record['tokens_per_second']:,.0f} tokens/s",
         )
+        self.say(" | ".join(parts))
         if train["skipped"]:
             self.say(f"WARNING: step {record['step']}: update skipped: {train['skipped']}")
         if record["reward_errors"]:

@@ -192,26 +192,21 @@ class Model(nn.Module):
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         yield "model.embed_tokens.weight", self.embed.weight.data
         for i, layer in enumerate(self.layers):
-            at = f"model.layers.{i}."
-            yield at + "input_layernorm.weight", layer.input_norm.weight.data
-            yield at + "post_attention_layernorm.weight", layer.post_norm.weight.data
-            for kind, bias in (("weight", True), ("bias", s.qkv_bias)):
-                if kind == "weight" or bias:
-                    parts = getattr(layer.qkv_proj, kind).data.split((q, kv, kv))
-                    for name, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
-                        yield f"{at}self_attn.{name}.{kind}", part
-            for kind, present in (("weight", True), ("bias", s.mlp_bias)):
-                if present:
-                    gate, up = getattr(layer.gate_up_proj, kind).data.chunk(2)
-                    yield f"{at}mlp.gate_proj.{kind}", gate
-                    yield f"{at}mlp.up_proj.{kind}", up
-                    yield f"{at}mlp.down_proj.{kind}", getattr(layer.down_proj, kind).data
-            yield at + "self_attn.o_proj.weight", layer.o_proj.weight.data
-            if s.out_bias:
-                yield at + "self_attn.o_proj.bias", layer.o_proj.bias.data
+            at = f"model.layers.{i}"
+            yield f"{at}.input_layernorm.weight", layer.input_norm.weight.data
+            yield f"{at}.post_attention_layernorm.weight", layer.post_norm.weight.data
             if s.qk_norm:
-                yield at + "self_attn.q_norm.weight", layer.q_norm.weight.data
-                yield at + "self_attn.k_norm.weight", layer.k_norm.weight.data
+                yield f"{at}.self_attn.q_norm.weight", layer.q_norm.weight.data
+                yield f"{at}.self_attn.k_norm.weight", layer.k_norm.weight.data
+            for linear, names, sizes in (
+                (layer.qkv_proj, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q, kv, kv)),
+                (layer.o_proj, ("self_attn.o_proj",), (s.hidden_size,)),
+                (layer.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj"), (s.intermediate_size, s.intermediate_size)),
+                (layer.down_proj, ("mlp.down_proj",), (s.hidden_size,)),
+            ):
+                for kind, fused in linear.named_parameters():
+                    for name, part in zip(names, fused.data.split(sizes), strict=True):
+                        yield f"{at}.{name}.{kind}", part
         yield "model.norm.weight", self.norm.weight.data
         if self.head is not None:
             yield "lm_head.weight", self.head.weight.data

@@ -168,7 +168,7 @@ class Engine:
         self.waiting.append(sequence)
 
     def load_weights(self, model: Model, version: int) -> None:
-        """Decode with `model` from now on. It is the trainer's own module, so nothing is copied. Wants an idle engine."""
+        """Decode with `model` from now on. The trainer's own module: nothing is copied. Wants an idle engine."""
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
         self.model, self.version = model, version
 

@@ -46,7 +46,7 @@ def _rank(rank: int, size: int, store: str, function, args) -> None:
 
 @pytest.fixture
 def run_ranks(tmp_path: Path):
-    """Call `function(world, *args)`, a module-level function, on `size` gloo ranks. A rank's exception fails the test."""
+    """Call the module-level `function(world, *args)` on `size` gloo ranks. A rank's exception fails the test."""
 
     def run(size: int, function, *args) -> None:
         mp.spawn(_rank, (size, str(tmp_path / "store"), function, args), nprocs=size)
