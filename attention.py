@@ -85,8 +85,9 @@ def decode_by_page(q: Tensor, k_pool: Tensor, v_pool: Tensor, owner: Tensor, bia
     )  # [P, K, G, D], [P, K, G]
     if len(owner) == n:  # one page each: nothing to merge
         return torch.empty_like(folded).index_copy_(0, owner, out).view(n, num_heads, size)
-    peak = lse.new_full((n, *lse.shape[1:]), -torch.inf).index_reduce_(0, owner, lse, "amax")
+    index = owner[:, None, None].expand_as(lse)
+    peak = lse.new_full((n, *lse.shape[1:]), -torch.inf).scatter_reduce_(0, index, lse, "amax")
     weight = (lse - peak[owner]).exp_()
     total = torch.zeros_like(peak).index_add_(0, owner, weight)
-    merged = torch.zeros_like(folded).index_add_(0, owner, out * weight[..., None])
-    return (merged / total[..., None]).view(n, num_heads, size)
+    merged = lse.new_zeros(folded.shape).index_add_(0, owner, out * weight[..., None])
+    return (merged / total[..., None]).to(q.dtype).view(n, num_heads, size)

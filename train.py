@@ -75,31 +75,24 @@ class Config:
 # ---- the step loop -----------------------------------------------------------------------------------------------
 
 
-def train(config: Config, world: World, resume: bool) -> int:
-    """Run the whole training and return the exit code. Every rank runs this, in step with the others."""
+def train(config: Config, world: World, resume: bool) -> None:
+    """Run the whole training. Every rank runs this, in step with the others."""
     clock = Clock()
     with clock.span("start"):
         run = build(config, world, resume)
-    engine, trainer, pool, stream, policy, recorder = (
-        run.engine,
-        run.trainer,
-        run.pool,
-        run.stream,
-        run.policy,
-        run.recorder,
-    )
-    if run.step == 0:
-        before = evaluate(run, clock)
-        recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
-        recorder.evaluation(0, before)
-    with StopSignal() as stop:
+    engine, trainer, recorder = run.engine, run.trainer, run.recorder
+    with run.pool, StopSignal() as stop:
+        if run.step == 0:
+            before = evaluate(run, clock)
+            recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
+            recorder.evaluation(0, before)
         while run.step < config.run.steps and not stop.is_set:
             start = time.perf_counter()
             if config.run.replay:
                 with clock.span("rollout"):
-                    plan, groups = None, load_groups(Path(config.run.replay), run.step + 1)
+                    groups = load_groups(Path(config.run.replay), run.step + 1)
             else:
-                plan = policy.plan(stream.take)
+                plan = run.policy.plan(run.stream.take)
                 with clock.span("rollout"):
                     groups = roll_out(run, plan.prompts[world.rank :: world.size], plan.num_responses, clock)
                 with clock.span("exchange"):
@@ -110,11 +103,11 @@ def train(config: Config, world: World, resume: bool) -> int:
             with clock.span("sync"):
                 run.step += 1
                 engine.load_weights(trainer.model, run.step)
+            record = step_record(run, groups, updates, clock, time.perf_counter() - start)
+
+            is_last = run.step == config.run.steps
             if config.run.dump_rollouts and world.is_main:
                 dump_groups(run.folder / "rollouts", run.step, groups, advantages)
-
-            record = step_record(run, groups, updates, clock, time.perf_counter() - start)
-            is_last = run.step == config.run.steps
             if is_last or due(run.step, config.run.eval_every):
                 record["eval"] = evaluate(run, clock)
             recorder.write(record)
@@ -124,8 +117,6 @@ def train(config: Config, world: World, resume: bool) -> int:
                 with clock.span("checkpoint"):
                     save(run)
     recorder.finish(run.folder, run.step, config.run.steps)
-    pool.close()
-    return 0
 
 
 # ---- pieces of one step ------------------------------------------------------------------------------------------
@@ -425,6 +416,8 @@ def check(config: Config, world_size: int, resume: bool) -> None:
             f"reward.overlong_buffer = {c.reward.overlong_buffer} is over rollout.max_response_tokens = "
             f"{c.rollout.max_response_tokens}; lower it"
         )
+    if c.run.replay and not Path(c.run.replay).is_dir():
+        raise ConfigError(f"run.replay = {c.run.replay!r}: no such folder; give the rollouts/ folder of an earlier run")
     check_loggers(c.log)
     check_run_folder(config, resume)
     device = torch.device("cuda" if c.run.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -485,10 +478,6 @@ def check_run_folder(config: Config, resume: bool) -> None:
                 f"--resume: {key} is {value!r} now and was {before[key][0]!r} when {folder} was started; "
                 "restore it, or start another run from the checkpoint with model.path and a new run.dir"
             )
-    if config.run.replay and not Path(config.run.replay).is_dir():
-        raise ConfigError(
-            f"run.replay = {config.run.replay!r}: no such folder; give the rollouts/ folder of an earlier run"
-        )
 
 
 # ---- command line ------------------------------------------------------------------------------------------------
@@ -524,10 +513,11 @@ def main(argv: list[str]) -> int:
             folder = Path(config.run.dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
-        return train(config, world, flags.resume)
+        train(config, world, flags.resume)
+        return 0
     except (ConfigError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     finally:
         parallel.stop(world)
 

@@ -34,7 +34,7 @@ class WarmStartConfig:
     steps: int = option(600, "supervised updates", min=0)
     batch_size: int = option(64, "worked solutions per supervised update, over all ranks", min=1)
     lr: float = option(3e-3, "peak learning rate; it falls linearly to 0", above=0.0)
-    slip: float = option(0.02, "probability that a digit of a worked solution is wrong", min=0.0, max=1.0)
+    slip: float = option(0.04, "probability that a digit of a worked solution is wrong", min=0.0, max=1.0)
     hidden_size: int = option(64, "width of the model", min=8)
     num_layers: int = option(3, "layers of the model", min=1)
     num_heads: int = option(4, "query heads", min=1)

@@ -1,0 +1,76 @@
+"""The default run, three seeds: held-out accuracy and response length over steps, from warm start to the end.
+
+python figures/learning.py            trains what is missing in runs/ (about 4 minutes a seed), then draws
+python figures/learning.py --draw     draws again from figures/learning.json
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+
+from metrics import read_records  # noqa: E402
+
+CONFIG = "configs/tiny.toml"
+
+
+def run_seed(seed: int) -> list[dict]:
+    """Return the evaluations of one seed's run, training it first when its folder is not there."""
+    folder = ROOT / "runs" / f"learning-seed{seed}"
+    settings = [f"--run.seed={seed}", f"--warm_start.seed={seed}", f"--run.dir={folder}"]
+    resume = ["--resume"] if (folder / "config.toml").exists() else []
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    subprocess.run([*command, "train.py", "--config", CONFIG, *settings, *resume], cwd=ROOT, check=True)
+    records = read_records(folder / "steps.jsonl")
+    return [{"seed": seed, "step": r["step"], **r["eval"]} for r in records if r.get("eval")]
+
+
+def draw(points: list[dict], path: Path) -> None:
+    plt.style.use(HERE / "plainroll.mplstyle")
+    figure, (left, right) = plt.subplots(1, 2)
+    for seed in sorted({p["seed"] for p in points}):
+        mine = [p for p in points if p["seed"] == seed]
+        steps, error = [p["step"] for p in mine], [1.96 * p["standard_error"] for p in mine]
+        left.errorbar(
+            steps, [100 * p["avg@4"] for p in mine], [100 * e for e in error], label=f"seed {seed}", capsize=2
+        )
+        right.plot(steps, [p["length"]["mean"] for p in mine], label=f"seed {seed}")
+    left.set(title="Held-out accuracy", xlabel="step", ylabel="avg@4 at temperature 1 (%)", ylim=(0, 100))
+    right.set(title="Length of held-out responses", xlabel="step", ylabel="mean tokens", ylim=(0, None))
+    left.legend(loc="lower right")
+    count = points[0]["num_prompts"]
+    caption = f"python figures/learning.py: {CONFIG}, hailstone, {count} held-out prompts x 4, bars: 95 % interval"
+    figure.supxlabel(caption, fontsize=7, color="0.4")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    parser.add_argument("--draw", action="store_true", help="only draw, from figures/learning.json")
+    args = parser.parse_args()
+    data = HERE / "learning.json"
+    if not args.draw:
+        points = [point for seed in range(args.seeds) for point in run_seed(seed)]
+        data.write_text(json.dumps(points, indent=1), encoding="utf-8")
+    points = json.loads(data.read_text(encoding="utf-8"))
+    draw(points, HERE / "learning.png")
+    for seed in sorted({p["seed"] for p in points}):
+        first, *_, last = [p for p in points if p["seed"] == seed]
+        rise = last["avg@4"] - first["avg@4"]
+        error = (first["standard_error"] ** 2 + last["standard_error"] ** 2) ** 0.5
+        print(f"seed {seed}: {first['avg@4']:.3f} -> {last['avg@4']:.3f}, {rise / error:.0f} standard errors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""Graders, and what a bad one costs: its own sample's reward and bounded time, nothing else."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import reward
+from config import ConfigError
+from reward import GRADERS, INLINE, RewardConfig, RewardPool, math_answer, overlong_penalty, resolve_grader
+
+USER_GRADERS = r"""
+import os, signal, subprocess, sys, threading, time
+
+def good(response, answer, row): return 2 * (response == answer) + row["bonus"]
+def size(response, answer, row): return len(response)
+def pid(response, answer, row): return os.getpid()
+def child(response, answer, row): return subprocess.Popen(["sleep", "60"]).pid
+def loads_trainer(response, answer, row): return "torch" in sys.modules or "transformers" in sys.modules
+def prints(response, answer, row): print("[1, 9.0, 0, '']\n" * 60000); return len(sys.stdin.read()) + 0.5
+def dies_later(response, answer, row): threading.Timer(0.05, os._exit, [3]).start(); return 1.0
+
+def hangs(response, answer, row):
+    while True: pass
+def stops(response, answer, row): os.kill(os.getpid(), signal.SIGSTOP)
+def exits(response, answer, row): os._exit(3)
+def killed(response, answer, row): os.kill(os.getpid(), signal.SIGKILL)
+def raises(response, answer, row): return row["no such field"]
+def quits(response, answer, row): sys.exit("enough")
+def nan(response, answer, row): return float("nan")
+def huge(response, answer, row): return 10**400
+def text(response, answer, row): return "1.0"
+def garbage(response, answer, row):
+    for fd in range(3, 10):
+        try: os.write(fd, b"[0, 1.0, 0.0, \"\"]\n")
+        except OSError: pass
+    time.sleep(60)
+
+not_callable = 7
+"""
+
+# What each bad grader's error must tell.
+BAD = {
+    "hangs": "did not finish within 1 s",
+    "stops": "did not finish within 1 s",
+    "exits": "died (exit code 3)",
+    "killed": "died (exit code -9)",
+    "raises": "KeyError: 'no such field'",
+    "quits": "SystemExit: enough",
+    "nan": "returned nan",
+    "huge": "OverflowError",
+    "text": "returned '1.0'",
+    "garbage": "instead of a reply",
+}
+CONFIG = RewardConfig(num_workers=2, timeout_seconds=1.0)
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """The user's graders in mine/graders.py of the working directory; gives their prefix."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "graders.py").write_text(USER_GRADERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    yield "mine/graders.py:"
+    for name in ("mine", "mine.graders", "broken"):  # the next test's are in another folder
+        sys.modules.pop(name, None)
+
+
+def is_running(pid: float) -> bool:
+    try:
+        status = Path(f"/proc/{int(pid)}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(pids: list[float]) -> bool:
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+def grade_one(pool: RewardPool, task: str, response: str = "", answer: str = "", row: dict | None = None):
+    pool.submit("key", task, response, answer, row or {})
+    [(key, graded)] = pool.drain()
+    assert key == "key"
+    return graded
+
+
+# ---- graders
+
+
+@pytest.mark.parametrize(
+    "task, response, answer, value",
+    [
+        ("match", " yes\n", "yes", 1.0),
+        ("match", "yes it is", "yes", 0.0),
+        ("match", "Yes", "yes", 0.0),
+        ("hailstone", "70000 22000=50000", "50000", 1.0),
+        ("hailstone", "70000 = 50000 \n", "50000", 1.0),
+        ("hailstone", "=50000", "50000", 1.0),
+        ("hailstone", "70000=5000", "50000", 0.0),
+        ("hailstone", "70000 50000", "50000", 0.0),
+        ("hailstone", "50000", "50000", 0.0),
+        ("hailstone", "7=5=50000", "50000", 0.0),
+        ("hailstone", "50000=50000=", "50000", 0.0),
+        ("hailstone", "", "50000", 0.0),
+        ("reverse_add", "56 121 # 121", "121", 1.0),
+        ("reverse_add", "56 121 = 121", "121", 0.0),
+        ("reverse_add", "56 # 121 # 121", "121", 0.0),
+        ("reverse_add", "121 #", "121", 0.0),
+    ],
+)
+def test_inline_graders(task, response, answer, value):
+    with RewardPool(CONFIG, [task]) as pool:
+        pool.submit(0, task, response, answer, {})
+        [(_, graded)] = pool.poll()  # at once
+    assert graded.value == value and graded.error == ""
+
+
+def test_inline_names_are_graders():
+    assert INLINE < GRADERS.keys()
+
+
+@pytest.mark.parametrize(
+    "answer, response",
+    [
+        (r"\dfrac{11}{16}", r"\boxed{\frac{11}{16}}"),
+        (r"\dfrac{11}{16}", "The probability is 11/16."),
+        (r"\frac12", r"Half of them, so $\boxed{0.5}$."),
+        ("0.5", r"\boxed{\frac12}"),
+        (r"\frac{1}{2}", r"\boxed{50\%}"),
+        (r"50\%", r"\boxed{0.5}"),
+        (r"2\sqrt2", r"\boxed{\sqrt{8}}"),
+        ("x^2+2x+1", r"\[ \boxed{(x+1)^2} \]"),
+        ("1000", r"\boxed{1{,}000}"),
+        ("5", r"\boxed{x = 5}"),
+        ("x = 5", r"\boxed{5}"),
+        ("5", r"\boxed{5 \text{ cm}}"),
+        ("5", "At first \\boxed{4}.\nBut a check of all cases shows that one is missing.\n\\boxed{5}"),
+        ("5", r"The final answer is $7$? No: \boxed{5}. (It is not 8.)"),
+        ("$5$", r"\boxed{5}"),
+        (r"\{1, 2\}", r"\boxed{\{2, 1\}}"),
+        ("[0, 1)", r"\boxed{[0,1)}"),
+        (r"(-\infty, 2]", r"so $x \in \boxed{(-\infty,2]}$"),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}"),
+        (r"\text{Yes}", r"\boxed{Yes}"),
+        ("Yes", r"\boxed{\text{yes}}"),
+        ("C", r"\boxed{\text{C}}"),
+        (r"2^{\aleph_0}", r"\boxed{2^{\aleph_0}}"),
+        (r"\infty", r"\boxed{\infty}"),
+    ],
+)
+def test_math_equal(answer, response):
+    assert math_answer(response, answer, {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer, response",
+    [
+        (r"\frac12", r"\boxed{0.51}"),
+        (r"\frac13", r"\boxed{0.33}"),
+        ("5", ""),
+        ("5", "I do not know."),
+        ("5", r"\boxed{}"),
+        ("5", r"\boxed{-5}"),
+        ("5", r"It is 5. No, \boxed{6}. Or 5."),
+        ("5", r"It is 5, in $\boxed{\mathbb{Z}_b}$."),  # no formula stands in for an unreadable box
+        ("5", r"\boxed{1, 2, 3, 4, 5}"),
+        ("5", r"\boxed{4} or \boxed{5}"),
+        ("5", r"\boxed{\frac{0}{0}}"),
+        ("5", r"\boxed{" * 500),
+        (r"\{1, 2\}", r"\boxed{\{1, 2, 3\}}"),
+        ("[0, 1)", r"\boxed{(0, 1)}"),
+        ("[0, 1)", r"\boxed{[0, 1]}"),
+        (r"\infty", r"\boxed{-\infty}"),
+        (r"\text{Yes}", r"\boxed{No}"),
+        (r"2^{\aleph_0}", r"\boxed{2}"),  # what is read from $2^{\aleph_0}$
+        ("x^2+2x+1", r"\boxed{(x-1)^2}"),
+    ],
+)
+def test_math_different(answer, response):
+    assert math_answer(response, answer, {}) == 0.0
+
+
+def test_math_without_an_answer_is_an_error():
+    with pytest.raises(ValueError, match="reads nothing from the answer ''"):
+        math_answer(r"\boxed{5}", "", {})
+
+
+def test_overlong_penalty_is_equation_13():
+    assert [overlong_penalty(n, 100, 20) for n in (0, 80, 85, 90, 100, 120)] == [0, 0, -0.25, -0.5, -1, -1]
+    assert overlong_penalty(100, 100, 0) == 0
+
+
+# ---- users' graders
+
+
+@pytest.mark.parametrize("source", ["mine/graders.py", "{folder}/mine/graders.py", "mine.graders"])
+def test_users_function_from_file_and_module(user, tmp_path, source):
+    task = source.format(folder=tmp_path) + ":good"
+    assert resolve_grader(task)("a", "a", {"bonus": 1}) == 3
+    with RewardPool(CONFIG, [task]) as pool:
+        assert grade_one(pool, task, "a", "a", {"bonus": 0.25}).value == 2.25
+
+
+@pytest.mark.parametrize(
+    "name, cause",
+    [
+        ("maths", "take one of match,"),
+        ("", "take one of match,"),
+        (":good", "take one of match,"),
+        ("mine/graders.py", "take one of match,"),
+        ("mine/graders.py:", "take one of match,"),
+        ("mine/grader.py:good", "No such file"),
+        ("mine.grader:good", "No module named 'mine.grader'"),
+        ("mine/graders.py:goods", "define goods(response, answer, row)"),
+        ("mine/graders.py:not_callable", "define not_callable(response, answer, row)"),
+        ("broken.py:good", "ZeroDivisionError"),
+        ("broken:good", "ZeroDivisionError"),
+        ("unreadable.py:good", "SyntaxError"),
+        ("script.py:good", "SystemExit"),
+    ],
+)
+def test_bad_names_are_config_errors(user, name, cause):
+    Path("broken.py").write_text("def good(response, answer, row): return 1\n1 / 0")
+    Path("unreadable.py").write_text("def good(")
+    Path("script.py").write_text("import sys; sys.exit(2)")
+    with pytest.raises(ConfigError) as raised:
+        RewardPool(CONFIG, ["match", name])
+    assert f"grader {name!r}" in str(raised.value) and cause in str(raised.value)
+
+
+# ---- the pool
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_bad_graders_cost_only_their_own_sample(user, num_workers):
+    jobs = [(("bad", name), user + name, "", "") for name in BAD]
+    jobs += [(("good", i), user + "good", str(i), str(i // 2 * 2)) for i in range(60)]
+    jobs += [(("match", i), "match", str(i), "3") for i in range(5)]
+    random.Random(0).shuffle(jobs)
+    start = time.monotonic()
+    config = RewardConfig(num_workers=num_workers, timeout_seconds=1.0)
+    with RewardPool(config, {job[1] for job in jobs}) as pool:
+        for key, task, response, answer in jobs:
+            pool.submit(key, task, response, answer, {"bonus": 0.5})
+        rewards = dict(pool.drain())
+        assert pool.num_pending == 0 and pool.poll() == [] and pool.drain() == []
+    assert time.monotonic() - start < 10
+    assert rewards.keys() == {job[0] for job in jobs}
+    for (kind, name), graded in rewards.items():
+        if kind == "bad":
+            assert graded.value == 0 and BAD[name] in graded.error
+            assert f"(task {user}{name}, sample ('bad', '{name}'))" in graded.error
+        else:
+            wanted = (2.5 if name % 2 == 0 else 0.5) if kind == "good" else float(name == 3)
+            assert graded.value == wanted and graded.error == ""
+    assert 1 <= rewards["bad", "hangs"].seconds < 3
+    assert rewards["good", 0].seconds < 0.5
+
+
+def test_print_and_input_do_not_reach_the_replies(user):
+    with RewardPool(CONFIG, [user + "prints"]) as pool:
+        assert [grade_one(pool, user + "prints").value for _ in range(3)] == [0.5] * 3
+
+
+def test_a_worker_that_dies_between_requests_costs_nothing(user):
+    tasks = [user + "dies_later", user + "good"]
+    with RewardPool(RewardConfig(num_workers=1), tasks) as pool:
+        assert grade_one(pool, tasks[0]).value == 1.0
+        time.sleep(0.5)
+        graded = grade_one(pool, tasks[1], "a", "b", {"bonus": 3})
+    assert graded.value == 3.0 and graded.error == ""
+
+
+def test_large_responses_and_rows(user):
+    task = user + "size"
+    texts = ["\u00e9\n\"\ud800\0" * 200_000 + "x" * i for i in range(8)]
+    with RewardPool(RewardConfig(num_workers=2, timeout_seconds=10.0), [task, "match"]) as pool:
+        for i, text in enumerate(texts):
+            pool.submit(i, task, text, text, {"prompt": text})
+        pool.submit("match", "match", texts[3], texts[3], {})
+        rewards = dict(pool.drain())
+    assert rewards.pop("match").value == 1.0
+    assert [rewards[i].value for i in range(8)] == [len(text) for text in texts]
+
+
+def test_poll_does_not_wait(user):
+    config = RewardConfig(num_workers=1, timeout_seconds=30.0)
+    with RewardPool(config, [user + "hangs", user + "good"]) as pool:
+        start = time.monotonic()
+        pool.submit("bad", user + "hangs", "", "", {})
+        pool.submit("queued", user + "good", "", "", {"bonus": 0})
+        assert pool.poll() == [] and pool.num_pending == 2
+        assert time.monotonic() - start < 0.2
+        time.sleep(0.3)  # the worker is up and busy: closing must not wait for it
+        start = time.monotonic()
+    assert time.monotonic() - start < 1
+    assert pool.num_pending == 0 and pool.drain() == []
+
+
+def test_math_in_workers():
+    with RewardPool(RewardConfig(num_workers=2), ["math"]) as pool:
+        for i in range(20):
+            pool.submit(i, "math", rf"So it is \boxed{{\frac{{{i}}}{{2}}}}.", str(i / 2 if i % 2 else 77), {})
+        pool.submit("tower", "math", r"\boxed{9^{9^{9^{9^9}}}}", "5", {})
+        rewards = dict(pool.drain())
+    assert {i: rewards[i].value for i in range(20)} == {i: float(i % 2) for i in range(20)}
+    assert rewards["tower"].value == 0
+    assert rewards[1].seconds < 1  # the import was not part of it
+
+
+def test_workers_do_not_load_the_trainer(user):
+    with RewardPool(CONFIG, [user + "loads_trainer", "math"]) as pool:
+        assert grade_one(pool, user + "loads_trainer").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "trouble, limit, cause",
+    [
+        ("if '--worker' in sys.argv: raise ImportError('only here')", 10.0, "ImportError: only here"),
+        ("if '--worker' in sys.argv: os._exit(5)", 10.0, "died (exit code 5)"),
+        ("while '--worker' in sys.argv: pass", 0.3, "did not finish within 0.3 s"),
+    ],
+)
+def test_workers_that_cannot_start_end_the_run(user, trouble, limit, cause):
+    Path("moody.py").write_text(f"import os, sys\ndef good(*_): return 1\n{trouble}\n")
+    with RewardPool(RewardConfig(startup_seconds=limit), ["moody.py:good", "match"]) as pool:
+        pool.submit(0, "moody.py:good", "", "", {})
+        for _ in range(2):  # the second call does not wait for ever either
+            with pytest.raises(RuntimeError, match="moody.py:good failed to start 3 times") as raised:
+                pool.drain()
+            assert cause in str(raised.value)
+
+
+def test_close_leaves_no_process(user):
+    tasks = [user + name for name in ("pid", "child", "hangs")]
+    with RewardPool(RewardConfig(num_workers=1, timeout_seconds=30.0), tasks) as pool:
+        pids = [grade_one(pool, task).value for task in tasks[:2]]
+        pool.submit("hang", tasks[2], "", "", {})
+        time.sleep(0.2)
+        assert all(map(is_running, pids))
+    assert wait_until_gone(pids)  # the worker is reaped; its child belongs to init
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_workers_die_with_a_killed_parent(user, state):
+    script = f"""
+import time
+from reward import RewardConfig, RewardPool
+config = RewardConfig(num_workers=1, timeout_seconds=60.0)
+pool = RewardPool(config, [{user!r} + "pid", {user!r} + "hangs"])
+pool.submit(0, {user!r} + "pid", "", "", {{}})
+pid = pool.drain()[0][1].value
+if {state!r} == "busy":
+    pool.submit(1, {user!r} + "hangs", "", "", {{}})
+    time.sleep(0.2)
+print(pid, flush=True)
+time.sleep(60)
+"""
+    env = os.environ | {"PYTHONPATH": str(Path(reward.__file__).parent)}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
+    try:
+        pid = float(parent.stdout.readline())
+        assert is_running(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert wait_until_gone([pid])

@@ -1,0 +1,264 @@
+"""The whole program: the step loop alone and under torchrun, resume, replay, refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import train
+from checkpoint import list_checkpoints
+from config import flatten
+from metrics import read_records
+
+GRADERS = ROOT / "tests" / "graders.py"
+TRAJECTORY = ("loss", "grad_norm", "entropy", "kl")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(48)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def settings(prompts: Path, tiny_folder: Path, tmp_path: Path):
+    """Return the command line of a small run in a folder of its own; keywords override, `a__b` for a.b."""
+
+    def make(folder: str = "run", **overrides) -> list[str]:
+        values = {
+            "run.dir": tmp_path / folder,
+            "run.steps": 3,
+            "run.device": "cpu",
+            "run.eval_samples": 2,
+            "model.path": tiny_folder,
+            "data.train": prompts,
+            "data.task": f"{GRADERS}:share_of_digits",
+            "data.eval_prompts": 4,
+            "scheduler.num_prompts": 4,
+            "scheduler.num_responses": 4,
+            "rollout.max_prompt_tokens": 32,
+            "rollout.max_response_tokens": 32,
+            "rollout.page_size": 8,
+            "rollout.kv_gib": 0.01,
+            "trainer.lr": 3e-3,
+            "trainer.tokens_per_microbatch": 256,
+            "reward.num_workers": 1,
+        } | {key.replace("__", "."): value for key, value in overrides.items()}
+        return [f"--{key}={value}" for key, value in values.items()]
+
+    return make
+
+
+def steps_of(folder: Path) -> list[dict]:
+    return [record for record in read_records(folder / "steps.jsonl") if record["step"] > 0]
+
+
+def trajectory(folder: Path) -> list[tuple]:
+    return [(r["step"], r["reward"], r["tokens"], *(r["train"][name] for name in TRAJECTORY)) for r in steps_of(folder)]
+
+
+def test_a_run_learns_and_writes_what_it_promises(settings, tmp_path):
+    assert train.main(settings(run__steps=25, run__eval_every=10, run__checkpoint_every=10, trainer__lr=1e-2)) == 0
+    run = tmp_path / "run"
+    records = read_records(run / "steps.jsonl")
+    assert [r["step"] for r in records] == list(range(26))
+    assert [r["step"] for r in records if "eval" in r] == [0, 10, 20, 25]
+    rewards = [r["reward"] for r in records[1:]]
+    assert sum(rewards[-5:]) / 5 > 2 * sum(rewards[:5]) / 5, rewards
+    assert records[-1]["eval"]["avg@2"] > records[0]["eval"]["avg@2"]
+    assert max(r["train"]["logprob_diff_max"] for r in records[1:]) < 1e-4
+    for record in records[1:]:
+        assert record["samples"] == 16
+        assert {"rollout", "exchange", "train", "sync", "reward", "step"} <= record["seconds"].keys()
+        assert (
+            record["length"]["p50"]
+            <= record["length"]["p75"]
+            <= record["length"]["p99"]
+            <= record["length"]["max"]
+            <= 32
+        )
+    assert len(list_checkpoints(run)) == 2 and list_checkpoints(run)[-1].name == "step_000025"
+    assert "reward" in (run / "samples" / "step_000025.txt").read_text()
+    assert train.load_config(train.Config, str(run / "config.toml"), []).run.steps == 25
+
+
+def test_trajectory_does_not_depend_on_the_number_of_ranks(settings, torchrun, tmp_path):
+    for ranks in (1, 2, 4):
+        torchrun(ranks, *settings(f"ranks{ranks}", run__steps=4))
+    alone = trajectory(tmp_path / "ranks1")
+    assert any(abs(row[3]) > 1e-3 for row in alone), "a loss of zero would compare nothing"
+    for ranks in (2, 4):
+        for mine, theirs in zip(alone, trajectory(tmp_path / f"ranks{ranks}"), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+        for record in steps_of(tmp_path / f"ranks{ranks}"):
+            assert record["train"]["logprob_diff_max"] < 1e-4
+
+
+def start_torchrun(args: list[str], ranks: int = 2) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.Popen(
+        [*command, str(ROOT / "train.py"), *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read().decode()
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.005)
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    return [int(pid) for pid in found]
+
+
+def test_a_killed_run_resumes_to_the_same_trajectory(settings, torchrun, tmp_path):
+    overrides = dict(run__steps=4, run__checkpoint_every=2, loss__kl_coef=0.01, trainer__updates_per_step=2)
+    torchrun(2, *settings("straight", **overrides))
+    args = settings("killed", **overrides)
+    process = start_torchrun(args)
+    wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "step_000002").exists(), process)
+    for pid in [process.pid, *ranks_of(process)]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    torchrun(2, *args, "--resume")
+    assert trajectory(tmp_path / "killed") == trajectory(tmp_path / "straight")  # bit by bit
+    weights = "checkpoints/step_000004/model.safetensors"
+    assert (tmp_path / "killed" / weights).read_bytes() == (tmp_path / "straight" / weights).read_bytes()
+
+
+def test_sigterm_ends_after_the_step_with_a_checkpoint(settings, torchrun, tmp_path):
+    args = settings(run__steps=1000, run__eval_every=0, run__checkpoint_every=0)
+    process = start_torchrun(args)
+    records = tmp_path / "run" / "steps.jsonl"
+    wait_for(lambda: records.exists() and len(read_records(records)) > 2, process)
+    os.kill(ranks_of(process)[0], signal.SIGTERM)  # one rank hears it, both must stop together
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 0, output
+    last = steps_of(tmp_path / "run")[-1]["step"]
+    assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == [f"step_{last:06d}"]
+    assert f"stopped after step {last} of 1000; continue with --resume" in output
+    more = [arg for arg in args if "run.steps" not in arg] + [f"--run.steps={last + 1}", "--resume"]
+    torchrun(2, *more)
+    assert [r["step"] for r in steps_of(tmp_path / "run")] == list(range(1, last + 2))
+
+
+def test_a_replayed_run_trains_the_same(settings, tmp_path):
+    assert train.main(settings("recorded", run__dump_rollouts="true")) == 0
+    line = json.loads((tmp_path / "recorded" / "rollouts" / "step_000001.jsonl").read_text().splitlines()[0])
+    assert len(line["samples"]) == len(line["rewards"]) == len(line["advantages"]) == 4
+    assert train.main(settings("replayed", run__replay=tmp_path / "recorded" / "rollouts")) == 0
+    assert trajectory(tmp_path / "replayed") == trajectory(tmp_path / "recorded")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        dict(loss__name="gspo", loss__normalisation="sequence", loss__clip_low=3e-4, loss__clip_high=4e-4),
+        dict(loss__name="cispo", loss__advantage="rloo", loss__clip_high=4),
+        dict(loss__advantage="grpo", loss__normalisation="constant", loss__mask_truncated="true"),
+        dict(loss__advantage="reinforce_baseline", trainer__updates_per_step=3, loss__kl_coef=0.1),
+        dict(loss__old_logprobs="trainer", loss__tis_cap=2, trainer__updates_per_step=2, model__dtype="bfloat16"),
+        dict(sampling__top_p=0.9, sampling__top_k=50, sampling__temperature=0.8, reward__overlong_buffer=8),
+        dict(rollout__kv_gib=0.00005, rollout__max_running=7),
+    ],
+    ids=lambda overrides: ",".join(f"{k.split('__')[1]}={v}" for k, v in overrides.items())[:60],
+)
+def test_every_choice_runs(settings, tmp_path, overrides):
+    assert train.main(settings(**overrides)) == 0
+    for record in steps_of(tmp_path / "run"):
+        assert record["train"]["skipped"] == ""
+        assert record["train"]["grad_norm"] > 0
+        if "model__dtype" not in overrides:
+            assert record["train"]["logprob_diff_max"] < 1e-4
+    if "rollout__max_running" in overrides:
+        assert sum(record["engine"]["preemptions"] for record in steps_of(tmp_path / "run")) > 0
+
+
+def test_a_reward_that_raises_counts_zero_and_is_reported(settings, tmp_path, capfd):
+    assert train.main(settings(run__steps=1, data__task=f"{GRADERS}:always_raises")) == 0
+    record = steps_of(tmp_path / "run")[0]
+    assert record["reward"] == 0 and record["reward_errors"] == 16
+    assert "16 rewards failed and count 0: RuntimeError: no grade today" in capfd.readouterr().out
+
+
+def test_help_lists_every_key(capsys):
+    assert train.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for key in flatten(train.Config()):
+        assert f"--{key}=" in text
+
+
+def test_check_validates_and_exits(settings, tmp_path, capsys):
+    assert train.main([*settings(), "--check"]) == 0
+    assert "fine" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, parts",
+    [
+        (dict(run__stepz=3), ("run.stepz", "run.steps")),
+        (dict(run__steps="many"), ("run.steps", "'many'", "int")),
+        (dict(scheduler__num_responses=1), ("scheduler.num_responses", "at least 2")),
+        (dict(loss__name="pppo"), ("loss.name", "ppo, gspo")),
+        (dict(loss__name="sft"), ("loss.name", "warm start")),
+        (dict(model__path="/no/such/folder"), ("/no/such/folder", "model.path")),
+        (dict(data__train="/no/such/file.jsonl"), ("/no/such/file.jsonl", "built-in task")),
+        (dict(data__task="gess"), ("gess", "math")),
+        (dict(data__task=f"{GRADERS}:nothing"), ("nothing", "graders.py")),
+        (dict(rollout__kv_gib=0.00001), ("rollout.kv_gib", "at least")),
+        (dict(rollout__max_response_tokens=1000), ("rollout.max_response_tokens", "256")),
+        (dict(rollout__max_prompt_tokens=4), ("prompts.jsonl:2", "rollout.max_prompt_tokens = 4")),
+        (dict(scheduler__num_prompts=100), ("scheduler.num_prompts = 100", "44 prompts")),
+        (dict(sampling__temperature=0), ("sampling.temperature",)),
+        (dict(loss__tis_cap=2), ("loss.tis_cap", "old_logprobs")),
+        (dict(reward__overlong_buffer=64), ("reward.overlong_buffer = 64", "32")),
+        (dict(log__wandb="project"), ("log.wandb", "pip install wandb")),
+        (dict(run__device="cuda"), ("run.device = cuda",)),
+        (dict(run__replay="/no/such/rollouts"), ("run.replay", "/no/such/rollouts")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_settings_are_refused_in_one_line(settings, tmp_path, capsys, overrides, parts):
+    assert train.main(settings(**overrides)) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1
+    for part in parts:
+        assert part in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_world_size_that_does_not_divide_is_refused(settings, torchrun):
+    done = torchrun(3, *settings(), check=False)
+    assert done.returncode != 0
+    assert "scheduler.num_prompts = 4 is not a multiple of the 3 ranks" in done.stderr
+    assert done.stderr.count("error: ") == 1
+
+
+def test_a_run_folder_is_never_overwritten_or_resumed_with_other_settings(settings, tmp_path, capsys):
+    assert train.main([*settings(), "--resume"]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert train.main(settings(run__steps=1)) == 0
+    before = (tmp_path / "run" / "config.toml").read_text()
+    assert train.main(settings(run__steps=1)) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert train.main([*settings(run__steps=2, trainer__lr=1e-3), "--resume"]) == 2
+    assert "trainer.lr is 0.001 now and was 0.003" in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.toml").read_text() == before
+    assert train.main([*settings(run__steps=2), "--resume"]) == 0
