@@ -14,40 +14,6 @@ from torch import Tensor
 
 from config import option
 
-
-@dataclass(frozen=True)
-class LossConfig:
-    name: str = option(
-        "ppo",
-        "policy loss: ppo (clipped ratio), gspo (sequence ratio), cispo (clipped weight), sft (likelihood)",
-        choices=("ppo", "gspo", "cispo", "sft"),
-    )
-    advantage: str = option(
-        "dr_grpo",
-        "advantage: grpo (mean and std of the group), dr_grpo (mean), rloo (mean of the others), reinforce_baseline "
-        "(group mean, batch std)",
-        choices=("grpo", "dr_grpo", "rloo", "reinforce_baseline"),
-    )
-    normalisation: str = option(
-        "token",
-        "what one update averages over: token (all response tokens), sequence (mean of sequence means), constant "
-        "(sequence sums over rollout.max_response_tokens)",
-        choices=("token", "sequence", "constant"),
-    )
-    clip_low: float = option(0.2, "ratio may fall to 1 - clip_low (gspo wants about 3e-4)", min=0.0, max=1.0)
-    clip_high: float = option(0.28, "ratio may rise to 1 + clip_high (gspo wants about 4e-4, cispo 4)", min=0.0)
-    kl_coef: float = option(0.0, "weight of the KL term to the reference (the model at the start); 0 is off", min=0.0)
-    mask_truncated: bool = option(False, "leave samples cut at the length limit out of the loss (DAPO, section 3.4)")
-    old_logprobs: str = option(
-        "rollout",
-        "the ratio's denominator: rollout (as sampled) or trainer (recomputed; for bf16)",
-        choices=("rollout", "trainer"),
-    )
-    tis_cap: float = option(
-        0.0, "with old_logprobs = trainer: weight tokens by min(trainer / rollout probability, cap); 0 is off", min=0.0
-    )
-
-
 # ---- advantages: rewards [P, R] float -> [P, R] ------------------------------------------------------------------
 
 
@@ -95,38 +61,38 @@ class Tokens:
     lengths: Tensor  # [S] int64: response tokens of each sample
 
 
-def ppo(t: Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
+def ppo(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
     """Clipped surrogate with separate bounds. (PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476)"""
     ratio = (t.logprobs - t.old_logprobs).exp()
     return _clipped(ratio, t.advantages, config)
 
 
-def gspo(t: Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
+def gspo(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
     """The ratio of a whole sequence, as a geometric mean over its tokens. (GSPO, arXiv 2507.18071, eq. 5 and 7)"""
     difference = t.logprobs - t.old_logprobs
     mean = difference.new_zeros(len(t.lengths)).index_add(0, t.sample, difference) / t.lengths
     return _clipped(mean.exp()[t.sample], t.advantages, config)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+def _clipped(ratio: Tensor, advantages: Tensor, config: "LossConfig") -> tuple[Tensor, Tensor]:
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
     return loss, clipped * advantages < ratio * advantages
 
 
-def cispo(t: Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
+def cispo(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
     """REINFORCE with a clipped, detached importance weight: no token loses its gradient. (MiniMax-M1, 2506.13585)"""
     ratio = (t.logprobs - t.old_logprobs).exp().detach()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return -weight * t.advantages * t.logprobs, weight != ratio
 
 
-def sft(t: Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
+def sft(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
     """Negative log-likelihood of the response; the warm start uses it."""
     return -t.logprobs, torch.zeros_like(t.logprobs, dtype=torch.bool)
 
 
-LOSSES: dict[str, Callable[[Tokens, LossConfig], tuple[Tensor, Tensor]]] = {
+LOSSES: dict[str, Callable[[Tokens, "LossConfig"], tuple[Tensor, Tensor]]] = {
     "ppo": ppo,
     "gspo": gspo,
     "cispo": cispo,
@@ -147,3 +113,39 @@ def weighted_sum(loss: Tensor, t: Tokens, normalisation: str, max_response_token
     if normalisation == "sequence":
         return (loss / t.lengths[t.sample]).sum(), len(t.lengths)
     return loss.sum() / max_response_tokens, len(t.lengths)  # constant (Dr. GRPO)
+
+
+# ---- settings, last because they list the tables --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    name: str = option(
+        "ppo",
+        "policy loss: ppo (clipped ratio), gspo (sequence ratio), cispo (clipped weight), sft (likelihood)",
+        choices=tuple(LOSSES),
+    )
+    advantage: str = option(
+        "dr_grpo",
+        "advantage: grpo (mean and std of the group), dr_grpo (mean), rloo (mean of the others), reinforce_baseline "
+        "(group mean, batch std)",
+        choices=tuple(ADVANTAGES),
+    )
+    normalisation: str = option(
+        "token",
+        "what one update averages over: token (all response tokens), sequence (mean of sequence means), constant "
+        "(sequence sums over rollout.max_response_tokens)",
+        choices=("token", "sequence", "constant"),
+    )
+    clip_low: float = option(0.2, "ratio may fall to 1 - clip_low (gspo wants about 3e-4)", min=0.0, max=1.0)
+    clip_high: float = option(0.28, "ratio may rise to 1 + clip_high (gspo wants about 4e-4, cispo 4)", min=0.0)
+    kl_coef: float = option(0.0, "weight of the KL term to the reference (the model at the start); 0 is off", min=0.0)
+    mask_truncated: bool = option(False, "leave samples cut at the length limit out of the loss (DAPO, section 3.4)")
+    old_logprobs: str = option(
+        "rollout",
+        "the ratio's denominator: rollout (as sampled) or trainer (recomputed; for bf16)",
+        choices=("rollout", "trainer"),
+    )
+    tis_cap: float = option(
+        0.0, "with old_logprobs = trainer: weight tokens by min(trainer / rollout probability, cap); 0 is off", min=0.0
+    )

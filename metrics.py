@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from config import ConfigError, option
+from core import Group
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Recorder:
     def __init__(
         self, run: Path, config: LogConfig, settings: dict[str, Any], first_step: int, steps: int, active: bool
     ):
-        self.active = active
+        self.active, self.shown = active, 0.0
         self.bar = tqdm(
             total=steps, initial=first_step, desc="step", unit="step", disable=None if active else True, leave=False
         )
@@ -69,9 +70,11 @@ class Recorder:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def stage(self, text: str) -> None:
-        """Show what the run is doing inside the progress bar."""
-        self.bar.set_postfix_str(text)
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show at the end of the progress bar how far the current stage is, twice a second at most."""
+        if self.active and time.perf_counter() - self.shown > 0.5:
+            self.shown = time.perf_counter()
+            self.bar.set_postfix_str(f"{what} {done}/{total}")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record to `steps.jsonl`. A killed run keeps every record before the one it was writing."""
@@ -172,7 +175,9 @@ def _drop_after(path: Path, first_step: int) -> None:
     """Remove records that a resumed run will write again, and a last line that a kill cut short."""
     if path.exists():
         kept = [r for r in read_records(path) if 0 < first_step and r["step"] <= first_step]
-        path.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        part = path.with_suffix(".part")
+        part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        part.replace(path)
 
 
 def read_records(path: str | Path) -> list[dict]:
@@ -215,3 +220,19 @@ def peak_memory() -> dict[str, float]:
     if torch.cuda.is_initialized():
         memory["gpu_mib"] = torch.cuda.max_memory_allocated() / 2**20
     return memory
+
+
+def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Any, count: int = 16) -> None:
+    """Write the first response to some held-out prompts, for a person to read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for group in groups[:: max(len(groups) // count, 1)][:count]:
+        sample, reward = group.samples[0], group.rewards[0]
+        text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        cost = f"{len(sample.token_ids)} tokens, {sample.finish_reason}"
+        head = f"--- prompt {group.prompt.index} | reward {reward.value:g} | {cost}"
+        parts.append(
+            f"{head}\n{group.prompt.text}{text}\nanswer: {group.prompt.answer}\n"
+            + (f"error: {reward.error}\n" if reward.error else "")
+        )
+    path.write_text("\n".join(parts), encoding="utf-8")

@@ -12,23 +12,10 @@ from core import Prompt, RoundPlan
 Take = Callable[[int], list[tuple[int, Prompt]]]
 
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    policy: str = option(
-        "synchronous", "round policy: synchronous (launch P0 x R0, wait for all)", choices=("synchronous",)
-    )
-    num_prompts: int = option(
-        32, "prompts trained per step over all ranks (P0); a multiple of the number of ranks", min=1
-    )
-    num_responses: int = option(
-        8, "responses trained per prompt (R0); a step trains num_prompts x num_responses samples", min=2
-    )
-
-
 class Synchronous:
     """The baseline: every step launches exactly P0 prompts with R0 responses each and waits for all of them."""
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: "SchedulerConfig"):
         self.config = config
 
     def plan(self, take: Take) -> RoundPlan:
@@ -36,3 +23,16 @@ class Synchronous:
 
 
 POLICIES = {"synchronous": Synchronous}
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    policy: str = option(
+        "synchronous", "round policy: synchronous (launch P0 x R0, wait for all)", choices=tuple(POLICIES)
+    )
+    num_prompts: int = option(
+        32, "prompts trained per step over all ranks (P0); a multiple of the number of ranks", min=1
+    )
+    num_responses: int = option(
+        8, "responses trained per prompt (R0); a step trains num_prompts x num_responses samples", min=2
+    )

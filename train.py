@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,59 +17,20 @@ import torch
 
 import checkpoint
 import parallel
-from config import ConfigError, describe, dump_toml, flatten, load_config, option
+from config import ConfigError, describe, dump_toml, flatten, load_config
 from core import Group, Prompt, Reward, Sample
-from data import DataConfig, PromptStream, dump_groups, load_groups, load_prompts
-from loss import ADVANTAGES, LossConfig
-from metrics import Clock, LogConfig, Recorder, check_loggers, peak_memory, quantiles
-from model import parse_shape
+from data import PromptStream, dump_groups, load_groups, load_prompts
+from loss import ADVANTAGES
+from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from parallel import World
-from reward import RewardConfig, RewardPool, overlong_penalty, resolve_grader
-from rollout import Engine, RolloutConfig, num_pages_for, sequences_for
-from sampling import SamplingConfig
-from scheduler import POLICIES, SchedulerConfig
-from trainer import Example, NonFiniteError, Trainer, TrainerConfig
-from warm_start import WarmStartConfig, byte_tokenizer, ensure_model, hf_config, model_folder
+from reward import RewardPool, overlong_penalty
+from rollout import Engine, EngineStats, sequences_for
+from scheduler import POLICIES
+from settings import MODELS, Config, check, model_dtype
+from trainer import Example, NonFiniteError, Trainer
+from warm_start import ensure_model
 
 EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their own
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    dir: str = option("runs/tiny", "run folder: records, transcripts, checkpoints")
-    steps: int = option(150, "steps (updates of the policy) of the whole run", min=0)
-    seed: int = option(0, "seed of sampling and of the order of prompts")
-    device: str = option("auto", "auto (GPU if there is one), cpu or cuda", choices=("auto", "cpu", "cuda"))
-    timeout_seconds: float = option(600.0, "longest wait for another rank", above=0.0)
-    eval_every: int = option(25, "steps between evaluations; 0: only before and after", min=0)
-    eval_samples: int = option(4, "responses per held-out prompt (the k of avg@k and pass@k)", min=1)
-    checkpoint_every: int = option(25, "steps between checkpoints; 0: only at the end", min=0)
-    keep_checkpoints: int = option(2, "newest checkpoints that are kept", min=1)
-    dump_rollouts: bool = option(False, "write every trained sample to rollouts/step_N.jsonl in the run folder")
-    replay: str = option("", "train on the rollouts/ folder of an earlier run instead of generating")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    path: str = option("", "local Hugging Face folder; empty: warm-start a small model on the built-in task data.train")
-    dtype: str = option(
-        "auto", "auto (bfloat16 on GPU, float32 on CPU), float32 or bfloat16", choices=("auto", "float32", "bfloat16")
-    )
-
-
-@dataclass(frozen=True)
-class Config:
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    log: LogConfig = field(default_factory=LogConfig)
 
 
 # ---- the step loop -----------------------------------------------------------------------------------------------
@@ -83,7 +44,7 @@ def train(config: Config, world: World, resume: bool) -> None:
     engine, trainer, recorder = run.engine, run.trainer, run.recorder
     with run.pool, StopSignal() as stop:
         if run.step == 0:
-            before = evaluate(run, clock)
+            before = evaluate(run)
             recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
             recorder.evaluation(0, before)
         while run.step < config.run.steps and not stop.is_set:
@@ -109,7 +70,7 @@ def train(config: Config, world: World, resume: bool) -> None:
             if config.run.dump_rollouts and world.is_main:
                 dump_groups(run.folder / "rollouts", run.step, groups, advantages)
             if is_last or due(run.step, config.run.eval_every):
-                record["eval"] = evaluate(run, clock)
+                record["eval"] = evaluate(run)
             recorder.write(record)
             recorder.step(record)
             stop.agree(world)
@@ -134,6 +95,7 @@ def roll_out(run: "Run", prompts: Sequence[tuple[int, Prompt]], num_responses: i
     samples: dict[tuple, Sample] = {}
     rewards: dict[tuple, Reward] = {}
     while not engine.is_idle:
+        run.recorder.progress("generated", len(samples), len(prompts) * num_responses)
         for sample in engine.step():
             prompt = owners[sample.epoch, sample.prompt_index]
             samples[sample.id] = sample
@@ -190,14 +152,15 @@ def learn(trainer: Trainer, groups: Sequence[Group], advantages: torch.Tensor, c
     return updates
 
 
-def evaluate(run: "Run", clock: Clock) -> dict[str, Any]:
+def evaluate(run: "Run") -> dict[str, Any]:
     """Score the held-out prompts: avg@k and pass@k (a prompt passes when its best reward is at least 1). Collective."""
     k = run.config.run.eval_samples
     if not run.held_out:
         return {}
-    with clock.span("evaluate"):
-        mine = [(EVAL_EPOCH, prompt) for prompt in run.held_out[run.world.rank :: run.world.size]]
-        groups = exchange(roll_out(run, mine, k, clock), run.world)
+    start = time.perf_counter()
+    mine = [(EVAL_EPOCH, prompt) for prompt in run.held_out[run.world.rank :: run.world.size]]
+    groups = exchange(roll_out(run, mine, k, Clock()), run.world)
+    run.engine.stats = EngineStats()  # the next step's record starts from zero
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt = rewards.mean(1)
     if run.world.is_main:
@@ -207,6 +170,7 @@ def evaluate(run: "Run", clock: Clock) -> dict[str, Any]:
         f"pass@{k}": (rewards.amax(1) >= 1).double().mean().item(),
         "standard_error": (per_prompt.std() / len(groups) ** 0.5).item() if len(groups) > 1 else 0.0,
         "num_prompts": len(groups),
+        "seconds": time.perf_counter() - start,
         "truncated": sum(s.finish_reason == "length" for g in groups for s in g.samples) / rewards.numel(),
         "length": quantiles([len(s.token_ids) for g in groups for s in g.samples]),
     }
@@ -225,7 +189,7 @@ def step_record(
     """Return the JSON record of one step. Collective: adds up what only each rank knows."""
     stats = run.engine.stats
     own = asdict(stats), clock.take(), peak_memory()
-    run.engine.stats = type(stats)()
+    run.engine.stats = EngineStats()
     engines, spans, memories = zip(*parallel.gather_objects(run.world, own), strict=True)
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
@@ -262,22 +226,6 @@ def step_record(
         },
         "memory": {name: sum(m.get(name, 0.0) for m in memories) for name in memories[0]},
     }
-
-
-def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Any, count: int = 16) -> None:
-    """Write the first response to some held-out prompts, for a person to read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for group in groups[:: max(len(groups) // count, 1)][:count]:
-        sample, reward = group.samples[0], group.rewards[0]
-        text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        cost = f"{len(sample.token_ids)} tokens, {sample.finish_reason}"
-        head = f"--- prompt {group.prompt.index} | reward {reward.value:g} | {cost}"
-        parts.append(
-            f"{head}\n{group.prompt.text}{text}\nanswer: {group.prompt.answer}\n"
-            + (f"error: {reward.error}\n" if reward.error else "")
-        )
-    path.write_text("\n".join(parts), encoding="utf-8")
 
 
 # ---- building, saving, resuming ----------------------------------------------------------------------------------
@@ -381,105 +329,6 @@ class StopSignal:
         self.is_set = any(parallel.gather_objects(world, self.is_set))
 
 
-# ---- checks before any rank starts to work -----------------------------------------------------------------------
-
-
-def model_dtype(config: Config, device_type: str) -> torch.dtype:
-    name = config.model.dtype
-    if name == "auto":
-        name = "bfloat16" if device_type == "cuda" else "float32"
-    return getattr(torch, name)
-
-
-def check(config: Config, world_size: int, resume: bool) -> None:
-    """Raise ConfigError on anything that would fail later: combinations, data, graders, model folder, run folder."""
-    c = config
-    if c.scheduler.num_prompts % world_size:
-        raise ConfigError(
-            f"scheduler.num_prompts = {c.scheduler.num_prompts} is not a multiple of the {world_size} ranks; "
-            f"take {max(c.scheduler.num_prompts // world_size, 1) * world_size} prompts, or another --nproc_per_node"
-        )
-    if c.run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "run.device = cuda, but torch sees no GPU; take run.device = auto, or install torch with CUDA"
-        )
-    if c.loss.name == "sft":
-        raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo, gspo or cispo")
-    if c.loss.tis_cap and c.loss.old_logprobs != "trainer":
-        raise ConfigError(f"loss.tis_cap = {c.loss.tis_cap} needs loss.old_logprobs = trainer")
-    if c.sampling.temperature == 0:
-        raise ConfigError(
-            "sampling.temperature = 0 draws the same response every time, so nothing can be learnt; take 1.0"
-        )
-    if c.reward.overlong_buffer > c.rollout.max_response_tokens:
-        raise ConfigError(
-            f"reward.overlong_buffer = {c.reward.overlong_buffer} is over rollout.max_response_tokens = "
-            f"{c.rollout.max_response_tokens}; lower it"
-        )
-    if c.run.replay and not Path(c.run.replay).is_dir():
-        raise ConfigError(f"run.replay = {c.run.replay!r}: no such folder; give the rollouts/ folder of an earlier run")
-    check_loggers(c.log)
-    check_run_folder(config, resume)
-    device = torch.device("cuda" if c.run.device != "cpu" and torch.cuda.is_available() else "cpu")
-    folder = Path(c.model.path) if c.model.path else model_folder(c.warm_start, c.data.train, MODELS)
-    if c.model.path or folder.exists():
-        checkpoint.check_model(folder)
-        tokenizer = checkpoint.load_tokenizer(folder)
-        shape = parse_shape(checkpoint.read_config(folder), str(folder / "config.json"))
-        checkpoint.eos_ids(folder, tokenizer)
-    else:
-        tokenizer = byte_tokenizer()
-        shape = parse_shape(hf_config(c.warm_start, tokenizer), "warm_start")
-    longest = c.rollout.max_prompt_tokens + c.rollout.max_response_tokens
-    if longest > shape.max_positions:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} is over the model's context of "
-            f"{shape.max_positions} tokens; lower rollout.max_response_tokens"
-        )
-    num_pages_for(c.rollout, shape, model_dtype(config, device.type), device)
-    prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
-    for task in sorted({p.task for p in prompts} | {p.task for p in held_out}):
-        resolve_grader(task)
-    if len(prompts) < c.scheduler.num_prompts:
-        raise ConfigError(
-            f"data.train has {len(prompts)} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}; "
-            "lower scheduler.num_prompts"
-        )
-
-
-FREE_TO_CHANGE = (
-    "run.steps",
-    "run.eval_every",
-    "run.checkpoint_every",
-    "run.keep_checkpoints",
-    "run.timeout_seconds",
-    "run.dump_rollouts",
-    "log.",
-    "reward.num_workers",
-)
-
-
-def check_run_folder(config: Config, resume: bool) -> None:
-    """Refuse to overwrite a run, and to resume one with settings that would change its trajectory."""
-    folder = Path(config.run.dir)
-    saved = folder / "config.toml"
-    if not resume and saved.exists():
-        raise ConfigError(
-            f"run.dir = {str(folder)!r} already holds a run; continue it with --resume, or choose another run.dir"
-        )
-    if not resume:
-        return
-    if not saved.exists():
-        raise ConfigError(f"--resume: run.dir = {str(folder)!r} holds no run; start it without --resume")
-    before = flatten(load_config(Config, str(saved), []))
-    for key, (value, _) in flatten(config).items():
-        if value != before[key][0] and not key.startswith(FREE_TO_CHANGE) and key != "run.dir":
-            raise ConfigError(
-                f"--resume: {key} is {value!r} now and was {before[key][0]!r} when {folder} was started; "
-                "restore it, or start another run from the checkpoint with model.path and a new run.dir"
-            )
-
-
 # ---- command line ------------------------------------------------------------------------------------------------
 
 
@@ -500,7 +349,7 @@ def main(argv: list[str]) -> int:
         config = load_config(Config, flags.config, overrides)
         check(config, size, flags.resume)
     except ConfigError as error:
-        time.sleep(1.0 if rank else 0.0)  # rank 0 speaks; torchrun ends the others before they repeat it
+        time.sleep(10.0 if rank else 0.0)  # rank 0 speaks; torchrun ends the others before they repeat it
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     if flags.check:
@@ -522,7 +371,6 @@ def main(argv: list[str]) -> int:
         parallel.stop(world)
 
 
-MODELS = Path("models")
 USAGE = """plainroll: on-policy RL of language models
 
 usage: torchrun --nproc_per_node=N train.py [--config FILE.toml] [--section.key=value ...]

@@ -13,8 +13,9 @@ from conftest import ROOT
 
 import train
 from checkpoint import list_checkpoints
-from config import flatten
+from config import flatten, load_config
 from metrics import read_records
+from settings import Config
 
 GRADERS = ROOT / "tests" / "graders.py"
 TRAJECTORY = ("loss", "grad_norm", "entropy", "kl")
@@ -87,7 +88,7 @@ def test_a_run_learns_and_writes_what_it_promises(settings, tmp_path):
         )
     assert len(list_checkpoints(run)) == 2 and list_checkpoints(run)[-1].name == "step_000025"
     assert "reward" in (run / "samples" / "step_000025.txt").read_text()
-    assert train.load_config(train.Config, str(run / "config.toml"), []).run.steps == 25
+    assert load_config(Config, str(run / "config.toml"), []).run.steps == 25
 
 
 def test_trajectory_does_not_depend_on_the_number_of_ranks(settings, torchrun, tmp_path):
@@ -200,7 +201,7 @@ def test_a_reward_that_raises_counts_zero_and_is_reported(settings, tmp_path, ca
 def test_help_lists_every_key(capsys):
     assert train.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for key in flatten(train.Config()):
+    for key in flatten(Config()):
         assert f"--{key}=" in text
 
 
