@@ -56,6 +56,19 @@ class PackedAttention:
         return torch.cat(outputs).index_select(0, self.inverse)
 
 
+def attend_to_prefix(q: Tensor, k_pages: Tensor, v_pages: Tensor, start: int) -> Tensor:
+    """Causal attention of one sequence's tokens from position `start` on to everything before them.
+
+    q [T, H, D]; pages of the sequence in order [pages, K, page, D], the tokens' own keys and values included -> [T, H, D]
+    """
+    end = start + len(q)
+    key, value = (x.transpose(0, 1).flatten(1, 2)[:, :end] for x in (k_pages, v_pages))  # [K, end, D]
+    groups = q.shape[1] // key.shape[0]
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    causal = torch.arange(end, device=q.device) <= torch.arange(start, end, device=q.device)[:, None]  # [T, end]
+    return F.scaled_dot_product_attention(q.transpose(0, 1), key, value, attn_mask=causal).transpose(0, 1)
+
+
 def decode_by_gather(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     """Reference decode attention for any device: gather each sequence's pages, then masked attention.
 

@@ -67,7 +67,7 @@ def check_model(folder: str | Path) -> dict[str, Path]:
     folder = Path(folder)
     shape = parse_shape(read_config(folder), str(folder / "config.json"))
     with torch.device("meta"):
-        wanted = {name: list(tensor.shape) for name, tensor in Model(shape).hf_tensors()}
+        wanted = {name: list(view.reshape(like).shape) for name, view, like in Model(shape).hf_tensors()}
     found: dict[str, Path] = {}
     for path in _weight_files(folder):
         try:
@@ -90,11 +90,11 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> 
     with torch.device("meta"):
         model = Model(parse_shape(read_config(folder), str(folder)))
     model = model.to(dtype).to_empty(device=device)
-    targets = dict(model.hf_tensors())
+    targets = {name: view for name, view, _ in model.hf_tensors()}
     for path in sorted(set(files.values())):
         with safe_open(path, "pt") as file:
             for name in (n for n, holder in files.items() if holder == path):
-                targets[name].copy_(file.get_tensor(name))
+                targets[name].copy_(file.get_tensor(name).view(targets[name].shape))
     return model
 
 
@@ -126,7 +126,7 @@ def save_model(folder: str | Path, model: Model, source: str | Path) -> None:
 
 def save_weights(folder: Path, model: Model, max_shard_bytes: int = 5 * 2**30) -> None:
     """Write safetensors under Hugging Face names, in shards with an index when they are larger than one shard."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.hf_tensors()}
+    tensors = {name: view.reshape(like).cpu().contiguous() for name, view, like in model.hf_tensors()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
     for filename, names in split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, folder / filename, metadata={"format": "pt"})

@@ -7,6 +7,7 @@ what they pass. Projections are fused (q|k|v and gate|up); `hf_tensors` names th
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from config import ConfigError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]
+Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class ModelShape:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+
+    @property
+    def mlp_blocks(self) -> int:
+        """Blocks in which gate and up rows alternate: one for each of up to 8 tensor-parallel ranks."""
+        return math.gcd(self.intermediate_size, 8)
 
 
 def _family_qwen2(c: dict) -> dict:
@@ -123,15 +130,96 @@ def rope_table(shape: ModelShape, num_positions: int, device: torch.device) -> t
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2). x [T, heads, D], cos and sin [T, 1, D/2]"""
+    """Rotate pairs (i, i + D/2). x [..., D], cos and sin broadcast to [..., D/2]"""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class LayerWeights(NamedTuple):
+    """The tensors of one layer, or one tensor-parallel rank's shard of them. A weight may be a callable `Packed`.
+
+    Rows of `qkv` go by KV head: its G query heads, its key, its value. Rows of `gate_up` go in blocks: part of gate, the
+    same part of up. So the shard of a rank is one run of rows, a view that costs nothing.
+    """
+
+    qkv: Any  # [K * (G + 2) * D, hidden]
+    qkv_bias: Tensor | None
+    out: Any  # [hidden, H * D]
+    out_bias: Tensor | None
+    gate_up: Any  # [blocks * 2 * I / blocks, hidden]
+    gate_up_bias: Tensor | None
+    down: Any  # [hidden, I]
+    down_bias: Tensor | None
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which part of each layer a tensor-parallel rank computes. Rank r of `size`."""
+
+    shape: ModelShape
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        return max(self.shape.num_kv_heads // self.size, 1)  # fewer KV heads than ranks: each has a copy of one
+
+    @property
+    def groups(self) -> int:
+        return self.shape.num_heads // self.size // self.num_kv_heads  # query heads of one KV head
+
+    @property
+    def mlp_blocks(self) -> int:
+        return self.shape.mlp_blocks // self.size
+
+
+def check_split(shape: ModelShape, size: int) -> None:
+    """Raise ConfigError when `size` ranks cannot share the layers."""
+    possible = [n for n in (1, 2, 4, 8) if _can_split(shape, n)]
+    if not _can_split(shape, size):
+        raise ConfigError(
+            f"tensor parallelism over {size} ranks does not divide {shape.num_heads} heads, {shape.num_kv_heads} KV heads, "
+            f"{shape.intermediate_size} intermediate and {shape.vocab_size} vocabulary rows; possible here: {possible}"
+        )
+
+
+def _can_split(shape: ModelShape, size: int) -> bool:
+    kv = shape.num_kv_heads
+    return not (shape.num_heads % size or (kv % size and size % kv) or shape.mlp_blocks % size)
+
+
+def linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
+
+
+def run_layer(
+    w: LayerWeights, split: Split, index: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, reduce: Reduce
+) -> Tensor:
+    """One decoder layer over a rank's share of the heads and of the MLP. x [T, hidden] -> [T, hidden]"""
+    s, groups, eps = split.shape, split.groups, split.shape.norm_eps
+    normed = F.rms_norm(x, (s.hidden_size,), w.input_norm, eps)
+    heads = linear(normed, w.qkv, w.qkv_bias).view(len(x), split.num_kv_heads, groups + 2, s.head_dim)
+    qk, v = heads[:, :, :-1], heads[:, :, -1]  # [T, K, G + 1, D], [T, K, D]
+    if w.q_norm is not None:
+        q = F.rms_norm(qk[:, :, :groups], (s.head_dim,), w.q_norm, eps)
+        k = F.rms_norm(qk[:, :, groups:], (s.head_dim,), w.k_norm, eps)
+        qk = torch.cat((q, k), 2)
+    qk = apply_rope(qk, cos, sin)
+    attended = attend(index, qk[:, :, :groups].flatten(1, 2), qk[:, :, groups], v)  # [T, H, D]
+    x = x + reduce(linear(attended.flatten(1), w.out, w.out_bias))
+    normed = F.rms_norm(x, (s.hidden_size,), w.post_norm, eps)
+    gate_up = linear(normed, w.gate_up, w.gate_up_bias).view(len(x), split.mlp_blocks, 2, -1)
+    return x + reduce(linear((F.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).flatten(1), w.down, w.down_bias))
 
 
 class Layer(nn.Module):
     def __init__(self, shape: ModelShape, index: int):
         super().__init__()
-        s, self.shape, self.index = shape, shape, index
+        s, self.split, self.index = shape, Split(shape), index
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         self.qkv_proj = nn.Linear(s.hidden_size, q + 2 * kv, bias=s.qkv_bias)
         self.o_proj = nn.Linear(q, s.hidden_size, bias=s.out_bias)
@@ -143,16 +231,45 @@ class Layer(nn.Module):
         self.k_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        s = self.shape
-        heads = self.qkv_proj(self.input_norm(x)).view(len(x), -1, s.head_dim)  # [T, H + 2K, D]
-        qk, v = heads.split((s.num_heads + s.num_kv_heads, s.num_kv_heads), 1)
-        if self.q_norm is not None:
-            q, k = qk.split((s.num_heads, s.num_kv_heads), 1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        q, k = apply_rope(qk, cos, sin).split((s.num_heads, s.num_kv_heads), 1)
-        x = x + self.o_proj(attend(self.index, q, k, v).flatten(1))
-        gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, -1)
-        return x + self.down_proj(F.silu(gate) * up)
+        return run_layer(self.weights(), self.split, self.index, x, cos, sin, attend, _alone)
+
+    def weights(self) -> LayerWeights:
+        projections = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
+        norms = (self.input_norm, self.post_norm, self.q_norm, self.k_norm)
+        return LayerWeights(
+            *(tensor for p in projections for tensor in (p.weight, p.bias)), *(n.weight if n else None for n in norms)
+        )
+
+    def shard(self, split: Split) -> LayerWeights:
+        """Return a rank's part of the weights: views, but for `qkv` when ranks outnumber KV heads."""
+        s, rank, size = split.shape, split.rank, split.size
+        w = LayerWeights(*(t.detach() if t is not None else None for t in self.weights()))
+
+        def rows(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.chunk(size)[rank]
+
+        def heads(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or size <= s.num_kv_heads:
+                return rows(tensor)
+            per_kv = size // s.num_kv_heads
+            own = tensor.view(s.num_kv_heads, -1, s.head_dim, *tensor.shape[1:])[rank // per_kv]  # [G + 2, D, ...]
+            queries = own[:-2].chunk(per_kv)[rank % per_kv]
+            return torch.cat((queries, own[-2:])).flatten(0, 1)
+
+        return w._replace(
+            qkv=heads(w.qkv),
+            qkv_bias=heads(w.qkv_bias),
+            out=w.out.chunk(size, 1)[rank],
+            out_bias=w.out_bias if rank == 0 else None,  # added once, before the sum over ranks
+            gate_up=rows(w.gate_up),
+            gate_up_bias=rows(w.gate_up_bias),
+            down=w.down.chunk(size, 1)[rank],
+            down_bias=w.down_bias if rank == 0 else None,
+        )
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x
 
 
 class Model(nn.Module):
@@ -177,36 +294,74 @@ class Model(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size]"""
-        return F.linear(hidden, self.embed.weight if self.head is None else self.head.weight)
+        return F.linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin at `positions`, [T, 1, 1, head_dim / 2] each."""
         weight = self.embed.weight
         if self._rope is None or self._rope[0].device != weight.device or self._rope[0].dtype != weight.dtype:
             cos, sin = rope_table(self.shape, self.shape.max_positions, weight.device)
-            self._rope = cos[:, None].to(weight.dtype), sin[:, None].to(weight.dtype)
+            self._rope = cos[:, None, None].to(weight.dtype), sin[:, None, None].to(weight.dtype)
         return self._rope[0][positions], self._rope[1][positions]
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, view into our parameter): load by copying in, export by copying out."""
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """Yield (Hugging Face name, view into our parameter, shape there): load by copying in, export by copying out.
+
+        The view has the elements in Hugging Face's order, but may have more dimensions: reshape one to the other.
+        """
         s = self.shape
-        q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        yield "model.embed_tokens.weight", self.embed.weight.data
+        yield _whole("model.embed_tokens.weight", self.embed.weight)
         for i, layer in enumerate(self.layers):
             at = f"model.layers.{i}"
-            yield f"{at}.input_layernorm.weight", layer.input_norm.weight.data
-            yield f"{at}.post_attention_layernorm.weight", layer.post_norm.weight.data
+            yield _whole(f"{at}.input_layernorm.weight", layer.input_norm.weight)
+            yield _whole(f"{at}.post_attention_layernorm.weight", layer.post_norm.weight)
             if s.qk_norm:
-                yield f"{at}.self_attn.q_norm.weight", layer.q_norm.weight.data
-                yield f"{at}.self_attn.k_norm.weight", layer.k_norm.weight.data
-            for linear, names, sizes in (
-                (layer.qkv_proj, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q, kv, kv)),
-                (layer.o_proj, ("self_attn.o_proj",), (s.hidden_size,)),
-                (layer.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj"), (s.intermediate_size, s.intermediate_size)),
-                (layer.down_proj, ("mlp.down_proj",), (s.hidden_size,)),
-            ):
-                for kind, fused in linear.named_parameters():
-                    for name, part in zip(names, fused.data.split(sizes), strict=True):
-                        yield f"{at}.{name}.{kind}", part
-        yield "model.norm.weight", self.norm.weight.data
+                yield _whole(f"{at}.self_attn.q_norm.weight", layer.q_norm.weight)
+                yield _whole(f"{at}.self_attn.k_norm.weight", layer.k_norm.weight)
+            for kind, fused in layer.qkv_proj.named_parameters():
+                view = fused.data.view(s.num_kv_heads, -1, s.head_dim, *fused.shape[1:])  # [K, G + 2, D, ...]
+                for name, part in (("q", view[:, :-2]), ("k", view[:, -2]), ("v", view[:, -1])):
+                    yield f"{at}.self_attn.{name}_proj.{kind}", part, (-1, *fused.shape[1:])
+            for kind, fused in layer.gate_up_proj.named_parameters():
+                view = fused.data.view(s.mlp_blocks, 2, -1, *fused.shape[1:])  # [blocks, gate | up, I / blocks, ...]
+                for j, name in enumerate(("gate", "up")):
+                    yield f"{at}.mlp.{name}_proj.{kind}", view[:, j], (-1, *fused.shape[1:])
+            for name, whole in (("self_attn.o_proj", layer.o_proj), ("mlp.down_proj", layer.down_proj)):
+                for kind, parameter in whole.named_parameters():
+                    yield _whole(f"{at}.{name}.{kind}", parameter)
+        yield _whole("model.norm.weight", self.norm.weight)
         if self.head is not None:
-            yield "lm_head.weight", self.head.weight.data
+            yield _whole("lm_head.weight", self.head.weight)
+
+
+def _whole(name: str, parameter: Tensor) -> tuple[str, Tensor, tuple[int, ...]]:
+    return name, parameter.data, tuple(parameter.shape)
+
+
+class Shard:
+    """What an engine decodes with: one tensor-parallel rank's part of a model, as plain tensors.
+
+    `reduce` sums [T, hidden] over the ranks; `gather` joins their parts of the logits along the last dimension.
+    """
+
+    def __init__(self, model: Model, split: Split, reduce: Reduce = _alone, gather: Reduce = _alone):
+        self.model, self.split, self.reduce, self.gather = model, split, reduce, gather
+        self.shape = model.shape
+        self.layers = [layer.shard(split) for layer in model.layers]
+        self.head = model.head_weight.detach().tensor_split(split.size)[split.rank]
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """As `Model.forward`. Every rank of the group calls it with the same arguments."""
+        cos, sin = self.model.rope(positions)
+        x = F.embedding(token_ids, self.model.embed.weight)
+        for index, weights in enumerate(self.layers):
+            x = run_layer(weights, self.split, index, x, cos, sin, attend, self.reduce)
+        return F.rms_norm(x, (self.shape.hidden_size,), self.model.norm.weight, self.shape.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, vocab_size] on every rank"""
+        return self.gather(linear(hidden, self.head, None))

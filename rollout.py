@@ -2,20 +2,27 @@
 
 Decode state lives in device tensors whose first `n` rows are the running sequences; the host mirrors only lengths
 and page tables. Per decoded token the host reads one thing back: which rows have finished.
+
+A sequence waits, is admitted (it has pages for its whole context), is prefilled in chunks beside the decoding rows, and
+runs. Sequences with equal contexts, such as a group's responses, follow one leader through the prefill and take its
+pages over: shared where the attention can read shared pages, copied where it cannot.
 """
 
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attention import PackedAttention, decode_by_gather, decode_by_page
+from attention import PackedAttention, attend_to_prefix, decode_by_gather, decode_by_page
 from config import ConfigError, option
 from core import Prompt, Sample
 from model import Model, ModelShape
+from pages import Pages, compact
 from sampling import SamplingConfig, sample, sample_key, uniforms
 
 
@@ -24,7 +31,7 @@ class RolloutConfig:
     max_prompt_tokens: int = option(512, "longest prompt allowed, in tokens", min=1)
     max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1)
     max_running: int = option(256, "sequences that decode together on one rank, at most", min=1)
-    prefill_tokens: int = option(8192, "tokens of one prefill forward, at most (one longer sequence goes alone)", min=1)
+    step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
     page_size: int = option(32, "tokens in one KV page", min=1)
     kv_gib: float = option(
         0.25, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory", min=0.0
@@ -41,6 +48,8 @@ class Sequence:
     prompt_ids: tuple[int, ...]
     key: int  # sampling stream, from `sample_key`
     max_new_tokens: int
+    ignore_eos: bool = False  # run to `max_new_tokens`: lengths given by a trace
+    stop: tuple[str, ...] = ()  # texts that end the response, besides the end token
     token_ids: list[int] = field(default_factory=list)  # generated so far; current only while not running
     logprobs: list[float] = field(default_factory=list)
     row: int = -1  # row of the decode state while running
@@ -73,6 +82,7 @@ class EngineStats:
     prefilled_tokens: int = 0
     preemptions: int = 0
     peak_pages: int = 0
+    shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them
 
 
 def kv_page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype) -> int:
@@ -95,42 +105,51 @@ def num_pages_for(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, 
         raise ConfigError(
             f"rollout.kv_gib = {config.kv_gib} holds {num_pages} pages of {page_bytes} bytes, but one sequence of "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens needs {needed}; set "
-            f"rollout.kv_gib to at least {needed * page_bytes / 2**30:.4g}, or lower rollout.max_response_tokens"
+            f"rollout.kv_gib to at least {math.ceil(needed * page_bytes / 2**30 * 1e6) / 1e6}, "
+            "or lower rollout.max_response_tokens"
         )
     most = config.max_running * needed  # more could never be used
     return min(num_pages, most)
 
 
-def compact(freed: list[int], num_used: int) -> list[tuple[int, int]]:
-    """Return the moves (from, to) that close the holes `freed` in 0 .. num_used - 1. No move feeds another."""
-    new_used, gone = num_used - len(freed), set(freed)
-    holes = sorted(i for i in freed if i < new_used)
-    tail = [i for i in range(new_used, num_used) if i not in gone]
-    return list(zip(tail, holes, strict=True))
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """A context on its way into the cache: the leader's, for all who have the same."""
+
+    leader: Sequence
+    context: tuple[int, ...]
+    cached: int = 0
+    followers: list[Sequence] = field(default_factory=list)
 
 
 class Engine:
-    """Generates samples for one model replica. `add`, then `step` until `is_idle`; `abort` whenever.
+    """Generates samples for one model replica. `add`, then `step` until `is_idle`; `abort` and `export` whenever."""
 
-    Pages in use are always 0 .. P-1 (the CPU attention path needs that), so freeing moves the last pages into the
-    holes; running rows are kept 0 .. n-1 in the same way.
-    """
-
-    def __init__(self, model: Model, config: RolloutConfig, sampling: SamplingConfig, eos_ids: Iterable[int]):
-        self.model, self.config, self.sampling = model, config, sampling
+    def __init__(
+        self,
+        model: Model,
+        config: RolloutConfig,
+        sampling: SamplingConfig,
+        eos_ids: Iterable[int],
+        decode_text: Callable[[list[int]], str] | None = None,
+    ):
+        """`decode_text` turns token ids into text; only sequences with `stop` texts need it."""
+        self.model, self.config, self.sampling, self.decode_text = model, config, sampling, decode_text
         self.version = 0  # of the weights, stamped on finished samples
         self.stats = EngineStats()
         self.waiting: deque[Sequence] = deque()
+        self.prefills: dict[tuple[int, ...], Prefill] = {}  # by context, in order of admission
         self.running: list[Sequence] = []
+        self.admissions = 0
         shape, weight = model.shape, model.embed.weight
         self.device = weight.device
-        self.num_pages = num_pages_for(config, shape, weight.dtype, self.device)
-        self.pages_used = 0
-        self.admissions = 0
+        on_cpu = self.device.type == "cpu"
         rows, page = config.max_running, config.page_size
-        per_sequence = -(-(config.max_prompt_tokens + config.max_response_tokens) // page)
+        num_pages = num_pages_for(config, shape, weight.dtype, self.device)
+        self.pages = Pages(num_pages, page, dense=on_cpu)
+        per_sequence = self.pages.needed(config.max_prompt_tokens + config.max_response_tokens)
         # One tensor, so that a page moves with one copy: [layers, k|v, pages, K, page, D]
-        pool_shape = (shape.num_layers, 2, self.num_pages, shape.num_kv_heads, page, shape.head_dim)
+        pool_shape = (shape.num_layers, 2, num_pages, shape.num_kv_heads, page, shape.head_dim)
         self.pool = torch.zeros(pool_shape, dtype=weight.dtype, device=self.device)
 
         def state(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -141,16 +160,17 @@ class Engine:
         self.count = state(rows)  # response tokens so far
         self.limit = state(rows)
         self.key = state(rows)
+        self.heeds_eos = state(rows, dtype=torch.bool)
         self.tokens = state(rows, config.max_response_tokens)
         self.logprobs = state(rows, config.max_response_tokens, dtype=torch.float32)
-        self.row_state = (self.last_token, self.length, self.count, self.limit, self.key, self.tokens, self.logprobs)
+        self.row_state = (self.last_token, self.length, self.count, self.limit, self.key, self.heeds_eos)
+        self.row_state += (self.tokens, self.logprobs)
         self.eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=self.device)
-        # Host mirrors. On CPU the page arrays are also read directly as tensors.
+        # Host mirrors of the running rows. On CPU they are also read directly as tensors.
         self.host_length = np.zeros(rows, np.int64)
         self.host_pages = np.zeros(rows, np.int64)
         self.table = np.zeros((rows, per_sequence), np.int64)
-        self.page_row = np.zeros(self.num_pages, np.int64)
-        self.page_start = np.zeros(self.num_pages, np.int64)  # position of a page's first token in its sequence
+        self.page_row = np.zeros(num_pages, np.int64)  # row of a page's sequence; `rows` while it is prefilled
         filled = torch.arange(page)[None] < torch.arange(page + 1)[:, None]  # [page + 1, page]
         self.bias = torch.zeros(page + 1, page).masked_fill(~filled, -torch.inf).to(weight.dtype)
 
@@ -158,239 +178,291 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self.running and not self.waiting
+        return not (self.running or self.prefills or self.waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. One with `token_ids` continues where it was. Raises ValueError when it cannot fit."""
-        longest = len(sequence.prompt_ids) + sequence.max_new_tokens
-        if longest > self.table.shape[1] * self.config.page_size or longest > self.model.shape.max_positions:
-            raise ValueError(f"sequence {sequence.id} may grow to {longest} tokens, over the engine's limit")
-        self.waiting.append(sequence)
+    @property
+    def pages_used(self) -> int:
+        return self.pages.used
 
     def load_weights(self, model: Model, version: int) -> None:
         """Decode with `model` from now on. The trainer's own module: nothing is copied. Wants an idle engine."""
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
         self.model, self.version = model, version
 
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
+        c, given = self.config, len(sequence.token_ids)
+        longest = len(sequence.prompt_ids) + sequence.max_new_tokens
+        most = min(self.table.shape[1] * c.page_size, self.model.shape.max_positions)
+        if longest > most or not sequence.prompt_ids:
+            raise ValueError(f"sequence {sequence.id} may grow to {longest} tokens; 1 to {most} fit")
+        if not given < sequence.max_new_tokens <= c.max_response_tokens:
+            raise ValueError(
+                f"sequence {sequence.id} has max_new_tokens = {sequence.max_new_tokens}; it must be over the {given} tokens "
+                f"it has and at most rollout.max_response_tokens = {c.max_response_tokens}"
+            )
+        if sequence.stop and self.decode_text is None:
+            raise ValueError(f"sequence {sequence.id} has stop texts; give the engine decode_text")
+        self.waiting.append(sequence)
+
     @torch.inference_mode()
     def step(self) -> list[Sample]:
-        """Admit what fits, decode one token for every running sequence, return the samples that finished."""
-        finished = self._admit()
+        """Admit what fits; one forward over all decoding rows and some prefill; return the samples that finished."""
+        self._admit()
         if self.running:
-            finished += self._decode()
-        return finished
+            self._make_room()
+        chunks = self._plan_chunks()
+        if not self.running and not chunks:
+            return []
+        return self._forward(chunks)
 
     def abort(self, ids: Iterable[tuple[int, int, int]]) -> int:
         """Drop sequences by id, free their pages at once and return how many response tokens were thrown away."""
+        return sum(len(sequence.token_ids) for sequence in self.export(ids))
+
+    def export(self, ids: Iterable[tuple[int, int, int]]) -> list[Sequence]:
+        """Take sequences out with all they need to continue, token by token the same, in another engine's `add`."""
         ids = set(ids)
-        gone = [s for s in self.running if s.id in ids]
-        wasted = int(self.count[[s.row for s in gone]].sum()) if gone else 0
-        wasted += sum(len(s.token_ids) for s in self.waiting if s.id in ids)
-        self._remove(gone)
+        admitted = [s for s in self._admitted() if s.id in ids]
+        queued = [s for s in self.waiting if s.id in ids]
         self.waiting = deque(s for s in self.waiting if s.id not in ids)
-        return wasted
+        self._evict(admitted)
+        return admitted + queued
 
-    # ---- admission and prefill -------------------------------------------------------------------------------
+    # ---- admission -------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _admit(self) -> list[Sample]:
-        """Prefill waiting sequences while rows, pages and the token budget last; they sample their first token."""
-        page, reserve = self.config.page_size, self.num_pages // 100
-        finished: list[Sample] = []
-        while self.waiting:
-            admitted: list[Sequence] = []
-            contexts: dict[tuple[int, ...], int] = {}  # equal contexts (a group's prompt) are computed once
-            budget = self.config.prefill_tokens
-            while self.waiting and len(self.running) < self.config.max_running:
-                sequence = self.waiting[0]
-                context = sequence.prompt_ids + tuple(sequence.token_ids)
-                needed = -(-len(context) // page)
-                # The reserve keeps a newcomer from being preempted by the next page that an older one needs.
-                if self.pages_used + needed > self.num_pages - (reserve if self.running else 0):
-                    break
-                if context not in contexts:
-                    if len(context) > budget and contexts:
-                        break
-                    budget -= len(context)
-                    contexts[context] = len(contexts)
-                self.waiting.popleft()
-                self._load(sequence, needed)
-                admitted.append(sequence)
-            if not admitted:
+    def _admitted(self) -> list[Sequence]:
+        return self.running + [s for p in self.prefills.values() for s in (p.leader, *p.followers)]
+
+    def _admit(self) -> None:
+        """Give waiting sequences their pages while rows and pages last, in order."""
+        num_admitted = len(self._admitted())
+        while self.waiting and num_admitted < self.config.max_running:
+            sequence = self.waiting[0]
+            context = sequence.prompt_ids + tuple(sequence.token_ids)
+            prefill = self.prefills.get(context)
+            donor = prefill.leader if prefill else next((s for s in self.running if s.prompt_ids == context), None)
+            # Pages that the newcomer only reads. A late one computes the last token of the prompt again, for its logits.
+            known = len(context) - (prefill is None)
+            whole = known // self.config.page_size if donor and not self.pages.dense else 0
+            needed = self.pages.needed(len(context)) - whole
+            # The reserve keeps a newcomer from being preempted by the next page that an older one needs.
+            if needed > self.pages.free - (self.pages.size // 100 if num_admitted else 0):
                 break
-            finished += self._prefill(admitted, contexts)
-        return finished
+            self.waiting.popleft()
+            for page in donor.pages[:whole] if donor else []:
+                self.pages.share(sequence, page)
+            for _ in range(needed):
+                self.page_row[self.pages.take(sequence)] = self.config.max_running
+            if prefill:
+                prefill.followers.append(sequence)
+            else:
+                self.prefills[context] = Prefill(sequence, context, known if donor else 0)
+                if donor:
+                    self._copy_pages([(donor, sequence)])
+            self.stats.shared_tokens += known if donor else 0
+            sequence.admitted = self.admissions
+            self.admissions += 1
+            num_admitted += 1
+        self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
 
-    def _load(self, sequence: Sequence, num_pages: int) -> None:
-        """Give a sequence its row and pages. Its device state is written by `_prefill`."""
-        sequence.row = row = len(self.running)
-        self.running.append(sequence)
-        sequence.admitted = self.admissions
-        self.admissions += 1
-        self.host_pages[row] = 0
-        self.host_length[row] = sequence.num_tokens
-        for _ in range(num_pages):
-            self._grow(sequence)
+    def _plan_chunks(self) -> list[tuple[Prefill, int, int]]:
+        """Return (prefill, from, to) pieces of context that fit beside the decoding rows."""
+        budget = max(self.config.step_tokens - len(self.running), self.config.page_size)
+        chunks = []
+        for prefill in self.prefills.values():
+            if budget <= 0:
+                break
+            end = min(len(prefill.context), prefill.cached + budget)
+            chunks.append((prefill, prefill.cached, end))
+            budget -= end - prefill.cached
+        return sorted(chunks, key=lambda chunk: chunk[1] == 0)  # what continues comes first, as _Chunks wants it
 
-    def _grow(self, sequence: Sequence) -> None:
-        row, page = sequence.row, self.pages_used
-        self.table[row, self.host_pages[row]] = page
-        self.page_row[page] = row
-        self.page_start[page] = self.host_pages[row] * self.config.page_size
-        sequence.pages.append(page)
-        self.host_pages[row] += 1
-        self.pages_used += 1
-        self.stats.peak_pages = max(self.stats.peak_pages, self.pages_used)
-
-    def _prefill(self, admitted: list[Sequence], contexts: dict[tuple[int, ...], int]) -> list[Sample]:
-        """Compute each distinct context once and write its KV to the pages of every sequence that has it."""
-        page, device = self.config.page_size, self.device
-        lengths = [len(context) for context in contexts]
-        starts = np.cumsum([0, *lengths])
-        which = [contexts[s.prompt_ids + tuple(s.token_ids)] for s in admitted]
-        rows_of = [np.arange(starts[c], starts[c + 1]) for c in which]
-        slots = [np.arange(lengths[c]) for c in which]
-        pages = [self.table[s.row, slot // page] for s, slot in zip(admitted, slots, strict=True)]
-        source, write_page, offset = (
-            torch.from_numpy(np.concatenate(parts)).to(device)
-            for parts in (rows_of, pages, [slot % page for slot in slots])
-        )
-        token_ids = torch.tensor([t for context in contexts for t in context], device=device)
-        positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
-        packed = PackedAttention(lengths, device)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.pool[layer, 0][write_page, :, offset] = k[source]
-            self.pool[layer, 1][write_page, :, offset] = v[source]
-            return packed(layer, q, k, v)
-
-        hidden = self.model(token_ids, positions, attend)
-        last = torch.from_numpy(starts[1:] - 1).to(device)
-        logits = self.model.logits(hidden[last])[torch.tensor(which, device=device)]
-        self.stats.prefilled_tokens += len(token_ids)
-
-        first, end = admitted[0].row, admitted[-1].row + 1  # new rows follow the old ones
-        rows = slice(first, end)
-        for tensor, values in (
-            (self.length, [lengths[c] for c in which]),
-            (self.count, [len(s.token_ids) for s in admitted]),
-            (self.limit, [s.max_new_tokens for s in admitted]),
-            (self.key, [s.key for s in admitted]),
-        ):
-            tensor[rows] = torch.tensor(values, device=device)
-        for s in admitted:
-            if s.token_ids:
-                self.tokens[s.row, : len(s.token_ids)] = torch.tensor(s.token_ids, device=device)
-                self.logprobs[s.row, : len(s.token_ids)] = torch.tensor(s.logprobs, device=device)
-        return self._sample(logits, rows)
-
-    # ---- decode ----------------------------------------------------------------------------------------------
-
-    def _decode(self) -> list[Sample]:
-        self._make_room()
+    def _make_room(self) -> None:
+        """Give a page to every row that has filled its last one; when none is left, preempt the newest sequence."""
         n, page = len(self.running), self.config.page_size
+        for sequence in [
+            self.running[row] for row in np.flatnonzero(self.host_length[:n] == self.host_pages[:n] * page)
+        ]:
+            while not self.pages.free and sequence.row >= 0:
+                newest = max(self._admitted(), key=lambda s: s.admitted)
+                self._evict([newest])
+                self.waiting.appendleft(newest)
+                self.stats.preemptions += 1
+            if row := sequence.row + 1:
+                self._add_page(row - 1)
+        self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
+
+    def _add_page(self, row: int) -> None:
+        taken = self.pages.take(self.running[row])
+        self.table[row, self.host_pages[row]] = taken
+        self.page_row[taken] = row
+        self.host_pages[row] += 1
+
+    # ---- one forward -----------------------------------------------------------------------------------------
+
+    def _forward(self, chunks: list[tuple[Prefill, int, int]]) -> list[Sample]:
+        """Compute the decoding rows and `chunks` together, then draw a token for every row and finished prefill."""
+        n, device = len(self.running), self.device
         position = self.length[:n]
-        if self.device.type == "cpu":
-            used = self.pages_used
-            owner = torch.from_numpy(self.page_row[:used])
-            start = torch.from_numpy(self.page_start[:used])
-            table = torch.from_numpy(self.table[:n])
-            filled = (position[owner] + 1 - start).clamp_(max=page)
-            bias = self.bias[filled][:, None, None]  # [P, 1, 1, page]
+        decode = self._decode_attention(n, bool(chunks))
+        if chunks:
+            new = _Chunks(chunks, self.config.page_size, device)
+            token_ids = torch.cat((self.last_token[:n], new.token_ids))
+            positions = torch.cat((position, new.positions))
+            write_page, offset = torch.cat((decode.page, new.page)), positions % self.config.page_size
         else:
-            table = torch.from_numpy(self.table[:n, : int(self.host_pages[:n].max())]).to(
-                self.device, non_blocking=True
-            )
-        write_page = table.gather(1, (position // page)[:, None])[:, 0]
-        offset = position % page
+            token_ids, positions, write_page, offset = self.last_token[:n], position, decode.page, decode.offset
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k_pool, v_pool = self.pool[layer, 0], self.pool[layer, 1]
             k_pool[write_page, :, offset] = k
             v_pool[write_page, :, offset] = v
-            if self.device.type == "cpu":
-                return decode_by_page(q, k_pool[:used], v_pool[:used], owner, bias)
-            return decode_by_gather(q, k_pool, v_pool, table, position + 1)
+            if not chunks:
+                return decode(q, k_pool, v_pool)
+            parts = [decode(q[:n], k_pool, v_pool)] if n else []
+            return torch.cat((*parts, new.attend(layer, q[n:], k[n:], v[n:], k_pool, v_pool)))
 
-        hidden = self.model(self.last_token[:n], position, attend)
+        hidden = self.model(token_ids, positions, attend)
         self.length[:n] += 1
         self.host_length[:n] += 1
-        self.stats.decode_steps += 1
+        self.stats.decode_steps += n > 0
         self.stats.decoded_tokens += n
-        return self._sample(self.model.logits(hidden), slice(0, n))
+        if chunks:
+            self.stats.prefilled_tokens += len(new.token_ids)
+            last = list(range(n)) + [n + row for row in self._finish_prefills(chunks)]
+            hidden = hidden[torch.tensor(last, dtype=torch.int64, device=device)]
+        return self._sample(self.model.logits(hidden)) if self.running else []
 
-    def _make_room(self) -> None:
-        """Give a page to every sequence that has filled its last one; when none is left, preempt the newest."""
-        n, page = len(self.running), self.config.page_size
-        for sequence in [
-            self.running[row] for row in np.flatnonzero(self.host_length[:n] == self.host_pages[:n] * page)
-        ]:
-            while self.pages_used == self.num_pages and sequence.row >= 0:
-                self._preempt(max(self.running, key=lambda s: s.admitted))
-            if sequence.row >= 0:
-                self._grow(sequence)
+    def _decode_attention(self, n: int, beside_prefill: bool) -> "PageAttention | GatherAttention":
+        if self.device.type == "cpu":
+            return PageAttention(self, n, beside_prefill)
+        return GatherAttention(self, n)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Free a sequence's pages; its tokens are kept and its KV is recomputed when it is admitted again."""
-        count = int(self.count[sequence.row])
-        sequence.token_ids = self.tokens[sequence.row, :count].tolist()
-        sequence.logprobs = self.logprobs[sequence.row, :count].tolist()
-        self._remove([sequence])
-        self.waiting.appendleft(sequence)
-        self.stats.preemptions += 1
+    def _finish_prefills(self, chunks: list[tuple[Prefill, int, int]]) -> list[int]:
+        """Give rows to the contexts that are now complete. Returns, for each new row, which chunk token predicts for it."""
+        predicts, done, offset = [], [], 0
+        for prefill, start, end in chunks:
+            offset += end - start
+            prefill.cached = end
+            if end < len(prefill.context):
+                continue
+            del self.prefills[prefill.context]
+            members = [prefill.leader, *prefill.followers]
+            predicts += [offset - 1] * len(members)
+            done += members
+            self._copy_pages([(prefill.leader, follower) for follower in prefill.followers])
+        if done:
+            self._load_rows(done)
+        return predicts
 
-    # ---- shared ----------------------------------------------------------------------------------------------
+    def _copy_pages(self, pairs: list[tuple[Sequence, Sequence]]) -> None:
+        """Copy the KV of one sequence to another's pages, as far as those reach and are not shared."""
+        moves = [(a, b) for donor, taker in pairs for a, b in zip(donor.pages, taker.pages) if a != b]
+        if moves:
+            source, target = torch.tensor(moves, device=self.device).T
+            self.pool[:, :, target] = self.pool[:, :, source]
 
-    def _sample(self, logits: Tensor, rows: slice) -> list[Sample]:
-        """Draw the next token of `rows`, record it, and take out the sequences that it ends."""
-        count = self.count[rows]
-        token, logprob = sample(logits, uniforms(self.key[rows], count), self.sampling)
-        self.last_token[rows] = token
-        self.tokens[rows].scatter_(1, count[:, None], token[:, None])
-        self.logprobs[rows].scatter_(1, count[:, None], logprob[:, None])
+    def _load_rows(self, sequences: list[Sequence]) -> None:
+        """Append prefilled sequences to the running rows."""
+        first = len(self.running)
+        rows = slice(first, first + len(sequences))
+        for tensor, values in (
+            (self.length, [s.num_tokens for s in sequences]),
+            (self.count, [len(s.token_ids) for s in sequences]),
+            (self.limit, [s.max_new_tokens for s in sequences]),
+            (self.key, [s.key for s in sequences]),
+            (self.heeds_eos, [not s.ignore_eos for s in sequences]),
+        ):
+            tensor[rows] = torch.tensor(values, device=self.device)
+        for row, s in enumerate(sequences, first):
+            s.row = row
+            self.running.append(s)
+            self.host_length[row], self.host_pages[row] = s.num_tokens, len(s.pages)
+            self.table[row, : len(s.pages)] = s.pages
+            self.page_row[s.pages] = row
+            if s.token_ids:
+                self.tokens[row, : len(s.token_ids)] = torch.tensor(s.token_ids, device=self.device)
+                self.logprobs[row, : len(s.token_ids)] = torch.tensor(s.logprobs, device=self.device)
+
+    # ---- after the forward -----------------------------------------------------------------------------------
+
+    def _sample(self, logits: Tensor) -> list[Sample]:
+        """Draw the next token of every running row, record it, and take out the sequences that it ends. [n, V]"""
+        n = len(self.running)
+        count = self.count[:n]
+        token, logprob = sample(logits, uniforms(self.key[:n], count), self.sampling)
+        self.last_token[:n] = token
+        self.tokens[:n].scatter_(1, count[:, None], token[:, None])
+        self.logprobs[:n].scatter_(1, count[:, None], logprob[:, None])
         count += 1
-        stopped = torch.isin(token, self.eos_ids)
-        ended = (stopped | (count >= self.limit[rows])).nonzero()[:, 0].tolist()  # the step's only read-back
+        stopped = torch.isin(token, self.eos_ids) & self.heeds_eos[:n]
+        if any(s.stop for s in self.running):
+            stopped |= torch.tensor([self._says_stop(s) for s in self.running], device=self.device)
+        ended = (stopped | (count >= self.limit[:n])).nonzero()[:, 0].tolist()  # the step's only read-back
         finished = []
-        for i in ended:
-            sequence = self.running[rows.start + i]
-            length = int(count[i])
+        for row in ended:
+            sequence, length = self.running[row], int(count[row])
             finished.append(
                 Sample(
                     prompt_index=sequence.prompt_index,
                     response_index=sequence.response_index,
                     epoch=sequence.epoch,
-                    token_ids=tuple(self.tokens[sequence.row, :length].tolist()),
-                    logprobs=tuple(self.logprobs[sequence.row, :length].tolist()),
-                    finish_reason="stop" if bool(stopped[i]) else "length",
+                    token_ids=tuple(self.tokens[row, :length].tolist()),
+                    logprobs=tuple(self.logprobs[row, :length].tolist()),
+                    finish_reason="stop" if bool(stopped[row]) else "length",
                     weights_version=self.version,
                 )
             )
-        self._remove([self.running[rows.start + i] for i in ended])
+        self._remove([self.running[row] for row in ended])
         return finished
 
+    def _says_stop(self, sequence: Sequence) -> bool:
+        """Whether one of the sequence's stop texts stands in its newest tokens."""
+        if not sequence.stop:
+            return False
+        window = 4 * max(map(len, sequence.stop)) + 8  # a character is at most 4 tokens
+        count = int(self.count[sequence.row])
+        text = self.decode_text(self.tokens[sequence.row, max(count - window, 0) : count].tolist())
+        return any(stop in text for stop in sequence.stop)
+
+    def _evict(self, sequences: list[Sequence]) -> None:
+        """Take admitted sequences out unfinished; they keep their tokens, their KV is dropped."""
+        for s in sequences:
+            if s.row >= 0:
+                count = int(self.count[s.row])
+                s.token_ids = self.tokens[s.row, :count].tolist()
+                s.logprobs = self.logprobs[s.row, :count].tolist()
+        leaderless: list[Sequence] = []
+        for prefill in list(self.prefills.values()):
+            prefill.followers = [s for s in prefill.followers if s not in sequences]
+            if prefill.leader in sequences:
+                del self.prefills[prefill.context]
+                leaderless += prefill.followers
+        self._remove(sequences + leaderless)
+        self.waiting.extendleft(reversed(leaderless))
+
     def _remove(self, sequences: list[Sequence]) -> None:
-        """Take sequences out and close the holes they leave among the pages and among the rows."""
+        """Free the pages and rows of sequences and close the holes that they leave."""
         if not sequences:
             return
-        pages = [page for s in sequences for page in s.pages]
-        page_moves = compact(pages, self.pages_used)
-        self.pages_used -= len(pages)
-        row_moves = compact([s.row for s in sequences], len(self.running))
+        page_moves = self.pages.release(sequences)
         if page_moves:
             source, target = (torch.tensor(x, device=self.device) for x in zip(*page_moves, strict=True))
             self.pool[:, :, target] = self.pool[:, :, source]
         for source, target in page_moves:
-            row, start = self.page_row[source], self.page_start[source]
-            self.running[row].pages[start // self.config.page_size] = target
-            self.table[row, start // self.config.page_size] = target
-            self.page_row[target], self.page_start[target] = row, start
+            self.page_row[target] = self.page_row[source]
+            holder = self.pages.holder[target]
+            if holder.row >= 0:
+                self.table[holder.row, self.pages.start[target] // self.config.page_size] = target
+        row_moves = compact([s.row for s in sequences if s.row >= 0], len(self.running))
+        num_rows = sum(s.row >= 0 for s in sequences)
         if row_moves:
             source, target = (torch.tensor(x, device=self.device) for x in zip(*row_moves, strict=True))
             for tensor in self.row_state:
                 tensor[target] = tensor[source]
         for s in sequences:
-            s.row, s.pages = -1, []
+            s.row = -1
         for source, target in row_moves:
             moved = self.running[source]
             moved.row = target
@@ -398,4 +470,63 @@ class Engine:
             for array in (self.host_length, self.host_pages, self.table):
                 array[target] = array[source]
             self.page_row[moved.pages] = target
-        del self.running[len(self.running) - len(sequences) :]
+        del self.running[len(self.running) - num_rows :]
+
+
+class PageAttention:
+    """Decode attention of the CPU path, with what is the same for all layers computed once."""
+
+    def __init__(self, engine: Engine, n: int, beside_prefill: bool):
+        used, page = engine.pages.used, engine.config.page_size
+        owner = torch.from_numpy(engine.page_row[:used])
+        position = engine.length[:n]
+        if beside_prefill:  # pages in prefill belong to one row too many, whose result is dropped
+            owner, position = owner.clamp(max=n), F.pad(position, (0, 1))
+        filled = (position[owner] + 1 - torch.from_numpy(engine.pages.start[:used])).clamp_(1, page)
+        self.used, self.owner, self.extra, self.n = used, owner, int(beside_prefill), n
+        self.bias = engine.bias[filled][:, None, None]  # [P, 1, 1, page]
+        position = engine.length[:n]
+        self.page = torch.from_numpy(engine.table[:n]).gather(1, (position // page)[:, None])[:, 0]
+        self.offset = position % page
+
+    def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        q = F.pad(q, (0, 0, 0, 0, 0, self.extra)) if self.extra else q
+        return decode_by_page(q, k_pool[: self.used], v_pool[: self.used], self.owner, self.bias)[: self.n]
+
+
+class GatherAttention:
+    """Decode attention in plain torch on any device."""
+
+    def __init__(self, engine: Engine, n: int):
+        position, page = engine.length[:n], engine.config.page_size
+        width = int(engine.host_pages[:n].max()) if n else 1
+        self.table = torch.from_numpy(engine.table[:n, :width]).to(engine.device)
+        self.page = self.table.gather(1, (position // page)[:, None])[:, 0]
+        self.offset, self.lengths = position % page, position + 1
+
+    def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        return decode_by_gather(q, k_pool, v_pool, self.table, self.lengths)
+
+
+class _Chunks:
+    """The prefill part of one forward. Chunks that continue a context come first; all others start one."""
+
+    def __init__(self, chunks: list[tuple[Prefill, int, int]], page: int, device: torch.device):
+        self.continued = [(p.leader.pages, start, end) for p, start, end in chunks if start]
+        ranges = [np.arange(start, end) for _, start, end in chunks]
+        pages = [np.asarray(p.leader.pages)[r // page] for (p, _, _), r in zip(chunks, ranges, strict=True)]
+        self.token_ids = torch.tensor([t for p, start, end in chunks for t in p.context[start:end]], device=device)
+        self.positions = torch.from_numpy(np.concatenate(ranges)).to(device)
+        self.page = torch.from_numpy(np.concatenate(pages)).to(device)
+        fresh = [end for _, start, end in chunks if not start]
+        self.packed = PackedAttention(fresh, device) if fresh else None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """q [T, H, D] and k, v [T, K, D] of the chunks' tokens, already written to the pool -> [T, H, D]"""
+        parts, at = [], 0
+        for pages, start, end in self.continued:
+            parts.append(attend_to_prefix(q[at : at + end - start], k_pool[pages], v_pool[pages], start))
+            at += end - start
+        if self.packed is not None:
+            parts.append(self.packed(layer, q[at:], k[at:], v[at:]))
+        return torch.cat(parts)

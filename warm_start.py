@@ -148,7 +148,7 @@ def byte_tokenizer() -> Any:
 def _random_model(config: WarmStartConfig, folder: Path) -> Model:
     model = Model(parse_shape(json.loads((folder / "config.json").read_text()), str(folder)))
     generator = torch.Generator().manual_seed(config.seed)
-    for name, tensor in model.hf_tensors():
+    for name, tensor, _ in model.hf_tensors():
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         elif name.endswith(".bias"):

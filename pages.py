@@ -1,0 +1,71 @@
+"""Who has which KV page: bookkeeping on the host, without tensors of the model."""
+
+from typing import Any
+
+import numpy as np
+
+
+class Pages:
+    """Pages of a pool, given to holders (anything with a `pages` list) and taken back.
+
+    `dense`: the pages in use are always 0 .. used - 1, each with one holder, as the CPU attention wants them; `release`
+    returns the moves that keep it so. Otherwise pages stay where they are and may be shared.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, dense: bool):
+        self.size, self.page_size, self.dense = num_pages, page_size, dense
+        self.used = 0
+        self.holder: list[Any] = [None] * num_pages  # dense only: whose page it is
+        self.start = np.zeros(num_pages, np.int64)  # dense only: position of the page's first token in its sequence
+        self.users = np.zeros(num_pages, np.int64)  # not dense: number of holders
+        self.unused = [] if dense else list(range(num_pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return self.size - self.used
+
+    def needed(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def take(self, holder: Any) -> int:
+        """Append a page of its own to `holder.pages` and return it. The caller has made sure that one is free."""
+        page = self.used if self.dense else self.unused.pop()
+        self.used += 1
+        self.users[page] = 1
+        self.holder[page], self.start[page] = holder, len(holder.pages) * self.page_size
+        holder.pages.append(page)
+        return page
+
+    def share(self, holder: Any, page: int) -> None:
+        """Append somebody else's page to `holder.pages`; it is free again when the last of them has released it."""
+        assert not self.dense
+        self.users[page] += 1
+        holder.pages.append(page)
+
+    def release(self, holders: list[Any]) -> list[tuple[int, int]]:
+        """Take all pages of `holders` back. Returns the (from, to) moves that the caller must make in the pool."""
+        pages = [page for holder in holders for page in holder.pages]
+        for holder in holders:
+            holder.pages = []
+        if not self.dense:
+            for page in pages:
+                self.users[page] -= 1
+                if not self.users[page]:
+                    self.unused.append(page)
+                    self.used -= 1
+            return []
+        moves = compact(pages, self.used)
+        self.used -= len(pages)
+        for source, target in moves:
+            holder, start = self.holder[source], self.start[source]
+            holder.pages[start // self.page_size] = target
+            self.holder[target], self.start[target] = holder, start
+        return moves
+
+
+def compact(freed: list[int], num_used: int) -> list[tuple[int, int]]:
+    """Return the moves (from, to) that close the holes `freed` in 0 .. num_used - 1. No move feeds another."""
+    new_used, gone = num_used - len(freed), set(freed)
+    holes = sorted(i for i in freed if i < new_used)
+    tail = [i for i in range(new_used, num_used) if i not in gone]
+    return list(zip(tail, holes, strict=True))
