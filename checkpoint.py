@@ -28,24 +28,38 @@ def read_config(folder: str | Path) -> dict:
         raise ConfigError(
             f"model.path = {str(folder)!r}: no such folder; give a local Hugging Face folder, or leave it empty"
         )
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot read it ({error.strerror}); a model folder holds config.json, weights and tokenizer"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error})") from None
+        raise ConfigError(f"{path}: not valid JSON ({error}); copy the file again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: a JSON {type(value).__name__}, not an object; copy the file again")
+    return value
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    from transformers import AutoTokenizer  # late: it takes seconds to import
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # late: it takes seconds to import
 
+    # Without them transformers makes an empty tokenizer.
+    if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ConfigError(f"{folder}: cannot load the tokenizer: no tokenizer.json; copy the tokenizer's files too")
+    settings = Path(folder) / "tokenizer_config.json"
+    generic = settings.exists() and _read_json(settings).get("tokenizer_class") == "TokenizersBackend"
+    # For every qwen2 folder AutoTokenizer takes Qwen2Tokenizer, which changes text (NFC), whatever the file says.
+    kind = PreTrainedTokenizerFast if generic else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return kind.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises many kinds for one cause: the folder has no usable tokenizer
         raise ConfigError(
-            f"{folder}: cannot load the tokenizer ({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"{folder}: cannot load the tokenizer ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         ) from None
 
 
@@ -54,7 +68,7 @@ def eos_ids(folder: str | Path, tokenizer: Any) -> set[int]:
     ids = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
         path = Path(folder) / name
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        value = _read_json(path).get("eos_token_id") if path.exists() else None
         ids.update(value if isinstance(value, list) else [value])
     ids.discard(None)
     if not ids:
@@ -100,8 +114,10 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> 
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
-        names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        files = [folder / name for name in sorted(set(names))]
+        names = _read_json(folder / INDEX).get("weight_map")
+        if not names:
+            raise ConfigError(f"{folder / INDEX}: no weight_map, which names the file of each weight; copy it again")
+        files = [folder / name for name in sorted(set(names.values()))]
     else:
         files = [folder / WEIGHTS]
     for path in files:
@@ -128,6 +144,8 @@ def save_weights(folder: Path, model: Model, max_shard_bytes: int = 5 * 2**30) -
     """Write safetensors under Hugging Face names, in shards with an index when they are larger than one shard."""
     tensors = {name: view.reshape(like).cpu().contiguous() for name, view, like in model.hf_tensors()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
+    for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # of an earlier export
+        old.unlink(missing_ok=True)
     for filename, names in split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, folder / filename, metadata={"format": "pt"})
     if split.is_sharded:
@@ -141,19 +159,28 @@ def save_weights(folder: Path, model: Model, max_shard_bytes: int = 5 * 2**30) -
 def save_checkpoint(run: Path, step: int, model: Model, source: str | Path, state: dict, keep: int) -> Path:
     """Write `run/checkpoints/step_N` beside the others and rename it into place: it exists whole or not at all."""
     folder = run / "checkpoints" / f"step_{step:06d}"
+    for leftover in folder.parent.glob(".*_step_*"):  # of a save that was killed
+        shutil.rmtree(leftover)
     part = folder.with_name(f".part_{folder.name}")
-    shutil.rmtree(part, ignore_errors=True)
     save_model(part, model, source)
     torch.save(state, part / STATE)
     for path in part.iterdir():
         _sync(path)
     _sync(part)
-    shutil.rmtree(folder, ignore_errors=True)  # only when a resumed run writes the same step again
+    if folder.exists():  # only when a resumed run writes the same step again
+        _remove(folder)
     part.rename(folder)
     _sync(folder.parent)
     for old in list_checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
     return folder
+
+
+def _remove(folder: Path) -> None:
+    """Hide a checkpoint, then delete it: a kill in between leaves nothing half-deleted in the list."""
+    hidden = folder.with_name(f".old_{folder.name}")
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 def _sync(path: Path) -> None:
@@ -167,7 +194,7 @@ def _sync(path: Path) -> None:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """Return whole checkpoints, oldest first."""
-    return sorted((run / "checkpoints").glob("step_*"))
+    return sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def load_state(folder: Path, device: torch.device) -> dict:

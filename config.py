@@ -7,6 +7,7 @@ them together. Everything a user can get wrong raises `ConfigError` naming key, 
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,7 +91,10 @@ def _merge(config: T, values: dict, source: str, prefix: str = "", raw: str | No
 def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
     """Return `value` in the type of the default `old`, within its limits."""
     if isinstance(old, float) and type(value) is int:
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ConfigError(f"{source}{key} is too large for a floating-point number") from None
     if type(value) is not type(old):
         raise ConfigError(
             f"{source}{key} = {value!r} has the wrong type: it wants {type(old).__name__}, such as {old!r}"
@@ -98,8 +102,8 @@ def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
     low, above, high, choices = (limits[name] for name in ("min", "above", "max", "choices"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{source}{key} = {value!r} is not one of: {', '.join(choices)}")
-    if isinstance(value, float) and value != value:
-        raise ConfigError(f"{source}{key} = nan is not a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{source}{key} = {value} is not a finite number")
     if low is not None and value < low:
         raise ConfigError(f"{source}{key} = {value} is too small: at least {low}")
     if above is not None and value <= above:

@@ -29,21 +29,30 @@ class DataConfig:
     )
 
 
+@dataclass(frozen=True)
+class _Row:
+    """One problem before it has tokens."""
+
+    fields: dict  # what its grader sees
+    where: str  # for messages: file and line
+    held_out: bool = False
+
+
 def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> tuple[list[Prompt], list[Prompt]]:
     """Return training and held-out prompts. Raises ConfigError naming file, line, value and remedy."""
     if "{prompt}" not in config.template:
         raise ConfigError(f"data.template = {config.template!r} does not contain {{prompt}}")
     if config.train in TASKS:
         rows = _task_rows(config.train)
-        train, held_out = ([row for row in rows if row["held_out"] == flag] for flag in (False, True))
+        train, held_out = ([row for row in rows if row.held_out == flag] for flag in (False, True))
         held_out = _spread(held_out, config.eval_prompts)
     else:
         train = _read_jsonl(config.train, "data.train", config.task)
         held_out = []
         if not config.eval and config.eval_prompts:
             held_out = _spread(train, min(config.eval_prompts, len(train) // 10))
-            chosen = {id(row) for row in held_out}
-            train = [row for row in train if id(row) not in chosen]
+            chosen = {repr(row.fields["prompt"]) for row in held_out}  # by content: a file may repeat a prompt
+            train = [row for row in train if repr(row.fields["prompt"]) not in chosen]
     if config.eval:
         held_out = _read_jsonl(config.eval, "data.eval", config.task)[: config.eval_prompts]
     return tuple(
@@ -52,28 +61,25 @@ def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> 
     )
 
 
-def _spread(rows: list[dict], count: int) -> list[dict]:
+def _spread(rows: list[_Row], count: int) -> list[_Row]:
     """Return `count` rows at even distances."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
-def _task_rows(name: str) -> list[dict]:
+def _task_rows(name: str) -> list[_Row]:
     task = TASKS[name]
     return [
-        {
-            "prompt": task.prompt(n),
-            "answer": task.answer(n),
-            "task": task.grader,
-            "number": n,
-            "held_out": is_held_out(n),
-            "where": f"{name} {n}",
-        }
+        _Row(
+            {"prompt": task.prompt(n), "answer": task.answer(n), "task": task.grader, "number": n},
+            f"{name} {n}",
+            is_held_out(n),
+        )
         for n in task.numbers()
     ]
 
 
-def _read_jsonl(path: str, key: str, task: str) -> list[dict]:
+def _read_jsonl(path: str, key: str, task: str) -> list[_Row]:
     rows = []
     try:
         with open(path, encoding="utf-8") as file:
@@ -92,13 +98,18 @@ def _read_jsonl(path: str, key: str, task: str) -> list[dict]:
     return rows
 
 
-def _row(line: str, where: str, task: str) -> dict:
+def _row(line: str, where: str, task: str) -> _Row:
     try:
         row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object on each line"
         ) from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where}: holds half a character (a lone surrogate, such as \\ud800); remove it") from None
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+        raise ConfigError(f"{where}: not JSON that Python reads ({error}); shorten it") from None
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: a {type(row).__name__}, not an object; write {{"prompt": ..., "answer": ...}}')
     for field in ("prompt", "answer"):
@@ -119,7 +130,7 @@ def _row(line: str, where: str, task: str) -> dict:
     for field in ("answer", "task"):
         if not isinstance(row.get(field, ""), str):
             raise ConfigError(f"{where}: {field} = {_short(row[field])} must be text; write it in quotes")
-    return {"task": task, **row, "where": where}
+    return _Row({"task": task, **row}, where)
 
 
 def _short(value: Any) -> str:
@@ -127,15 +138,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _prompt(index: int, row: dict, config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> Prompt:
-    extra = {k: v for k, v in row.items() if k not in ("held_out", "where")}
-    messages, where = row["prompt"], row["where"]
+def _prompt(index: int, row: _Row, config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> Prompt:
+    fields, where = row.fields, row.where
+    messages, answer, task = (fields[name] for name in ("prompt", "answer", "task"))
     if isinstance(messages, str):
         text = config.template.replace("{prompt}", messages)
         messages = [{"role": "user", "content": text}]
         if not (config.chat and tokenizer.chat_template):
             return _checked(
-                Prompt(index, tuple(tokenizer.encode(text)), text, row["answer"], row["task"], extra),
+                Prompt(index, tuple(tokenizer.encode(text)), text, answer, task, fields),
                 where,
                 max_prompt_tokens,
             )
@@ -147,7 +158,7 @@ def _prompt(index: int, row: dict, config: DataConfig, tokenizer: Any, max_promp
         token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template is a program of the model's author and raises what it likes
         raise ConfigError(f"{where}: the tokenizer's chat template refuses this prompt: {error}") from None
-    prompt = Prompt(index, tuple(token_ids), tokenizer.decode(token_ids), row["answer"], row["task"], extra)
+    prompt = Prompt(index, tuple(token_ids), tokenizer.decode(token_ids), answer, task, fields)
     return _checked(prompt, where, max_prompt_tokens)
 
 

@@ -62,6 +62,14 @@ def _family_llama(c: dict) -> dict:
 FAMILIES = {"qwen2": _family_qwen2, "qwen3": _family_qwen3, "llama": _family_llama}
 
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
 def parse_shape(c: dict, where: str) -> ModelShape:
     """Read a Hugging Face config with old or new keys. Raises ConfigError on what the decoder cannot do."""
     family = c.get("model_type")
@@ -74,6 +82,13 @@ def parse_shape(c: dict, where: str) -> ModelShape:
     ]
     if missing:
         raise ConfigError(f"{where}: missing {', '.join(missing)}; is this a complete Hugging Face config.json?")
+    bad = [f"{k} = {c[k]!r}" for k in SIZES if type(c[k]) is not int or c[k] < 1]
+    if bad:
+        raise ConfigError(f"{where}: {', '.join(bad)}: sizes are whole numbers over 0")
+    if c.get("quantization_config"):
+        raise ConfigError(
+            f"{where}: quantization_config = {c['quantization_config']!r} is not supported; take the unquantised folder"
+        )
     if c.get("use_sliding_window"):
         raise ConfigError(f"{where}: use_sliding_window = true is not supported; plainroll attends to the full context")
     if c.get("hidden_act", "silu") != "silu":
@@ -85,15 +100,30 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         raise ConfigError(
             f"{where}: rope_type = {rope['rope_type']!r} is not supported; plainroll has {', '.join(ROPE_TYPES)}"
         )
+    missing = [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]
+    if missing:
+        raise ConfigError(
+            f"{where}: rope_type = {rope['rope_type']!r} needs {', '.join(missing)} in its rope parameters"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(
+            f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; plainroll rotates all"
+        )
     heads = c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads") or heads
+    head_dim = c.get("head_dim") or (128 if family == "qwen3" else c["hidden_size"] // heads)
+    if heads % kv_heads:
+        raise ConfigError(f"{where}: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}")
+    if head_dim % 2:
+        raise ConfigError(f"{where}: head_dim = {head_dim} is not even; rotary positions turn pairs")
     return ModelShape(
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
         intermediate_size=c["intermediate_size"],
         num_layers=c["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=c.get("num_key_value_heads") or heads,
-        head_dim=c.get("head_dim") or (128 if family == "qwen3" else c["hidden_size"] // heads),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         max_positions=c.get("max_position_embeddings", 32768),
         norm_eps=c.get("rms_norm_eps", 1e-6),
         rope=rope,

@@ -13,6 +13,7 @@ from config import option
 
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele 2014)
 _MASK = (1 << 64) - 1
+COLDEST = 1e-30  # a smaller temperature would overflow fp32 logits
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
     """
     logits = logits.float()
     if config.temperature not in (0.0, 1.0):
-        logits = logits / config.temperature
+        logits = logits / max(config.temperature, COLDEST)
     if 0 < config.top_k < logits.shape[-1]:
         threshold = logits.detach().topk(config.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, -torch.inf)
@@ -99,7 +100,7 @@ def score(logits: Tensor, targets: Tensor, config: SamplingConfig) -> tuple[Tens
     """
     kept = filter_logits(logits, config)
     if config.top_k or config.top_p < 1.0:
-        scale = 1.0 if config.temperature == 0.0 else config.temperature
+        scale = 1.0 if config.temperature == 0.0 else max(config.temperature, COLDEST)
         own = logits.float().gather(-1, targets[:, None]) / scale
         kept = kept.scatter(-1, targets[:, None], own)
     logprobs = kept.log_softmax(-1)

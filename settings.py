@@ -25,7 +25,7 @@ MODELS = Path("models")  # where warm-started models are kept
 class RunConfig:
     dir: str = option("runs/tiny", "run folder: records, transcripts, checkpoints")
     steps: int = option(150, "steps (updates of the policy) of the whole run", min=0)
-    seed: int = option(0, "seed of sampling and of the order of prompts")
+    seed: int = option(0, "seed of sampling and of the order of prompts", min=0)
     device: str = option("auto", "auto (GPU if there is one), cpu or cuda", choices=("auto", "cpu", "cuda"))
     timeout_seconds: float = option(600.0, "longest wait for another rank", above=0.0)
     eval_every: int = option(25, "steps between evaluations; 0: only before and after", min=0)
@@ -105,6 +105,11 @@ def check(config: Config, world_size: int, resume: bool) -> None:
         tokenizer = checkpoint.load_tokenizer(folder)
         shape = parse_shape(checkpoint.read_config(folder), str(folder / "config.json"))
         checkpoint.eos_ids(folder, tokenizer)
+        if len(tokenizer) > shape.vocab_size:
+            raise ConfigError(
+                f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {shape.vocab_size} (vocab_size); "
+                "copy the tokenizer that belongs to the model"
+            )
     else:
         tokenizer = byte_tokenizer()
         shape = parse_shape(hf_config(c.warm_start, tokenizer), "warm_start")

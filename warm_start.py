@@ -6,7 +6,7 @@ that is what reinforcement then teaches. Counted in steps, deterministic, writte
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +24,7 @@ from sampling import SamplingConfig
 from tasks import TASKS, is_held_out
 from trainer import Example, Trainer, TrainerConfig
 
-END, PAD = "<|end|>", "<|pad|>"
+END, PAD = "<|endoftext|>", "<|pad|>"  # AutoTokenizer would add the first to a qwen2 folder without it
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -40,7 +40,7 @@ class WarmStartConfig:
     num_heads: int = option(4, "query heads", min=1)
     num_kv_heads: int = option(2, "key and value heads", min=1)
     max_positions: int = option(2048, "longest context of the model, in tokens", min=64)
-    seed: int = option(0, "seed of weights and batches")
+    seed: int = option(0, "seed of weights and batches", min=0)
 
 
 def ensure_model(config: WarmStartConfig, train: str, models: Path, world: World) -> Path:
@@ -71,8 +71,14 @@ def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
             f"warm_start: hidden_size {config.hidden_size} must be an even multiple of num_heads {config.num_heads}, "
             f"and num_heads a multiple of num_kv_heads {config.num_kv_heads}"
         )
+    longest = max(len(TASKS[task].prompt(n) + TASKS[task].solution(n)) for n in TASKS[task].numbers()) + 1
+    if config.steps and config.max_positions < longest:
+        raise ConfigError(
+            f"warm_start.max_positions = {config.max_positions} is too small: the longest solution of {task} takes "
+            f"{longest} tokens"
+        )
     code = Path(__file__).with_name("tasks.py").read_bytes() + Path(__file__).read_bytes()
-    inputs = json.dumps([task, asdict(config), hashlib.sha256(code).hexdigest()], sort_keys=True)
+    inputs = json.dumps([asdict(replace(config, task=task)), hashlib.sha256(code).hexdigest()], sort_keys=True)
     return models / f"{task}-{hashlib.sha256(inputs.encode()).hexdigest()[:8]}"
 
 

@@ -1,0 +1,394 @@
+"""Hugging Face folders in and out, and checkpoints that are whole at any moment."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attention import PackedAttention
+from checkpoint import (
+    INDEX,
+    STATE,
+    WEIGHTS,
+    check_model,
+    eos_ids,
+    list_checkpoints,
+    load_model,
+    load_state,
+    load_tokenizer,
+    save_checkpoint,
+    save_model,
+    save_weights,
+)
+from config import ConfigError
+from model import Model
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+PROMPT = [2, 30, 17, 99, 4]
+
+
+def load(folder: Path) -> Model:
+    return load_model(folder, CPU, torch.float32)
+
+
+def weights_of(model: Model) -> dict[str, torch.Tensor]:
+    return dict(model.hf_tensors())
+
+
+def assert_bit_equal(first: Model, second: Model) -> None:
+    one, two = weights_of(first), weights_of(second)
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+@pytest.fixture
+def folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that a test may damage."""
+    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+
+
+@pytest.fixture
+def random_model(tiny_model: Model) -> Model:
+    """Weights unlike those of the folder it was loaded from, norms and biases too."""
+    torch.manual_seed(5)
+    for tensor in weights_of(tiny_model).values():
+        tensor.normal_(0.0, 0.3)
+    return tiny_model
+
+
+# ---- Hugging Face folders in
+
+
+def test_shards_of_transformers_load_as_the_single_file_does(folder, tmp_path):
+    oracle = AutoModelForCausalLM.from_pretrained(folder)
+    oracle.save_pretrained(tmp_path / "one")
+    oracle.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert (tmp_path / "one" / WEIGHTS).exists() and not (tmp_path / "many" / WEIGHTS).exists()
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert_bit_equal(load(tmp_path / "one"), load(folder))
+    assert_bit_equal(load(tmp_path / "many"), load(folder))
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(folder):
+    exact, rough = weights_of(load(folder)), weights_of(load_model(folder, CPU, torch.bfloat16))
+    assert all(torch.equal(rough[name], exact[name].bfloat16()) for name in exact)
+
+
+def test_tensors_that_the_decoder_does_not_have_are_ignored(folder):
+    tensors = load_file(folder / WEIGHTS)
+    save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / WEIGHTS)
+    assert_bit_equal(load(folder), load(folder))
+
+
+# ---- Hugging Face folders out
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
+def test_save_and_load_is_bit_equal(random_model, folder, tmp_path, max_shard_bytes):
+    (tmp_path / "out").mkdir()
+    shutil.copyfile(folder / "config.json", tmp_path / "out" / "config.json")
+    save_weights(tmp_path / "out", random_model, max_shard_bytes)
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) == 1) == (max_shard_bytes == 2**30) == (not (tmp_path / "out" / INDEX).exists())
+    assert sum(len(load_file(path)) for path in files) == len(weights_of(random_model))  # each tensor in one file
+    assert_bit_equal(load(tmp_path / "out"), random_model)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
+@torch.no_grad()
+def test_transformers_computes_and_generates_the_same_from_an_exported_folder(
+    random_model, tiny_folder, tmp_path, max_shard_bytes
+):
+    save_model(tmp_path, random_model, tiny_folder)
+    if max_shard_bytes == 20_000:
+        (tmp_path / WEIGHTS).unlink()
+        save_weights(tmp_path, random_model, max_shard_bytes)
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert theirs.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(PROMPT) == load_tokenizer(tiny_folder).decode(PROMPT)
+
+    ids = list(PROMPT)
+    for _ in range(20):
+        hidden = random_model(torch.tensor(ids), torch.arange(len(ids)), PackedAttention([len(ids)], CPU))
+        logits = random_model.logits(hidden)
+        ids.append(int(logits[-1].argmax()))
+    torch.testing.assert_close(logits, theirs(torch.tensor([ids[:-1]])).logits[0], atol=1e-4, rtol=0)
+    assert len(set(ids[len(PROMPT) :])) > 2  # not one token for ever
+    generated = theirs.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, eos_token_id=-1)
+    assert generated[0].tolist() == ids
+
+
+def test_an_export_names_the_dtype_of_its_weights(tiny_folder, tmp_path):
+    save_model(tmp_path, load_model(tiny_folder, CPU, torch.bfloat16), tiny_folder)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS).values()} == {torch.bfloat16}
+
+
+def test_tokenizer_and_generation_files_travel_with_the_export(tiny_model, folder, tmp_path):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
+    (folder / "merges.txt").write_text("a b\n")
+    save_model(tmp_path / "out", tiny_model, folder)
+    copied = [path.name for path in folder.iterdir() if path.name not in ("config.json", WEIGHTS)]
+    assert {"generation_config.json", "merges.txt", "tokenizer.json"} <= set(copied)
+    for name in copied:
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_saving_over_a_sharded_export_replaces_it(random_model, tiny_folder, tmp_path):
+    save_model(tmp_path, load(tiny_folder), tiny_folder)
+    (tmp_path / WEIGHTS).unlink()
+    save_weights(tmp_path, load(tiny_folder), 20_000)
+    save_model(tmp_path, random_model, tiny_folder)
+    assert_bit_equal(load(tmp_path), random_model)
+
+
+# ---- bad folders
+
+
+def shard(folder: Path) -> list[Path]:
+    """Replace the single file by shards; return them."""
+    model = load(folder)
+    (folder / WEIGHTS).unlink()
+    save_weights(folder, model, 20_000)
+    return sorted(folder.glob("*.safetensors"))
+
+
+def rewrite(folder: Path, change) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DAMAGES = {
+    "no folder": (lambda f: shutil.rmtree(f), ["model.path", "no such folder"]),
+    "a file": (lambda f: (shutil.rmtree(f), f.write_text("x")), ["model.path", "no such folder"]),
+    "no config": (lambda f: (f / "config.json").unlink(), ["config.json", "cannot read"]),
+    "broken config": (lambda f: cut_in_half(f / "config.json"), ["config.json", "not valid JSON"]),
+    "config is not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json", "JSON"]),
+    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), ["config.json", "object"]),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), [WEIGHTS, "no such file"]),
+    "weights of another kind": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), [WEIGHTS, "safetensors"]),
+    "missing shard": (lambda f: shard(f)[1].unlink(), ["model-00002-of-", "no such file"]),
+    "truncated weights": (lambda f: cut_in_half(f / WEIGHTS), [WEIGHTS, "cannot read the weights"]),
+    "truncated shard": (lambda f: cut_in_half(shard(f)[2]), ["model-00003-of-", "cannot read the weights"]),
+    "empty weights": (lambda f: (f / WEIGHTS).write_bytes(b""), [WEIGHTS, "cannot read the weights"]),
+    "broken index": (lambda f: (shard(f), cut_in_half(f / INDEX)), [INDEX, "JSON"]),
+    "index without a map": (lambda f: (shard(f), (f / INDEX).write_text("{}")), [INDEX, "weight_map"]),
+    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(NORM)), ["1 weights are missing", NORM]),
+    "wrong shape": (
+        lambda f: rewrite(f, lambda t: t.update({NORM: torch.ones(33)})),
+        [WEIGHTS, NORM, "[33]", "[32]"],
+    ),
+    "config of another size": (
+        lambda f: (f / "config.json").write_text((f / "config.json").read_text().replace('_size": 128', '_size": 64')),
+        [WEIGHTS, "mlp.", "128", "64"],
+    ),
+}
+
+
+@pytest.mark.parametrize("load_or_check", [check_model, load], ids=["check", "load"])
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_bad_model_folder_is_refused_by_name(name, load_or_check, folder):
+    damage, words = DAMAGES[name]
+    damage(folder)
+    with pytest.raises(ConfigError) as caught:
+        load_or_check(folder)
+    assert [word for word in [str(folder), *words] if word not in str(caught.value)] == []
+
+
+def test_a_folder_without_tokenizer_is_refused(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="cannot load the tokenizer") as caught:
+        load_tokenizer(folder)
+    assert str(folder) in str(caught.value)
+
+
+# ---- end tokens
+
+
+@pytest.mark.parametrize(
+    "generation, ids",
+    [(None, {0}), ({}, {0}), ({"eos_token_id": 7}, {0, 7}), ({"eos_token_id": [3, 8]}, {0, 3, 8})],
+)
+def test_end_tokens_of_tokenizer_config_and_generation_config_add_up(folder, generation, ids):
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert eos_ids(folder, load_tokenizer(folder)) == ids
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [11]}))
+    assert eos_ids(folder, load_tokenizer(folder)) == ids | {11}
+
+
+def test_no_end_token_at_all_is_refused(folder):
+    tokenizer = load_tokenizer(folder)
+    tokenizer.eos_token = None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        eos_ids(folder, tokenizer)
+
+
+def test_a_broken_generation_config_is_refused_by_name(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1,')
+    with pytest.raises(ConfigError, match="generation_config.json"):
+        eos_ids(folder, load_tokenizer(folder))
+
+
+# ---- checkpoints of a run
+
+
+def state_of(step: int) -> dict:
+    return {"step": step, "moments": torch.arange(100.0) * step, "stream": {"epoch": 1, "position": step}}
+
+
+def test_the_newest_checkpoints_are_kept_oldest_first(tiny_model, tiny_folder, tmp_path):
+    assert list_checkpoints(tmp_path) == []
+    for step in (9, 10, 11, 100, 101):
+        saved = save_checkpoint(tmp_path, step, tiny_model, tiny_folder, state_of(step), keep=3)
+        assert saved == list_checkpoints(tmp_path)[-1]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000011", "step_000100", "step_000101"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_000011", "step_000100", "step_000101"]
+
+
+def test_steps_beyond_the_zeros_of_the_name_stay_in_order(tiny_model, tiny_folder, tmp_path):
+    for step in (999_999, 1_000_000):
+        save_checkpoint(tmp_path, step, tiny_model, tiny_folder, state_of(step), keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_1000000"]
+
+
+def test_a_checkpoint_gives_back_model_and_state(random_model, tiny_folder, tmp_path):
+    folder = save_checkpoint(tmp_path, 3, random_model, tiny_folder, state_of(3), keep=2)
+    assert_bit_equal(load(folder), random_model)
+    state = load_state(folder, CPU)
+    assert torch.equal(state.pop("moments"), torch.arange(100.0) * 3)
+    assert state == {"step": 3, "stream": {"epoch": 1, "position": 3}}
+    assert load_tokenizer(folder).encode("abc") == load_tokenizer(tiny_folder).encode("abc")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut_in_half, lambda path: path.write_bytes(b""), lambda path: path.unlink(), lambda path: path.write_text("no")],
+    ids=["cut", "empty", "gone", "other"],
+)
+def test_a_damaged_state_is_refused_with_the_way_out(tiny_model, tiny_folder, tmp_path, damage):
+    folder = save_checkpoint(tmp_path, 3, tiny_model, tiny_folder, state_of(3), keep=2)
+    damage(folder / STATE)
+    with pytest.raises(ConfigError) as caught:
+        load_state(folder, CPU)
+    assert str(folder / STATE) in str(caught.value) and "resume from the checkpoint before" in str(caught.value)
+
+
+# One import of torch serves every kill: the victims are forks.
+VICTIMS = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from checkpoint import list_checkpoints, load_model, load_state, save_checkpoint
+
+source, run, mode, keep = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+os.fsync = lambda handle: None  # a kill, unlike a power cut, does not lose what was written
+model = load_model(source, torch.device("cpu"), torch.float32)
+countdown = None
+
+def die_when_due(event, args):  # an audit event comes before each open, rename, unlink, rmdir, mkdir
+    global countdown
+    if countdown is not None and event.startswith(("open", "os.", "shutil.")):
+        countdown -= 1
+        if countdown < 0:
+            countdown = None
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def save(step):
+    for tensor in dict(model.hf_tensors()).values():
+        tensor.fill_(step)
+    save_checkpoint(run, step, model, source, {"step": step, "moments": torch.full((1000,), float(step))}, keep)
+
+def check(least):
+    steps = []
+    for folder in list_checkpoints(run):
+        state, weights = load_state(folder, torch.device("cpu")), dict(
+            load_model(folder, torch.device("cpu"), torch.float32).hf_tensors()
+        )
+        steps.append(state["step"])
+        assert folder.name == f"step_{steps[-1]:06d}"
+        assert (state["moments"] == steps[-1]).all() and all((w == steps[-1]).all() for w in weights.values())
+    assert steps == sorted(steps) and len(steps) >= least, steps
+    return steps
+
+def fork(work):
+    if pid := os.fork():
+        return pid
+    try:
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)  # not killed, not done
+
+if mode == "random":
+    random.seed(1)
+    for attempt in range(10):
+        first = max(check(0), default=0) + 1
+        pid = fork(lambda: [save(step) for step in range(first, 10**6)])
+        time.sleep(random.uniform(0.05, 0.2))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    check(1)
+else:
+    for step in (1, 2, 3)[-keep:]:
+        save(step)
+    before = shutil.copytree(run, run.with_name("before"))
+    sys.addaudithook(die_when_due)
+    def last_save():
+        global countdown
+        countdown = kills
+        save(4 if mode == "next" else 3)
+    kills = 0
+    while True:
+        shutil.rmtree(run)
+        shutil.copytree(before, run)
+        pid = fork(last_save)
+        _, status = os.waitpid(pid, 0)
+        steps = check(keep if mode == "next" else keep - 1)
+        if status != signal.SIGKILL:
+            assert status == 0
+            break
+        save(5)  # the run goes on as if nothing had happened
+        assert check(1)[-1] == 5
+        left = [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step_")]
+        assert not left, left
+        kills += 1
+    assert kills > 20, kills
+"""
+
+
+@pytest.mark.parametrize(
+    "mode, keep",
+    [("random", 2), ("next", 1), ("same", 2)],
+    ids=["at random moments", "at every call", "at every call of writing a step again"],
+)
+def test_a_kill_leaves_only_whole_checkpoints(mode, keep, tiny_folder, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", VICTIMS, tiny_folder, tmp_path / "run", mode, str(keep)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,328 @@
+"""Settings: what is merged, what is refused and how it is said, and that nothing is lost on the way to TOML."""
+
+import math
+import sys
+import tomllib
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import settings
+from config import ConfigError, describe, dump_toml, flatten, load_config, option
+
+
+@dataclass(frozen=True)
+class Inner:
+    deep: int = option(4, "a number two sections down")
+
+
+@dataclass(frozen=True)
+class Section:
+    count: int = option(3, "a whole number", min=1, max=10)
+    rate: float = option(0.5, "a closed range", min=0.0, max=1.0)
+    speed: float = option(2.0, "an open end", above=0.0)
+    name: str = option("tiny", "any text")
+    mode: str = option("fast", "one of two", choices=("fast", "slow"))
+    flag: bool = option(False, "yes or no")
+    inner: Inner = field(default_factory=Inner)
+
+
+@dataclass(frozen=True)
+class Small:
+    first: Section = field(default_factory=Section)
+    second: Section = field(default_factory=Section)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """Write a TOML file and return its path."""
+
+    def write(text: str) -> str:
+        (tmp_path / "some.toml").write_text(text, encoding="utf-8")
+        return str(tmp_path / "some.toml")
+
+    return write
+
+
+def load(*overrides: str, path: str | None = None) -> Small:
+    return load_config(Small, path, list(overrides))
+
+
+def refusal(*overrides: str, path: str | None = None, cls=Small) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(cls, path, list(overrides))
+    return str(caught.value)
+
+
+# ---- merging
+
+
+def test_defaults_then_file_then_overrides_in_order(toml):
+    path = toml("[first]\ncount = 5\nrate = 0.25\n[first.inner]\ndeep = 7\n")
+    assert load() == Small()
+    assert load(path=path) == Small(first=Section(count=5, rate=0.25, inner=Inner(7)))
+    config = load("--first.count=6", "--second.inner.deep=9", "--first.count=8", path=path)
+    assert config == Small(Section(count=8, rate=0.25, inner=Inner(7)), Section(inner=Inner(9)))
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        load().first.count = 4
+
+
+@pytest.mark.parametrize(
+    "override, key, value",
+    [
+        ("--first.rate=1", "rate", 1.0),
+        ("--first.speed=1e-3", "speed", 0.001),
+        ("--first.count=1_0", "count", 10),
+        ("--first.flag=true", "flag", True),
+        ("--first.name=runs/a b", "name", "runs/a b"),
+        ("--first.name=", "name", ""),
+        ("--first.name=7", "name", "7"),
+        ("--first.name=1e-3", "name", "1e-3"),
+        ("--first.name=0x10", "name", "0x10"),
+        ("--first.name=true", "name", "true"),
+        ("--first.name=nan", "name", "nan"),
+        ("--first.name=2024-05-06", "name", "2024-05-06"),
+        ("--first.name=a=b", "name", "a=b"),
+        ("--first.name=--x", "name", "--x"),
+        ("--first.name={prompt}!", "name", "{prompt}!"),
+        ("--first.name=it's # not a comment", "name", "it's # not a comment"),
+        ('--first.name="quo\\ted"', "name", "quo\ted"),
+        ("--first.name='7'", "name", "7"),
+        ("--first.mode=slow", "mode", "slow"),
+    ],
+)
+def test_an_override_is_read_as_its_key_wants_it(override, key, value):
+    found = getattr(load(override).first, key)
+    assert found == value and type(found) is type(value)
+
+
+def test_a_whole_number_in_a_file_becomes_a_float(toml):
+    rate = load(path=toml("[first]\nrate = 1")).first.rate
+    assert rate == 1.0 and type(rate) is float
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("--first.cuont=3", ["unknown key first.cuont", "did you mean first.count?"]),
+        ("--frist.count=3", ["unknown key frist", "did you mean first?"]),
+        ("--first.inner.depe=3", ["unknown key first.inner.depe", "did you mean first.inner.deep?"]),
+        ("--first.zzz=3", ["unknown key first.zzz", "known here: count, rate, speed, name, mode, flag, inner"]),
+        ("--first=3", ["first is a section", "first.count"]),
+        ("--first.inner=3", ["first.inner is a section", "first.inner.deep"]),
+        ("--first.count.deeper=3", ["first.count", "wrong type", "int"]),
+        ("--first.count=2.5", ["first.count = 2.5", "wrong type", "int, such as 3"]),
+        ("--first.count=3.0", ["first.count = 3.0", "wrong type", "int"]),
+        ("--first.count=many", ["first.count = 'many'", "wrong type", "int"]),
+        ("--first.count=", ["first.count = ''", "wrong type", "int"]),
+        ("--first.count=true", ["first.count = True", "wrong type", "int"]),
+        ("--first.flag=1", ["first.flag = 1", "wrong type", "bool"]),
+        ("--first.flag=True", ["first.flag = 'True'", "wrong type", "bool"]),
+        ("--first.rate=half", ["first.rate = 'half'", "wrong type", "float, such as 0.5"]),
+        ("--first.rate=true", ["first.rate = True", "wrong type", "float"]),
+        ("--first.name=[1, 2]", ["first.name = [1, 2]", "wrong type", "str"]),
+        ("--first.mode=medium", ["first.mode = 'medium'", "fast, slow"]),
+        ("--first.mode=3", ["first.mode = '3'", "fast, slow"]),
+        ("--first.count=0", ["first.count = 0", "too small", "at least 1"]),
+        ("--first.count=11", ["first.count = 11", "too large", "at most 10"]),
+        ("--first.rate=-0.001", ["first.rate = -0.001", "too small", "at least 0.0"]),
+        ("--first.rate=1.001", ["first.rate = 1.001", "too large", "at most 1.0"]),
+        ("--first.rate=2", ["first.rate = 2.0", "too large", "at most 1.0"]),
+        ("--first.speed=0", ["first.speed = 0.0", "too small", "more than 0.0"]),
+        ("--first.speed=-inf", ["first.speed = -inf"]),
+        ("--first.speed=nan", ["first.speed = nan", "number"]),
+        ("--first.rate=-nan", ["first.rate = nan", "number"]),
+        ("--first.rate=inf", ["first.rate = inf"]),
+        ("--first.speed=inf", ["first.speed = inf", "finite"]),
+        ("--first.speed=1" + 400 * "0", ["first.speed", "too large"]),
+        ("first.count=3", ["'first.count=3'", "--section.key=value"]),
+        ("--first.count", ["'--first.count'", "--section.key=value"]),
+        ("--first..count=3", ["'--first..count=3'", "--section.key=value"]),
+        ("--=3", ["'--=3'", "--section.key=value"]),
+        ("--.count=3", ["'--.count=3'", "--section.key=value"]),
+        ("-first.count=3", ["'-first.count=3'", "--section.key=value"]),
+        ("", ["''", "--section.key=value"]),
+    ],
+)
+def test_a_wrong_override_is_refused(override, words):
+    text = refusal(override)
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[first]\ncuont = 3", ["unknown key first.cuont", "did you mean first.count?"]),
+        ("[third]\ncount = 3", ["unknown key third", "known here: first, second"]),
+        ("first = 3", ["first is a section"]),
+        ("[first]\ncount = '3'", ["first.count = '3'", "wrong type", "int"]),
+        ("[first]\nname = 7", ["first.name = 7", "wrong type", "str"]),
+        ("[first]\nname = true", ["first.name = True", "wrong type", "str"]),
+        ("[first.name]\nx = 7", ["first.name = {'x': 7}", "wrong type", "str"]),
+        ("[first]\nrate = 2024-05-06", ["first.rate", "wrong type", "float"]),
+        ("[first]\nrate = nan", ["first.rate = nan", "number"]),
+        ("[first]\ncount = 11", ["first.count = 11", "at most 10"]),
+        ("[first]\nmode = 'medium'", ["first.mode = 'medium'", "fast, slow"]),
+        ("[first", ["not valid TOML", "(at end of document)"]),
+        ("[first]\ncount = 1\ncount = 2", ["not valid TOML", "overwrite a value"]),
+        ("[first]\ncount =", ["not valid TOML", "Invalid value"]),
+    ],
+)
+def test_a_wrong_file_is_refused_by_its_name(text, words, toml):
+    path = toml(text)
+    found = refusal(path=path)
+    assert [word for word in [path, *words] if word not in found] == []
+
+
+def test_a_missing_file_a_folder_and_no_text_are_refused(tmp_path):
+    assert "cannot read it (No such file" in refusal(path=str(tmp_path / "none.toml"))
+    assert "cannot read it (Is a directory" in refusal(path=str(tmp_path))
+    (tmp_path / "latin.toml").write_bytes("[first]\nname = 'café'".encode("latin-1"))
+    assert "not valid TOML" in refusal(path=str(tmp_path / "latin.toml"))
+
+
+def test_the_error_of_an_override_does_not_blame_the_file(toml):
+    path = toml("[first]\ncount = 5\n")
+    assert path not in refusal("--first.count=0", path=path)
+
+
+# ---- the real config
+
+
+def limits() -> list[tuple[str, object, dict]]:
+    """(key, default, limits) of every key of the real config"""
+    config = settings.Config()
+    return [
+        (f"{section.name}.{option.name}", getattr(getattr(config, section.name), option.name), option.metadata)
+        for section in fields(config)
+        for option in fields(getattr(config, section.name))
+    ]
+
+
+def value_of(config, key: str):
+    return flatten(config)[key][0]
+
+
+def just(x: float, towards: float) -> float:
+    """The next float, but for denormals: the trainer has the processor flush them to 0."""
+    return math.nextafter(x, towards) if x else math.copysign(sys.float_info.min, towards)
+
+
+@pytest.mark.parametrize("key, default, limit", [row for row in limits() if isinstance(row[1], float)])
+def test_every_float_takes_its_limits_and_nothing_beyond(key, default, limit):
+    low, above, high = limit["min"], limit["above"], limit["max"]
+    assert low is not None or above is not None, f"{key} needs a lower limit"
+    inside = [x for x in (low, high, default) if x is not None]
+    inside += [] if above is None else [just(above, math.inf)]
+    outside = [] if low is None else [just(low, -math.inf)]
+    outside += [] if high is None else [just(high, math.inf)]
+    outside += [] if above is None else [float(above)]
+    for value in inside:
+        assert value_of(load_config(settings.Config, None, [f"--{key}={value!r}"]), key) == value
+    for value in [*outside, math.nan, math.inf, -math.inf]:
+        assert key in refusal(f"--{key}={value!r}", cls=settings.Config)
+
+
+@pytest.mark.parametrize("key, default, limit", [row for row in limits() if type(row[1]) is int])
+def test_every_whole_number_takes_its_limits_and_nothing_beyond(key, default, limit):
+    low, high = limit["min"], limit["max"]
+    assert low is not None, f"{key} needs a lower limit"
+    for value in [x for x in (low, high, default) if x is not None]:
+        assert value_of(load_config(settings.Config, None, [f"--{key}={value}"]), key) == value
+    for value in [low - 1] + ([] if high is None else [high + 1]):
+        assert key in refusal(f"--{key}={value}", cls=settings.Config)
+
+
+@pytest.mark.parametrize("key, default, limit", [row for row in limits() if row[2]["choices"]])
+def test_every_choice_is_taken_and_no_other(key, default, limit):
+    assert default in limit["choices"]
+    for value in limit["choices"]:
+        assert value_of(load_config(settings.Config, None, [f"--{key}={value}"]), key) == value
+    assert ", ".join(limit["choices"]) in refusal(f"--{key}=none of them", cls=settings.Config)
+
+
+def changed(config):
+    """Every key of a config unlike its default."""
+    new = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            new[f.name] = changed(value)
+        elif isinstance(value, bool):
+            new[f.name] = not value
+        elif isinstance(value, int):
+            new[f.name] = value + 1
+        elif isinstance(value, float):
+            new[f.name] = next(x for x in (1 / 3, 2 / 3) if x != value)
+        elif f.metadata["choices"]:
+            new[f.name] = f.metadata["choices"][-1]
+        else:
+            new[f.name] = value + "x"
+    return replace(config, **new)
+
+
+def test_the_resolved_config_reads_back_equal(toml):
+    config = changed(settings.Config())
+    before, after = flatten(settings.Config()), flatten(config)
+    alike = {key for key in before if before[key][0] == after[key][0]}
+    assert alike <= {key for key, _, limit in limits() if limit["choices"]}
+    assert load_config(settings.Config, toml(dump_toml(config)), []) == config
+    assert load_config(settings.Config, toml(dump_toml(settings.Config())), []) == settings.Config()
+
+
+AWKWARD = [
+    '"',
+    "'",
+    "\\",
+    "\\n",
+    "a\nb\r\nc",
+    "\t\b\f\x00\x1f\x7f\x85",
+    "ü 🙂 \u2028",
+    "# [x]",
+    '"""',
+    "{prompt}",
+    "nan",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_awkward_text_reads_back_equal(text, toml):
+    config = settings.Config()
+    config = replace(config, data=replace(config.data, template=text, train="a" + text))
+    assert load_config(settings.Config, toml(dump_toml(config)), []) == config
+
+
+@pytest.mark.parametrize("number", [1e-300, 1e300, 1e16, 1e22, 0.1, 3e-05, 123456789.0])
+def test_awkward_numbers_read_back_equal(number, toml):
+    config = Small(first=Section(speed=number))
+    assert load(path=toml(dump_toml(config))) == config
+
+
+def test_help_lists_every_key_with_default_and_meaning():
+    lines = [line.strip() for line in describe(settings.Config()).splitlines() if line.strip()]
+    assert len(lines) == len(limits())
+    for (key, default, limit), line in zip(limits(), lines):
+        assert line.startswith(f"--{key}=") and line.endswith("  " + limit["help"])
+        assert len(limit["help"]) >= 10 and "\n" not in limit["help"]
+        shown = line.removeprefix(f"--{key}=").removesuffix(limit["help"])
+        assert tomllib.loads(f"value = {shown}")["value"] == default
+
+
+def test_every_default_is_within_its_own_limits():
+    overrides = [f"--{key}={default}" for key, default, _ in limits() if not isinstance(default, bool | str)]
+    assert load_config(settings.Config, None, overrides) == settings.Config()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "configs").glob("*.toml")), ids=lambda p: p.name
+)
+def test_every_shipped_config_loads(path):
+    assert load_config(settings.Config, str(path), []) != settings.Config()

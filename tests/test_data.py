@@ -1,0 +1,300 @@
+"""Prompts: rows become token ids or an error that names their line, and each epoch visits every prompt once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from config import ConfigError
+from core import Prompt
+from data import DataConfig, PromptStream, load_prompts
+from tasks import TASKS, is_held_out
+from warm_start import byte_tokenizer
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+DEEPMATH = Path(__file__).parent.parent.parent / "shared" / "data" / "deepmath.jsonl"
+
+
+@pytest.fixture
+def plain():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+@pytest.fixture
+def chat():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Write rows (dicts, or lines as they are) and return the path."""
+
+    def write(*rows, name: str = "rows.jsonl") -> str:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return str(tmp_path / name)
+
+    return write
+
+
+def load(tokenizer, train: str, max_prompt_tokens: int = 1000, **options) -> tuple[list[Prompt], list[Prompt]]:
+    return load_prompts(DataConfig(train=train, **options), tokenizer, max_prompt_tokens)
+
+
+def rows(count: int) -> list[dict]:
+    return [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(count)]
+
+
+# ---- rows become prompts
+
+
+def test_text_rows_become_prompts_in_order(jsonl, plain):
+    path = jsonl({"prompt": "1 + 1 =", "answer": "2"}, "", {"prompt": "ü🙂", "answer": ""}, "  ")
+    prompts, held_out = load(plain, path)
+    assert [(p.index, p.text, p.answer) for p in prompts] == [(0, "1 + 1 =", "2"), (1, "ü🙂", "")]
+    assert [list(p.token_ids) for p in prompts] == [plain.encode("1 + 1 ="), plain.encode("ü🙂")]
+    assert held_out == []
+
+
+def test_a_template_is_put_around_text_and_nothing_else_in_it_is_touched(jsonl, plain):
+    path = jsonl({"prompt": "{answer} {prompt}", "answer": "2"})
+    [prompt], _ = load(plain, path, template="Q: {prompt} {x}\nA:{prompt}")
+    assert prompt.text == "Q: {answer} {prompt} {x}\nA:{answer} {prompt}"
+    assert list(prompt.token_ids) == plain.encode(prompt.text)
+
+
+def test_text_becomes_a_user_message_of_the_chat_template(jsonl, chat):
+    path = jsonl({"prompt": "1 + 1 =", "answer": "2"})
+    [prompt], _ = load(chat, path, template="[{prompt}]")
+    assert prompt.text == "<user>[1 + 1 =]</user><assistant>"
+    assert list(prompt.token_ids) == chat.encode(prompt.text)
+    [raw], _ = load(chat, path, template="[{prompt}]", chat=False)
+    assert raw.text == "[1 + 1 =]"
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_messages_go_through_the_chat_template_as_they_are(jsonl, chat, as_text):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1 ="}]
+    path = jsonl({"prompt": messages, "answer": "2"})
+    [prompt], _ = load(chat, path, chat=as_text, template="[{prompt}]")
+    assert prompt.text == "<system>be brief</system><user>1 + 1 =</user><assistant>"
+    assert prompt.extra["prompt"] == messages
+
+
+def test_a_row_names_its_grader_or_takes_the_default(jsonl, plain):
+    path = jsonl({"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "b", "task": "match"})
+    prompts, _ = load(plain, path, task="file.py:grade")
+    assert [p.task for p in prompts] == ["file.py:grade", "match"]
+
+
+def test_every_field_of_a_row_reaches_the_grader(jsonl, plain):
+    # "where", "held_out" and "number" are also names that data.py uses itself.
+    fields = {"id": 7, "tags": ["x", {"y": None}], "where": "here", "held_out": False, "number": 1.5, "index": 3}
+    [prompt], _ = load(plain, jsonl({"prompt": "a", "answer": "b", "task": "match", **fields}))
+    assert prompt.extra == {"prompt": "a", "answer": "b", "task": "match", **fields}
+
+
+@pytest.mark.skipif(not DEEPMATH.exists(), reason="shared data is not here")
+def test_deepmath_loads(plain):
+    prompts, held_out = load(plain, str(DEEPMATH), max_prompt_tokens=10_000, eval_prompts=100)
+    assert len(held_out) == 100 and len(prompts) == 1880
+    assert {p.task for p in prompts} == {"math"} and prompts[0].extra["source"] == "DeepMath-103K"
+
+
+# ---- bad rows
+
+GOOD = {"prompt": "a", "answer": "b"}
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{'prompt': 'a'}", ["not JSON", "column 2"]),
+        ('{"prompt": "a", "answer": "b"', ["not JSON"]),
+        ('{"prompt": "a", "answer": "b"} {}', ["not JSON", "Extra data"]),
+        ("hello", ["not JSON", "one JSON object"]),
+        ("[" * 100_000, ["not JSON"]),
+        ('{"prompt": "a", "answer": "b", "n": 1' + 5000 * "0" + "}", ["not JSON"]),
+        ('["a", "b"]', ["a list, not an object"]),
+        ('"text"', ["a str, not an object"]),
+        ("null", ["not an object"]),
+        ("{}", ["no field 'prompt'", "nothing"]),
+        ('{"answer": "b", "id": 1}', ["no field 'prompt'", "answer, id"]),
+        ('{"prompt": "a"}', ["no field 'answer'"]),
+        ('{"prompt": "", "answer": "b"}', ["prompt = ''", "must be text or a list"]),
+        ('{"prompt": 5, "answer": "b"}', ["prompt = 5", "must be text or a list"]),
+        ('{"prompt": null, "answer": "b"}', ["prompt = None", "must be text or a list"]),
+        ('{"prompt": [], "answer": "b"}', ["prompt = []", "must be text or a list"]),
+        ('{"prompt": ["a"], "answer": "b"}', ["prompt = ['a']", "must be text or a list"]),
+        ('{"prompt": [{"role": "user"}], "answer": "b"}', ["prompt = [{'role': 'user'}]", "content"]),
+        ('{"prompt": [{"role": 1, "content": "a"}], "answer": "b"}', ["prompt = [{'role': 1", "role"]),
+        ('{"prompt": "a", "answer": 5}', ["answer = 5", "quotes"]),
+        ('{"prompt": "a", "answer": null}', ["answer = None", "must be text"]),
+        ('{"prompt": "a", "answer": ["b"]}', ["answer = ['b']", "must be text"]),
+        ('{"prompt": "a", "answer": "b", "task": 1}', ["task = 1", "must be text"]),
+        ('{"prompt": "a", "answer": "b", "task": null}', ["task = None", "must be text"]),
+        ('{"prompt": "' + 50 * "long " + '", "answer": "b"}', ["250 tokens", "rollout.max_prompt_tokens = 200"]),
+        ('{"prompt": "\\ud800", "answer": "b"}', ["surrogate"]),
+        ('{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}', ["no chat template", "as text"]),
+    ],
+)
+@pytest.mark.parametrize("option", ["train", "eval"])
+def test_a_bad_line_is_refused_with_file_and_line_number(line, words, option, jsonl, plain):
+    bad = jsonl(GOOD, "", GOOD, line, GOOD)
+    good = jsonl(GOOD, name="good.jsonl")
+    with pytest.raises(ConfigError) as caught:
+        load(plain, **{"train": good, "eval": good, "max_prompt_tokens": 200, option: bad})
+    text = str(caught.value)
+    assert text.startswith(f"{bad}:4: ") and len(text) < 500
+    assert [word for word in words if word not in text] == []
+
+
+def test_a_long_value_is_shown_short(jsonl, plain):
+    with pytest.raises(ConfigError) as caught:
+        load(plain, jsonl({"prompt": "a", "answer": ["b" * 10_000]}))
+    assert len(str(caught.value)) < 300
+
+
+def test_a_message_that_the_chat_template_refuses_is_named(jsonl, chat):
+    chat.chat_template = "{{ raise_exception('only users may speak') }}"
+    path = jsonl(GOOD)
+    with pytest.raises(ConfigError) as caught:
+        load(chat, path)
+    assert f"{path}:1: " in str(caught.value) and "only users may speak" in str(caught.value)
+
+
+def test_a_prompt_as_long_as_allowed_is_taken(jsonl, plain):
+    [prompt], _ = load(plain, jsonl({"prompt": "x" * 20, "answer": "b"}), max_prompt_tokens=20)
+    assert len(prompt.token_ids) == 20
+
+
+def test_a_template_without_its_prompt_is_refused(jsonl, plain):
+    with pytest.raises(ConfigError, match=r"data.template = 'Q: \{question\}'"):
+        load(plain, jsonl(GOOD), template="Q: {question}")
+
+
+@pytest.mark.parametrize("option", ["train", "eval"])
+def test_files_that_cannot_be_read_are_refused_by_key_and_name(option, jsonl, plain, tmp_path):
+    good, empty = jsonl(GOOD, name="good.jsonl"), jsonl("", "  ", name="empty.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    for path, words in {
+        "hailstones": "No such file",
+        str(tmp_path): "Is a directory",
+        empty: "no rows",
+        str(tmp_path / "latin.jsonl"): "not UTF-8",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load(plain, **{"train": good, "eval": good, option: path})
+        assert f"data.{option} = {path!r}" in str(caught.value) and words in str(caught.value)
+        assert ("hailstone, " in str(caught.value)) == (option == "train" and "cannot read" in str(caught.value))
+
+
+# ---- held-out prompts
+
+
+def texts(prompts: list[Prompt]) -> set[str]:
+    return {prompt.text for prompt in prompts}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("count", [0, 1, 100, 10**6])
+def test_a_task_holds_the_same_numbers_out_whatever_is_evaluated(task, count, plain):
+    prompts, held_out = load(plain, task, eval_prompts=count)
+    numbers = TASKS[task].numbers()
+    assert [p.extra["number"] for p in prompts] == [n for n in numbers if not is_held_out(n)]
+    assert texts(prompts).isdisjoint(texts(held_out)) and len(texts(held_out)) == len(held_out)
+    assert len(held_out) == min(count, sum(map(is_held_out, numbers)))
+    assert {p.task for p in prompts + held_out} == {TASKS[task].grader}
+    for p in prompts[::500] + held_out[::50]:
+        assert (p.text, p.answer) == (TASKS[task].prompt(p.extra["number"]), TASKS[task].answer(p.extra["number"]))
+
+
+@pytest.mark.parametrize(
+    "total, asked, held",
+    [(100, 512, 10), (100, 7, 7), (100, 0, 0), (25, 512, 2), (9, 512, 0), (1, 1, 0)],
+)
+def test_a_file_holds_out_a_tenth_at_most_and_loses_no_row(total, asked, held, jsonl, plain):
+    path = jsonl(*rows(total))
+    prompts, held_out = load(plain, path, eval_prompts=asked)
+    assert len(held_out) == held and len(prompts) == total - held
+    assert texts(prompts).isdisjoint(texts(held_out))
+    assert texts(prompts) | texts(held_out) == {row["prompt"] for row in rows(total)}
+    for part in (prompts, held_out):
+        assert [p.index for p in part] == list(range(len(part)))
+    assert load(plain, path, eval_prompts=asked) == (prompts, held_out)
+
+
+def test_held_out_rows_come_from_all_over_the_file(jsonl, plain):
+    _, held_out = load(plain, jsonl(*rows(100)), eval_prompts=5)
+    assert [p.text for p in held_out] == [f"{i} + 1 =" for i in (0, 20, 40, 60, 80)]
+
+
+def test_a_prompt_that_a_file_repeats_is_not_in_both_parts(jsonl, plain):
+    prompts, held_out = load(plain, jsonl(*(9 * rows(7))), eval_prompts=6)
+    assert held_out and texts(prompts).isdisjoint(texts(held_out))
+
+
+def test_an_evaluation_file_takes_nothing_from_training(jsonl, plain):
+    train, own = jsonl(*rows(50)), jsonl(*({"prompt": f"e{i}", "answer": ""} for i in range(9)), name="eval.jsonl")
+    prompts, held_out = load(plain, train, eval=own, eval_prompts=4)
+    assert len(prompts) == 50 and [p.text for p in held_out] == ["e0", "e1", "e2", "e3"]
+    prompts, held_out = load(plain, "hailstone", eval=own)
+    assert [p.text for p in held_out] == [f"e{i}" for i in range(9)]
+    assert not any(is_held_out(p.extra["number"]) for p in prompts)
+
+
+# ---- the cursor
+
+NUM = 7
+PROMPTS = [Prompt(i, (i,), str(i), "", "match") for i in range(NUM)]
+
+
+def indices(stream: PromptStream, count: int) -> list[tuple[int, int]]:
+    return [(epoch, prompt.index) for epoch, prompt in stream.take(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, NUM - 1, NUM, NUM + 1, 3 * NUM])
+def test_every_epoch_visits_every_prompt_once_whatever_is_taken_at_a_time(count):
+    stream = PromptStream(PROMPTS, seed=1)
+    taken = [pair for _ in range(4 * NUM // count + 1) for pair in indices(stream, count)][: 4 * NUM]
+    assert [epoch for epoch, _ in taken] == [epoch for epoch in range(4) for _ in range(NUM)]
+    assert len(set(taken)) == 4 * NUM
+    assert taken == indices(PromptStream(PROMPTS, seed=1), 4 * NUM)
+
+
+def test_epochs_and_seeds_differ_and_are_not_sorted():
+    orders = set()
+    for seed in (0, 1, 2):
+        stream = PromptStream(PROMPTS, seed)
+        orders |= {tuple(index for _, index in indices(stream, NUM)) for _ in range(5)}
+    assert len(orders) == 15 and tuple(range(NUM)) not in orders
+
+
+def test_a_new_cursor_starts_with_the_first_epoch():
+    assert PromptStream(PROMPTS, 0).state_dict() == {"epoch": 0, "position": 0, "num_prompts": NUM}
+    assert PromptStream(PROMPTS, 0).take(0) == []
+
+
+@pytest.mark.parametrize("position", range(2 * NUM + 2))
+def test_a_saved_cursor_goes_on_where_it_was(position):
+    stream = PromptStream(PROMPTS, seed=4)
+    stream.take(position)
+    state = json.loads(json.dumps(stream.state_dict()))
+    other = PromptStream(PROMPTS, seed=4)
+    other.take(3)
+    other.load_state_dict(state)
+    assert indices(other, 3 * NUM) == indices(stream, 3 * NUM)
+    assert other.state_dict() == stream.state_dict()
+
+
+def test_a_cursor_over_other_data_is_refused():
+    state = PromptStream(PROMPTS, 0).state_dict()
+    with pytest.raises(ConfigError, match="7 training prompts, data.train now has 6"):
+        PromptStream(PROMPTS[:6], 0).load_state_dict(state)

@@ -1,0 +1,230 @@
+"""The decoder equals `transformers`' in fp32, for every family, shape and config spelling; the rest is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from attention import PackedAttention
+from checkpoint import load_model
+from config import ConfigError
+from model import FAMILIES, ROPE_TYPES, Model, parse_shape
+
+CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-4,
+}
+# A context this short and waves this fast make every part of the scaling visible within a test's lengths.
+THETA = {"rope_type": "default", "rope_theta": 50.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 50.0, "factor": 3.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SHAPES = {
+    "qwen2 gqa 3": {"model_type": "qwen2"},
+    "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2 one kv head": {"model_type": "qwen2", "num_key_value_heads": 1, "rope_parameters": THETA},
+    "qwen2 no gqa": {"model_type": "qwen2", "num_key_value_heads": 6, "rms_norm_eps": 1e-2},
+    "qwen2 one layer": {"model_type": "qwen2", "num_hidden_layers": 1, "hidden_size": 24, "num_attention_heads": 2},
+    "qwen3 wide heads": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3 narrow heads": {"model_type": "qwen3", "head_dim": 4, "tie_word_embeddings": True},
+    "qwen3 bias": {"model_type": "qwen3", "head_dim": 10, "attention_bias": True, "rope_parameters": THETA},
+    "llama": {"model_type": "llama"},
+    "llama attention bias": {"model_type": "llama", "attention_bias": True},
+    "llama mlp bias": {"model_type": "llama", "mlp_bias": True, "tie_word_embeddings": True},
+    "llama both biases, wide heads": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 14},
+    "llama3 rope": {"model_type": "llama", "rope_parameters": LLAMA3},
+    "linear rope": {"model_type": "llama", "rope_parameters": LINEAR},
+    "qwen2 linear rope": {"model_type": "qwen2", "rope_parameters": LINEAR},
+}
+LENGTHS = [5, 64, 1, 23, 23, 40, 2]
+
+
+def make_oracle(changes: dict, folder: Path):
+    """Write a `transformers` model whose every weight is random, norms and biases included; return it."""
+    config = AutoConfig.for_model(**{**SMALL, **changes})
+    torch.manual_seed(7)
+    oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            size = 0.25 if parameter.ndim == 2 else 1.0
+            parameter.copy_(torch.randn_like(parameter) * size)
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+def token_lists(vocab_size: int = SMALL["vocab_size"]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in LENGTHS]
+
+
+def packed_logits(model: Model, sequences: list[Tensor]) -> Tensor:
+    """[all tokens, vocab_size], the sequences one after another"""
+    lengths = [len(ids) for ids in sequences]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return model.logits(model(torch.cat(sequences), positions, PackedAttention(lengths, CPU)))
+
+
+def oracle_logits(oracle, sequences: list[Tensor]) -> Tensor:
+    return torch.cat([oracle(ids[None], use_cache=False).logits[0] for ids in sequences])
+
+
+# ---- equal to transformers
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_packed_logits_equal_transformers_one_by_one(name, tmp_path):
+    oracle = make_oracle(SHAPES[name], tmp_path)
+    model = load_model(tmp_path, CPU, torch.float32)
+    sequences = token_lists()
+    wanted = oracle_logits(oracle, sequences)
+    assert wanted.std() > 0.5  # a model that says nothing proves nothing
+    torch.testing.assert_close(packed_logits(model, sequences), wanted, atol=1e-4, rtol=0)
+
+
+def test_every_family_and_rope_type_is_compared():
+    assert {changes["model_type"] for changes in SHAPES.values()} == FAMILIES.keys()
+    assert {c.get("rope_parameters", THETA)["rope_type"] for c in SHAPES.values()} == ROPE_TYPES.keys()
+
+
+@pytest.mark.parametrize("name", ["qwen2 tied", "qwen3 bias", "llama both biases, wide heads"])
+def test_packed_gradients_equal_transformers(name, tmp_path):
+    oracle = make_oracle(SHAPES[name], tmp_path)
+    model = load_model(tmp_path, CPU, torch.float32)
+    sequences = token_lists()
+    targets = torch.cat(sequences)[:, None]
+    for logits in (packed_logits(model, sequences), oracle_logits(oracle, sequences)):
+        logits.log_softmax(-1).gather(-1, targets).sum().backward()
+    wanted = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.grad  # so that hf_tensors names the gradients
+    found = dict(model.hf_tensors())
+    assert found.keys() == wanted.keys()
+    for key, gradient in found.items():
+        size = wanted[key].abs().max().item()
+        assert size > 1e-3, key
+        torch.testing.assert_close(gradient, wanted[key], atol=2e-5 * size, rtol=1e-3, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@torch.no_grad()
+def test_a_sequence_does_not_see_its_neighbours(tmp_path):
+    make_oracle(SHAPES["qwen2 gqa 3"], tmp_path)
+    model = load_model(tmp_path, CPU, torch.float32)
+    first, *others = token_lists()
+    alone = packed_logits(model, [first])
+    packed = packed_logits(model, [others[0], first, *others[1:]])
+    torch.testing.assert_close(packed[len(others[0]) :][: len(first)], alone, atol=1e-5, rtol=0)
+
+
+def test_a_model_used_in_inference_mode_first_can_be_trained(tmp_path):
+    make_oracle(SHAPES["qwen3 bias"], tmp_path)
+    model = load_model(tmp_path, CPU, torch.float32)
+    with torch.inference_mode():
+        packed_logits(model, token_lists())
+    packed_logits(model, token_lists()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@torch.no_grad()
+def test_bf16_stays_near_fp32(tmp_path):
+    make_oracle(SHAPES["llama3 rope"], tmp_path)
+    exact = packed_logits(load_model(tmp_path, CPU, torch.float32), token_lists())
+    rough = packed_logits(load_model(tmp_path, CPU, torch.bfloat16), token_lists())
+    assert rough.dtype == torch.bfloat16
+    assert (rough.float() - exact).std() < 0.05 * exact.std()
+
+
+# ---- spellings of config.json
+
+
+def edit_config(folder: Path, **changes) -> None:
+    """Change keys of config.json; a value of None removes the key."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+OLD_KEYS = {
+    "plain": (THETA, {"rope_theta": 50.0}),
+    "linear, type": (LINEAR, {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "llama3": (
+        LLAMA3,
+        {"rope_theta": 500.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", OLD_KEYS)
+@torch.no_grad()
+def test_old_and_new_config_keys_give_equal_logits(family, name, tmp_path):
+    new, old = OLD_KEYS[name]
+    make_oracle({"model_type": family, "head_dim": 8, "rope_parameters": new}, tmp_path)
+    edit_config(tmp_path, torch_dtype=None, rope_theta=None, rope_scaling=None, rope_parameters=new, dtype="float32")
+    wanted = packed_logits(load_model(tmp_path, CPU, torch.float32), token_lists())
+    edit_config(tmp_path, rope_parameters=None, dtype=None, torch_dtype="float32", **old)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found = packed_logits(load_model(tmp_path, CPU, torch.float32), token_lists())
+    assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, oracle_logits(oracle, token_lists()), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_keys_mean_what_transformers_takes_for_them(family):
+    config = {key: SMALL[key] for key in SMALL if key not in ("num_key_value_heads", "rms_norm_eps")}
+    shape = parse_shape({"model_type": family, **config}, "here")
+    theirs = AutoConfig.for_model(family, **config, num_key_value_heads=None)
+    assert shape.head_dim == getattr(theirs, "head_dim", SMALL["hidden_size"] // SMALL["num_attention_heads"])
+    assert shape.num_kv_heads == theirs.num_key_value_heads == 6
+    assert shape.norm_eps == theirs.rms_norm_eps
+    assert shape.rope["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    assert shape.tied == theirs.tie_word_embeddings
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "changes, value, remedy",
+    [
+        ({"model_type": "gpt2"}, "'gpt2'", "qwen2, qwen3, llama"),
+        ({"model_type": None}, "None", "qwen2, qwen3, llama"),
+        ({"use_sliding_window": True}, "use_sliding_window = true", "full context"),
+        ({"hidden_act": "gelu"}, "'gelu'", "silu"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'", "default, linear, llama3"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'", "default, linear, llama3"),
+        ({"hidden_size": None, "vocab_size": None}, "vocab_size, hidden_size", "complete Hugging Face config.json"),
+        # What would otherwise load and compute something else, or stop deep inside with a traceback.
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor", "rope"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor", "rope"),
+        ({"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "0.5", "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8", "quantization_config"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_key_value_heads = 4", "num_attention_heads"),
+        ({"head_dim": 7}, "head_dim = 7", "even"),
+        ({"hidden_size": "48"}, "'48'", "hidden_size"),
+    ],
+    ids=str,
+)
+def test_what_the_decoder_cannot_do_is_refused(changes, value, remedy):
+    config = {"model_type": "llama", **SMALL, **changes}
+    config = {key: entry for key, entry in config.items() if entry is not None}
+    with pytest.raises(ConfigError) as caught:
+        parse_shape(config, "some/config.json")
+    text = str(caught.value)
+    assert text.startswith("some/config.json: ") and value in text and remedy in text
