@@ -81,7 +81,7 @@ def check_model(folder: str | Path) -> dict[str, Path]:
     folder = Path(folder)
     shape = parse_shape(read_config(folder), str(folder / "config.json"))
     with torch.device("meta"):
-        wanted = {name: list(view.reshape(like).shape) for name, view, like in Model(shape).hf_tensors()}
+        wanted = {name: list(tensor.shape) for name, tensor in Model(shape).export().items()}
     found: dict[str, Path] = {}
     for path in _weight_files(folder):
         try:
@@ -142,7 +142,7 @@ def save_model(folder: str | Path, model: Model, source: str | Path) -> None:
 
 def save_weights(folder: Path, model: Model, max_shard_bytes: int = 5 * 2**30) -> None:
     """Write safetensors under Hugging Face names, in shards with an index when they are larger than one shard."""
-    tensors = {name: view.reshape(like).cpu().contiguous() for name, view, like in model.hf_tensors()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in model.export().items()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
     for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # of an earlier export
         old.unlink(missing_ok=True)

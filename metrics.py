@@ -1,6 +1,7 @@
 """One record per step: `steps.jsonl`, the console, and TensorBoard or W&B when asked for."""
 
 import json
+import math
 import resource
 import sys
 import time
@@ -67,7 +68,7 @@ class Recorder:
     def say(self, text: str) -> None:
         """Print one line above the progress bar."""
         if self.active:
-            tqdm.write(text, file=sys.stdout)
+            tqdm.write(" ".join(text.split("\n")), file=sys.stdout)
             sys.stdout.flush()
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -80,7 +81,7 @@ class Recorder:
         """Append one record to `steps.jsonl`. A killed run keeps every record before the one it was writing."""
         if not self.active:
             return
-        self.file.write(json.dumps(record) + "\n")
+        self.file.write(json.dumps(_finite(record)) + "\n")
         self.file.flush()
         numbers = {k: v for k, v in _flat(record) if isinstance(v, int | float) and k != "step"}
         if self.tensorboard:
@@ -189,6 +190,13 @@ def read_records(path: str | Path) -> list[dict]:
         except json.JSONDecodeError:
             break
     return records
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with null for every number that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

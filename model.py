@@ -338,6 +338,10 @@ class Model(nn.Module):
             self._rope = cos[:, None, None].to(weight.dtype), sin[:, None, None].to(weight.dtype)
         return self._rope[0][positions], self._rope[1][positions]
 
+    def export(self) -> dict[str, Tensor]:
+        """Return the weights by Hugging Face name, in their shapes there; copies where our layout differs."""
+        return {name: view.reshape(like) for name, view, like in self.hf_tensors()}
+
     def hf_tensors(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """Yield (Hugging Face name, view into our parameter, shape there): load by copying in, export by copying out.
 

@@ -40,7 +40,7 @@ def load(folder: Path) -> Model:
 
 
 def weights_of(model: Model) -> dict[str, torch.Tensor]:
-    return dict(model.hf_tensors())
+    return model.export()
 
 
 def assert_bit_equal(first: Model, second: Model) -> None:
@@ -59,8 +59,8 @@ def folder(tiny_folder: Path, tmp_path: Path) -> Path:
 def random_model(tiny_model: Model) -> Model:
     """Weights unlike those of the folder it was loaded from, norms and biases too."""
     torch.manual_seed(5)
-    for tensor in weights_of(tiny_model).values():
-        tensor.normal_(0.0, 0.3)
+    for tensor in tiny_model.parameters():
+        tensor.data.normal_(0.0, 0.3)
     return tiny_model
 
 
@@ -315,16 +315,15 @@ def die_when_due(event, args):  # an audit event comes before each open, rename,
             os.kill(os.getpid(), signal.SIGKILL)
 
 def save(step):
-    for tensor in dict(model.hf_tensors()).values():
-        tensor.fill_(step)
+    for tensor in model.parameters():
+        tensor.data.fill_(step)
     save_checkpoint(run, step, model, source, {"step": step, "moments": torch.full((1000,), float(step))}, keep)
 
 def check(least):
     steps = []
     for folder in list_checkpoints(run):
-        state, weights = load_state(folder, torch.device("cpu")), dict(
-            load_model(folder, torch.device("cpu"), torch.float32).hf_tensors()
-        )
+        state = load_state(folder, torch.device("cpu"))
+        weights = load_model(folder, torch.device("cpu"), torch.float32).export()
         steps.append(state["step"])
         assert folder.name == f"step_{steps[-1]:06d}"
         assert (state["moments"] == steps[-1]).all() and all((w == steps[-1]).all() for w in weights.values())

@@ -113,8 +113,8 @@ def test_packed_gradients_equal_transformers(name, tmp_path):
         logits.log_softmax(-1).gather(-1, targets).sum().backward()
     wanted = {name: parameter.grad for name, parameter in oracle.named_parameters()}
     for parameter in model.parameters():
-        parameter.data = parameter.grad  # so that hf_tensors names the gradients
-    found = dict(model.hf_tensors())
+        parameter.data = parameter.grad  # so that export names the gradients
+    found = model.export()
     assert found.keys() == wanted.keys()
     for key, gradient in found.items():
         size = wanted[key].abs().max().item()

@@ -283,7 +283,7 @@ def test_a_worker_that_dies_between_requests_costs_nothing(user):
 
 def test_large_responses_and_rows(user):
     task = user + "size"
-    texts = ["\u00e9\n\"\ud800\0" * 200_000 + "x" * i for i in range(8)]
+    texts = ['\u00e9\n"\ud800\0' * 200_000 + "x" * i for i in range(8)]
     with RewardPool(RewardConfig(num_workers=2, timeout_seconds=10.0), [task, "match"]) as pool:
         for i, text in enumerate(texts):
             pool.submit(i, task, text, text, {"prompt": text})

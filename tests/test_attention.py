@@ -1,0 +1,131 @@
+"""Packed and paged attention against loops over single sequences in float64."""
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import PackedAttention, decode_by_gather, decode_by_page
+
+CPU = torch.device("cpu")
+HEADS = [(4, 4), (4, 2), (6, 2), (3, 1)]  # query heads, key/value heads
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last `len(q)` positions of one sequence attend causally, head by head. q [n, H, D], k and v [L, K, D]"""
+    groups, past = q.shape[1] // k.shape[1], len(k) - len(q)
+    future = torch.arange(len(k)) > torch.arange(len(q))[:, None] + past
+    heads = []
+    for h in range(q.shape[1]):
+        scores = q[:, h] @ k[:, h // groups].T / q.shape[2] ** 0.5
+        heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, h // groups])
+    return torch.stack(heads, 1)
+
+
+def attend_each(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    return torch.cat([attend_one(*part) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)])
+
+
+def random_lengths(rng: Random) -> list[int]:
+    kind = rng.choice(("ones", "short", "wide", "equal", "mixed"))
+    count = rng.randint(1, 12)
+    if kind == "equal":
+        return [rng.randint(1, 40)] * count
+    longest = {"ones": 1, "short": 9, "wide": 90}.get(kind)
+    return [rng.randint(1, longest or rng.choice((1, 4, 70))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_packed_equals_one_sequence_at_a_time(seed: int, dtype: torch.dtype) -> None:
+    rng = Random(seed)
+    lengths, (num_heads, num_kv), size = random_lengths(rng), HEADS[seed % len(HEADS)], rng.choice((2, 8, 16))
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    shapes = [(total, heads, size) for heads in (num_heads, num_kv, num_kv, num_heads)]
+    *qkv, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    exact = [x.clone().requires_grad_() for x in qkv]
+    (attend_each(*exact, lengths) * weight).sum().backward()
+    ours = [x.to(dtype).requires_grad_() for x in qkv]
+    out = PackedAttention(lengths, CPU)(0, *ours)
+    (out * weight.to(dtype)).sum().backward()
+    assert out.shape == (total, num_heads, size) and out.dtype == dtype
+    close = {"rtol": 0, "atol": TOLERANCE[dtype] * 10}
+    torch.testing.assert_close(out.double(), attend_each(*qkv, lengths), **close)
+    for mine, theirs in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)
+
+
+def test_packed_pads_sparingly() -> None:
+    rng = Random(0)
+    lengths = [rng.randint(1, 300) for _ in range(200)]
+    batches = PackedAttention(lengths, CPU).batches
+    assert sum(rows.numel() for rows in batches) <= sum(length * 5 // 4 + 8 for length in lengths)
+    assert len(batches) <= 12
+    assert len(PackedAttention([50] * 64, CPU).batches) == 1
+
+
+def paged(lengths: list[int], page: int, num_kv: int, size: int, rng: Random, dtype: torch.dtype):
+    """Return keys and values of each sequence, the pools that hold them on random pages, the table and the owners.
+
+    Places that hold no token are huge: whoever looks at one is found out.
+    """
+    counts = [-(-length // page) for length in lengths]
+    order = rng.sample(range(sum(counts)), sum(counts))
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
+    keys, values = (
+        [torch.randn(length, num_kv, size, generator=generator, dtype=torch.float64).to(dtype) for length in lengths]
+        for _ in range(2)
+    )
+    k_pool, v_pool = (torch.full((sum(counts), num_kv, page, size), 1e4, dtype=dtype) for _ in range(2))
+    table = torch.tensor([[rng.choice(order) for _ in range(max(counts))] for _ in lengths])
+    owner, start = torch.zeros(len(order), dtype=torch.int64), torch.zeros(len(order), dtype=torch.int64)
+    for i, length in enumerate(lengths):
+        for j in range(counts[i]):
+            at = order.pop()
+            table[i, j], owner[at], start[at] = at, i, j * page
+        for t in range(length):
+            k_pool[table[i, t // page], :, t % page] = keys[i][t]
+            v_pool[table[i, t // page], :, t % page] = values[i][t]
+    filled = (torch.tensor(lengths)[owner] - start).clamp(max=page)
+    bias = torch.zeros(len(owner), 1, 1, page, dtype=dtype)
+    bias.masked_fill_(torch.arange(page) >= filled[:, None, None, None], -torch.inf)
+    return keys, values, k_pool, v_pool, table, owner, bias
+
+
+def check_decode(lengths: list[int], page: int, rng: Random, dtype: torch.dtype, scale: float = 1.0) -> None:
+    (num_heads, num_kv), size = rng.choice(HEADS), rng.choice((4, 16))
+    keys, values, k_pool, v_pool, table, owner, bias = paged(lengths, page, num_kv, size, rng, dtype)
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
+    q = scale * torch.randn(len(lengths), num_heads, size, generator=generator, dtype=torch.float64).to(dtype)
+    exact = torch.cat(
+        [attend_one(q[i : i + 1].double(), keys[i].double(), values[i].double()) for i in range(len(lengths))]
+    )
+    close = {"rtol": 0, "atol": TOLERANCE[dtype] * max(scale, 1.0)}
+    by_gather = decode_by_gather(q, k_pool, v_pool, table, torch.tensor(lengths))
+    torch.testing.assert_close(by_gather.double(), exact, **close)
+    by_page = decode_by_page(q, k_pool, v_pool, owner, bias)
+    torch.testing.assert_close(by_page.double(), exact, **close)
+    assert by_page.dtype == by_gather.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("page", [1, 2, 3, 8, 16, 17, 32])
+def test_decode_equals_one_sequence_at_a_time(page: int, dtype: torch.dtype) -> None:
+    rng = Random(page)
+    for _ in range(6):
+        check_decode([rng.randint(1, rng.choice((2, 5, 100))) for _ in range(rng.randint(1, 9))], page, rng, dtype)
+
+
+@pytest.mark.parametrize("page", [1, 4, 32])
+def test_decode_with_one_page_each_in_any_order(page: int) -> None:
+    rng = Random(page)
+    for count in (1, 2, 7, 20):
+        check_decode([rng.randint(1, page) for _ in range(count)], page, rng, torch.float64)
+
+
+def test_merging_pages_survives_scores_that_overflow_exp() -> None:
+    for seed in range(8):
+        check_decode([33, 5, 64, 1], 4, Random(seed), torch.float32, scale=300.0)

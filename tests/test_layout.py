@@ -1,0 +1,92 @@
+"""The house stands as designed: imports point one way, policies and graders know no torch, rooms stay small."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = {path.stem: path for path in ROOT.glob("*.py")}
+NO_TORCH = ("scheduler", "tasks", "reward", "config", "core")
+MAX_LINES = 600
+
+
+def imports(path: Path) -> set[str]:
+    """Return the top-level packages that a file imports anywhere, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: a relative import in a flat repository"
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def reachable(room: str) -> set[str]:
+    """Return everything that a room imports, and that our rooms among it import, and so on."""
+    seen: set[str] = set()
+    todo = {room}
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        if name in ROOMS:
+            todo |= imports(ROOMS[name]) - seen
+    return seen - {room}
+
+
+def test_the_rooms_of_the_design_are_here() -> None:
+    expected = {"attention", "checkpoint", "config", "core", "data", "loss", "metrics", "model", "parallel", "reward"}
+    expected |= {"rollout", "sampling", "scheduler", "tasks", "train", "trainer", "warm_start"}
+    assert expected <= ROOMS.keys()
+
+
+def test_imports_between_rooms_make_no_circle() -> None:
+    graph = {name: imports(path) & ROOMS.keys() for name, path in ROOMS.items()}
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError and names the circle
+    assert len(order) == len(ROOMS) and graph["train"] and not graph["core"] and not graph["config"]
+
+
+def test_nothing_imports_the_step_loop_and_no_room_imports_a_test() -> None:
+    tests = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    for name, path in ROOMS.items():
+        assert not imports(path) & {"train", "pytest", *tests}, name
+
+
+def test_low_rooms_do_not_import_high_ones() -> None:
+    low = {"config", "core", "scheduler", "tasks", "loss", "sampling", "attention", "parallel", "model", "reward"}
+    high = {"rollout", "trainer", "checkpoint", "warm_start", "train"}
+    assert {name: reachable(name) & high for name in low} == {name: set() for name in low}
+    assert "trainer" not in reachable("rollout") and "rollout" not in reachable("trainer")
+
+
+@pytest.mark.parametrize("room", NO_TORCH)
+def test_no_torch_by_any_path(room: str) -> None:
+    assert not reachable(room) & {"torch", "transformers", "safetensors"}
+
+
+def test_no_torch_when_they_are_really_imported() -> None:
+    code = f"import sys, {', '.join(NO_TORCH)}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_no_file_shadows_the_standard_library() -> None:
+    assert not ROOMS.keys() & sys.stdlib_module_names
+    assert not {path.stem for path in (ROOT / "tests").glob("*.py")} & (sys.stdlib_module_names | ROOMS.keys())
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_says_its_job_and_fits_its_size(room: str) -> None:
+    source = ROOMS[room].read_text(encoding="utf-8")
+    docstring = ast.get_docstring(ast.parse(source))
+    assert docstring and len(docstring.splitlines()[0]) > 20
+    assert len(source.splitlines()) <= MAX_LINES
+
+
+def test_no_bare_except() -> None:
+    for path in ROOMS.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{path.name}:{node.lineno}"

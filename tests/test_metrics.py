@@ -1,0 +1,232 @@
+"""What a run leaves behind: whole JSON lines, a console that a person can read, numbers that add up."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import metrics
+from config import ConfigError
+from core import Group, Prompt, Reward, Sample
+from metrics import Clock, LogConfig, Recorder, check_loggers, peak_memory, quantiles, read_records, write_transcripts
+
+TRAIN = {"loss": -0.0123, "grad_norm": 0.5, "entropy": 1.25, "logprob_diff_max": 3e-6, "skipped": ""}
+
+
+def make_record(step: int, **changes) -> dict:
+    record = {
+        "step": step,
+        "reward": 0.25,
+        "length": quantiles([10, 20]),
+        "train": TRAIN,
+        "seconds": {"rollout": 1.0, "train": 2.0},
+        "tokens_per_second": 12345.6,
+        "reward_errors": 0,
+        "first_reward_error": "",
+    }
+    return record | changes
+
+
+def make_eval(score: float) -> dict:
+    length = {"length": quantiles([10, 20]), "truncated": 0.125}
+    return {"avg@4": score, "pass@4": 2 * score, "standard_error": 0.01, "num_prompts": 512, **length}
+
+
+def make_recorder(run: Path, first_step: int = 0, active: bool = True, config: LogConfig = LogConfig()):  # noqa: B008
+    return Recorder(run, config, {}, first_step, 9, active)
+
+
+def lines(run: Path) -> list[dict]:
+    """Read the file as strict JSON: Python's reader alone would take NaN."""
+
+    def refuse(name: str):
+        raise AssertionError(f"{name} is not JSON")
+
+    text = (run / "steps.jsonl").read_text(encoding="utf-8")
+    assert text.endswith("\n") or not text
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+# ---- clock -------------------------------------------------------------------------------------------------------
+
+
+def test_the_clock_adds_up_spans_by_name_until_they_are_taken(monkeypatch) -> None:
+    times = iter((10.0, 11.5, 20.0, 20.25, 30.0, 31.0, 40.0, 44.0))
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(times))
+    clock = Clock()
+    with clock.span("a"):
+        pass
+    with clock.span("b"):
+        pass
+    with clock.span("a"):
+        pass
+    assert clock.take() == {"a": 2.5, "b": 0.25}
+    with pytest.raises(KeyError), clock.span("a"):
+        raise KeyError  # a span that fails took time too
+    assert clock.take() == {"a": 4.0}
+    assert clock.take() == {}
+
+
+def test_spans_inside_each_other_both_count() -> None:
+    clock = Clock()
+    with clock.span("outer"), clock.span("inner"):
+        pass
+    taken = clock.take()
+    assert 0 <= taken["inner"] <= taken["outer"]
+
+
+# ---- steps.jsonl -------------------------------------------------------------------------------------------------
+
+
+def test_records_are_readable_at_once_one_to_a_line(tmp_path) -> None:
+    recorder = make_recorder(tmp_path)
+    for step in range(3):
+        recorder.write(make_record(step, note="two\nlines, \u2028 and ü"))
+        assert [r["step"] for r in lines(tmp_path)] == list(range(step + 1))
+    assert lines(tmp_path)[0] == make_record(0, note="two\nlines, \u2028 and ü")
+    assert read_records(tmp_path / "steps.jsonl") == lines(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_skipped_step_is_valid_json_too(tmp_path, value: float) -> None:
+    make_recorder(tmp_path).write(make_record(1, train=TRAIN | {"loss": value, "skipped": f"loss {value}"}))
+    [record] = lines(tmp_path)
+    assert record["train"]["skipped"] == f"loss {value}"
+
+
+@pytest.mark.parametrize("cut", ["", '{"step": 5, "rew', '{"step": 5}'])
+@pytest.mark.parametrize("first_step, kept", [(3, [0, 1, 2, 3]), (4, [0, 1, 2, 3, 4]), (0, [])])
+def test_a_resumed_run_drops_what_it_writes_again_and_a_cut_line(tmp_path, first_step, kept, cut: str) -> None:
+    recorder = make_recorder(tmp_path)
+    for step in range(5):
+        recorder.write(make_record(step))
+    with open(tmp_path / "steps.jsonl", "a") as file:
+        file.write(cut)  # the kill came here
+    resumed = make_recorder(tmp_path, first_step)
+    assert [r["step"] for r in lines(tmp_path)] == kept
+    resumed.write(make_record(first_step + 1, reward=0.75))
+    assert [r["step"] for r in lines(tmp_path)] == [*kept, first_step + 1] and lines(tmp_path)[-1]["reward"] == 0.75
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path, capfd) -> None:
+    recorder = make_recorder(tmp_path, active=False)
+    recorder.write(make_record(1))
+    recorder.step(make_record(1))
+    recorder.progress("generated", 1, 2)
+    recorder.evaluation(1, make_eval(0.5))
+    recorder.finish(tmp_path, 1, 9)
+    assert capfd.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
+
+
+# ---- console -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_one_line_that_names_its_numbers(tmp_path, capsys) -> None:
+    recorder = make_recorder(tmp_path)
+    recorder.step(make_record(7))
+    [line] = capsys.readouterr().out.splitlines()
+    for part in ("step    7", "reward 0.250", "length 15 max 20", "loss -0.0123", "3e-06", "12,346 tokens/s"):
+        assert part in line
+    recorder.step(make_record(8, eval=make_eval(0.3)))
+    step, evaluation = capsys.readouterr().out.splitlines()
+    assert step.startswith("step    8") and evaluation.startswith("eval    8 | avg@4 0.300 pass@4 0.600")
+
+
+def test_warnings_are_one_line_each_and_no_traceback(tmp_path, capsys) -> None:
+    error = "ValueError: first\nTraceback (most recent call last):\n  File 'x', line 1\nKeyError: 3 (task math)"
+    train = TRAIN | {"skipped": "loss nan, gradient norm nan", "loss": math.nan, "grad_norm": math.nan}
+    make_recorder(tmp_path).step(make_record(7, train=train, reward_errors=2, first_reward_error=error))
+    step, skipped, failed = capsys.readouterr().out.splitlines()
+    assert step.startswith("step    7")
+    assert skipped == "WARNING: step 7: update skipped: loss nan, gradient norm nan"
+    assert failed.startswith("WARNING: step 7: 2 rewards failed and count 0: ValueError: first")
+    assert "(task math)" in failed
+
+
+def test_a_run_ends_with_a_table_of_its_evaluations(tmp_path, capsys) -> None:
+    recorder = make_recorder(tmp_path)
+    recorder.write({"step": 0, "eval": make_eval(0.25), "seconds": {}})
+    recorder.write(make_record(1))
+    recorder.write(make_record(2, eval=make_eval(0.5)))
+    recorder.finish(tmp_path, 2, 9)
+    header, first, second, stopped, files = filter(None, capsys.readouterr().out.splitlines())
+    assert header.split()[:3] == ["step", "avg@4", "pass@4"]
+    assert first.split() == ["0", "0.250", "0.500", "15.0", "20", "12.5%"]
+    assert second.split()[:3] == ["2", "0.500", "1.000"]
+    assert stopped == "stopped after step 2 of 9; continue with --resume"
+    assert str(tmp_path / "steps.jsonl") in files and "step_000002" in files
+
+
+def test_a_run_that_reached_its_end_or_evaluated_nothing_says_no_more(tmp_path, capsys) -> None:
+    recorder = make_recorder(tmp_path)
+    recorder.write({"step": 0, "eval": {}, "seconds": {}})
+    recorder.evaluation(0, {})
+    recorder.finish(tmp_path, 9, 9)
+    [files] = filter(None, capsys.readouterr().out.splitlines())
+    assert files.startswith("records ")
+
+
+def test_transcripts_show_some_prompts_with_reward_and_cause_of_failure(tmp_path) -> None:
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(96 + i) for i in ids))
+    groups = [
+        Group(
+            Prompt(i, (1,), f"question {i}: ", "abc", "match"),
+            -1,
+            (Sample(i, 0, -1, (1, 2, 3), (0.0,) * 3, "stop", 0),),
+            (Reward(1.0) if i else Reward(0.0, error="TimeoutError: 2 s"),),
+        )
+        for i in range(40)
+    ]
+    write_transcripts(tmp_path / "new" / "step.txt", groups, tokenizer)
+    text = (tmp_path / "new" / "step.txt").read_text()
+    assert text.count("--- prompt") == 16 and text.count("error: TimeoutError: 2 s") == 1
+    assert "--- prompt 2 | reward 1 | 3 tokens, stop\nquestion 2: abc\nanswer: abc\n" in text
+
+
+# ---- loggers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, package", [(LogConfig(tensorboard=True), "tensorboard"), (LogConfig(wandb="project"), "wandb")]
+)
+def test_a_logger_that_is_not_installed_is_refused_by_name(monkeypatch, config: LogConfig, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"log.{package}.*pip install {package}"):
+        check_loggers(config)
+    check_loggers(LogConfig())
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace())
+    check_loggers(config)
+
+
+def test_wandb_gets_every_number_under_a_flat_name(tmp_path, monkeypatch) -> None:
+    logged = []
+    run = SimpleNamespace(log=lambda numbers, step: logged.append((step, numbers)), finish=lambda: logged.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
+    recorder = make_recorder(tmp_path, config=LogConfig(wandb="project"))
+    recorder.write(make_record(3))
+    recorder.finish(tmp_path, 9, 9)
+    [(step, numbers), end] = logged
+    assert (step, end) == (3, "end")
+    assert numbers["train/loss"] == TRAIN["loss"] and numbers["length/p99"] == pytest.approx(19.9)
+    assert "step" not in numbers and "train/skipped" not in numbers
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_quantiles_by_hand() -> None:
+    assert quantiles(list(range(101))) == {"p50": 50.0, "p75": 75.0, "p99": 99.0, "max": 100.0, "mean": 50.0}
+    assert quantiles([7]) == dict.fromkeys(("p50", "p75", "p99", "max", "mean"), 7.0)
+    assert quantiles([4, 1]) == pytest.approx({"p50": 2.5, "p75": 3.25, "p99": 3.97, "max": 4.0, "mean": 2.5})
+    assert quantiles([]) == dict.fromkeys(("p50", "p75", "p99", "max", "mean"), 0.0)
+    assert all(type(value) is float for value in quantiles([1, 2]).values())  # numpy's would not be JSON
+
+
+def test_peak_memory_is_in_mib_and_never_falls() -> None:
+    before = peak_memory()["host_mib"]
+    assert 50 < before < 50_000  # a process with torch in it
+    held = b"x" * (64 * 2**20)
+    assert peak_memory()["host_mib"] >= before and len(held)

@@ -1,0 +1,167 @@
+"""Collectives among real gloo processes, and the sharing of work."""
+
+import itertools
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from conftest import ALONE
+from torch import Tensor
+
+import parallel
+from parallel import World, assign_by_load
+
+# ---- collectives -------------------------------------------------------------------------------------------------
+
+
+def tensors_of(rank: int) -> list[Tensor]:
+    """Mixed dtypes and shapes, an empty one, a strided one; bf16 values that add up exactly."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(3, 5), (), (0,), (40,), (2, 2, 2), (7,), (1,)]
+    dtypes = [torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.bfloat16, torch.int64]
+    tensors = [torch.randint(-8, 8, s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True)]
+    return [*tensors, torch.randn(4, 6, generator=generator).T, torch.randn(9, generator=generator)[::2]]
+
+
+def check_collectives(world: World) -> None:
+    everyone = [tensors_of(rank) for rank in range(world.size)]
+    expected = [torch.stack(parts).sum(0, dtype=parts[0].dtype) for parts in zip(*everyone, strict=True)]
+    calls = []
+    all_reduce = torch.distributed.all_reduce
+    parallel.dist.all_reduce = lambda flat: (calls.append(flat.nbytes), all_reduce(flat))
+    for bucket_bytes, least in ((1, 8), (100, 5), (2**20, 5)):
+        parallel.BUCKET_BYTES = bucket_bytes
+        calls.clear()
+        mine = tensors_of(world.rank)
+        views = [tensor.data_ptr() for tensor in mine]
+        parallel.sum_tensors(world, iter(mine))
+        for tensor, total, view in zip(mine, expected, views, strict=True):
+            torch.testing.assert_close(tensor, total, rtol=1e-6, atol=1e-6)
+            assert tensor.data_ptr() == view  # in place
+        largest = max(tensor.nbytes for tensor in mine)
+        assert len(calls) >= least and max(calls) <= max(bucket_bytes, largest)
+    assert len(calls) == 5  # float32, float64, bfloat16, int64, float32
+    parallel.sum_tensors(world, [])
+
+    value = {"rank": world.rank, "text": "ü" * world.rank, "tuple": (1, 2.5)}
+    gathered = parallel.gather_objects(world, value)
+    assert [v["rank"] for v in gathered] == list(range(world.size)) and gathered[world.rank] == value
+    assert [len(v["text"]) for v in gathered] == list(range(world.size))
+    assert parallel.broadcast_object(world, value) == {"rank": 0, "text": "", "tuple": (1, 2.5)}
+    assert parallel.broadcast_object(world, None if world.is_main else "mine") is None
+
+    theirs = [torch.full((3,), float(world.rank)), torch.tensor(world.rank)]
+    parallel.broadcast_tensors(world, theirs)
+    assert all((tensor == 0).all() for tensor in theirs)
+
+    if world.rank == 1:
+        time.sleep(0.5)
+    before = time.time()
+    parallel.barrier(world)
+    arrived = parallel.gather_objects(world, (before, time.time()))
+    assert min(after for _, after in arrived) >= max(before for before, _ in arrived) - 0.01
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_and_exchanges_among_ranks(run_ranks, size: int) -> None:
+    run_ranks(size, check_collectives)
+
+
+def test_a_process_alone_needs_no_group() -> None:
+    mine = tensors_of(0)
+    parallel.sum_tensors(ALONE, mine)
+    parallel.broadcast_tensors(ALONE, mine)
+    parallel.barrier(ALONE)
+    parallel.stop(ALONE)
+    assert all(torch.equal(a, b) for a, b in zip(mine, tensors_of(0), strict=True))
+    assert parallel.gather_objects(ALONE, "x") == ["x"] and parallel.broadcast_object(ALONE, "x") == "x"
+
+
+def test_start_without_torchrun_is_a_world_of_one(monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    world = parallel.start("cpu", 5.0)
+    assert (world.rank, world.size, world.device.type, world.is_main) == (0, 1, "cpu", True)
+
+
+# ---- time-outs ---------------------------------------------------------------------------------------------------
+
+COLLECTIVES = {
+    "sum_tensors": lambda world: parallel.sum_tensors(world, [torch.ones(3)]),
+    "gather_objects": lambda world: parallel.gather_objects(world, 1),
+}
+
+
+def wait_in_vain(rank: int, port: int, name: str, folder: Path) -> None:
+    """Rank 0 calls the collective `name`; rank 1 lives on and never joins it."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    (folder / f"imported{rank}").touch()
+    wait_for(folder / f"imported{1 - rank}")
+    world = parallel.start("cpu", 2.0)
+    parallel.gather_objects(world, "both are here")
+    if rank == 1:
+        wait_for(folder / "waited")
+    else:
+        start = time.perf_counter()
+        with pytest.raises(RuntimeError) as caught:
+            COLLECTIVES[name](world)
+        (folder / "waited").write_text(f"{time.perf_counter() - start} {caught.value}")
+    os._exit(0)  # no orderly end with a rank that does not answer
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.perf_counter() + 30
+    while not path.exists() and time.perf_counter() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_rank_that_never_joins_costs_the_others_no_more_than_the_time_out(tmp_path, name: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(wait_in_vain, (port, name, tmp_path), nprocs=2)
+    seconds, error = (tmp_path / "waited").read_text().split(maxsplit=1)
+    assert 1.0 < float(seconds) < 10.0 and re.search("time.?out|timed out", error, re.IGNORECASE)
+
+
+# ---- sharing work ------------------------------------------------------------------------------------------------
+
+
+def random_loads(rng: Random, most: int) -> list[int]:
+    return [rng.choice((1, 5, rng.randint(0, 1000))) for _ in range(rng.randint(0, most))]
+
+
+def test_every_item_goes_to_one_rank_and_loads_are_balanced() -> None:
+    rng = Random(0)
+    for _ in range(300):
+        loads, ranks = random_loads(rng, 60), rng.randint(1, 9)
+        shares = assign_by_load(loads, ranks)
+        assert len(shares) == ranks and sorted(i for share in shares for i in share) == list(range(len(loads)))
+        totals = [sum(loads[i] for i in share) for share in shares]
+        assert max(totals) - min(totals) <= max(loads, default=0)
+        assert shares == assign_by_load(list(loads), ranks)
+
+
+def test_the_heaviest_share_is_within_graham_of_the_best_possible() -> None:
+    rng = Random(1)
+    for _ in range(60):
+        loads, ranks = random_loads(rng, 7), rng.randint(2, 3)
+        best = min(
+            max(sum(load for load, owner in zip(loads, owners, strict=True) if owner == r) for r in range(ranks))
+            for owners in itertools.product(range(ranks), repeat=len(loads))
+        )
+        heaviest = max(sum(loads[i] for i in share) for share in assign_by_load(loads, ranks))
+        assert best <= heaviest <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # (Graham 1969, theorem 2)
+
+
+def test_equal_loads_are_shared_in_order() -> None:
+    assert assign_by_load([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
+    assert assign_by_load([1, 9, 5, 4], 2) == [[1, 0], [2, 3]]
+    assert assign_by_load([], 2) == [[], []]

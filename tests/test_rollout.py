@@ -1,0 +1,545 @@
+"""The engine against a model that reads everything again for every token, without cache, pages or batches."""
+
+import copy
+import json
+import pickle
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import PackedAttention
+from checkpoint import save_model
+from config import ConfigError
+from core import Prompt, Sample
+from model import Model, parse_shape
+from pages import compact
+from rollout import Engine, RolloutConfig, Sequence, kv_page_bytes, num_pages_for, sequences_for
+from sampling import SamplingConfig, sample, sample_key, score, uniforms
+
+CPU = torch.device("cpu")
+GREEDY = SamplingConfig(temperature=0.0)
+NEVER = 999  # outside the vocabulary: an end token that is not drawn
+LIMIT = 40  # response tokens
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Model:
+    """Large random weights: a model whose every token depends on the whole context, greedy ones included."""
+    model = Model(parse_shape(json.loads((tiny_folder / "config.json").read_text()), "tiny"))
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor, _ in model.hf_tensors():
+        if not name.endswith("norm.weight"):
+            tensor.normal_(0.0, 0.12 if "embed" in name else 0.4, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Model):
+    """oracle(prompt_ids, key, sampling, count): the tokens that one full forward per token draws."""
+
+    @cache
+    def tokens(prompt_ids: tuple[int, ...], key: int, sampling: SamplingConfig, count: int = LIMIT) -> tuple[int, ...]:
+        ids = list(prompt_ids)
+        for i in range(count):
+            logits = full_logits(model, ids)[-1:]
+            ids.append(int(sample(logits, uniforms(torch.tensor([key]), torch.tensor([i])), sampling)[0]))
+        return tuple(ids[len(prompt_ids) :])
+
+    return tokens
+
+
+@torch.no_grad()
+def full_logits(model: Model, ids: list[int]) -> Tensor:
+    return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), PackedAttention([len(ids)], CPU)))
+
+
+def until(tokens: Iterable[int], eos: set[int]) -> tuple[int, ...]:
+    """Cut after the first end token."""
+    kept = []
+    for token in tokens:
+        kept.append(token)
+        if token in eos:
+            break
+    return tuple(kept)
+
+
+def make_engine(
+    model: Model,
+    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+    eos: Iterable[int] = (NEVER,),
+    num_pages: int = 2000,
+    **settings: int,
+) -> Engine:
+    config = RolloutConfig(
+        **{"max_prompt_tokens": 24, "max_response_tokens": LIMIT, "max_running": 16, "page_size": 4, **settings}
+    )
+    page_bytes = kv_page_bytes(model.shape, config.page_size, torch.float32)
+    config = replace(config, kv_gib=(num_pages + 0.5) * page_bytes / 2**30)
+    return Engine(model, config, sampling, eos)
+
+
+def make_sequences(count: int, seed: int = 0, limit: int = LIMIT) -> list[Sequence]:
+    rng = Random(seed)
+    prompts = [tuple(rng.randrange(2, 256) for _ in range(rng.randint(1, 24))) for _ in range(count)]
+    return [Sequence(i, 0, 0, ids, sample_key(seed, 0, i, 0), limit) for i, ids in enumerate(prompts)]
+
+
+def drain(engine: Engine, check=lambda engine: None) -> dict[tuple, Sample]:
+    samples: dict[tuple, Sample] = {}
+    while not engine.is_idle:
+        for done in engine.step():
+            assert done.id not in samples
+            samples[done.id] = done
+        check(engine)
+    assert engine.pages_used == 0
+    return samples
+
+
+def preempt(engine: Engine, sequence: Sequence) -> None:
+    moved = engine.export([sequence.id])
+    engine.waiting.extendleft(moved)
+
+
+def generate(engine: Engine, sequences: Iterable[Sequence]) -> dict[tuple, Sample]:
+    for sequence in sequences:
+        engine.add(sequence)
+    return drain(engine)
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_tokens_equal_the_oracle_and_transformers(model, oracle, tiny_folder, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_model(tmp_path, model, tiny_folder)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    sequences = make_sequences(10)
+    samples = generate(make_engine(model, GREEDY), sequences)
+    assert len({token for s in samples.values() for token in s.token_ids}) > 50  # no test on one repeated token
+    for s in sequences:
+        ids = torch.tensor([s.prompt_ids])
+        out = theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=LIMIT,
+            eos_token_id=NEVER,
+            pad_token_id=0,
+        )
+        assert samples[s.id].token_ids == tuple(out[0, len(s.prompt_ids) :].tolist())
+        assert samples[s.id].token_ids == oracle(s.prompt_ids, s.key, GREEDY)
+        assert set(samples[s.id].logprobs) == {0.0}  # drawn from a point mass
+
+
+SETTINGS = {
+    "plain": {},
+    "one row": {"max_running": 1},
+    "few rows": {"max_running": 3},
+    "pages of 1": {"page_size": 1},
+    "pages of 7": {"page_size": 7},
+    "pages longer than a sequence": {"page_size": 64},
+    "prefill in chunks of 16 or less": {"step_tokens": 16},
+    "prefill two or three": {"step_tokens": 40},
+    "pool of two sequences": {"num_pages": 33},
+    "pool of one sequence": {"num_pages": 16},
+}
+
+
+@pytest.mark.parametrize("order", ["as made", "shuffled"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampled_tokens_depend_on_nothing_but_the_sequence(model, oracle, name: str, order: str) -> None:
+    sequences, sampling = make_sequences(12), SamplingConfig(temperature=0.9, top_p=0.95)
+    if order == "shuffled":
+        Random(5).shuffle(sequences)
+    engine = make_engine(model, sampling, **SETTINGS[name])
+    samples = generate(engine, sequences)
+    assert (engine.stats.preemptions > 0) == ("pool" in name)
+    assert {i: s.token_ids for i, s in samples.items()} == {
+        s.id: oracle(s.prompt_ids, s.key, sampling) for s in sequences
+    }
+
+
+def test_tokens_do_not_depend_on_when_a_sequence_joins(model, oracle) -> None:
+    sequences, engine = make_sequences(12), make_engine(model, max_running=5)
+    samples: dict[tuple, Sample] = {}
+    for s in sequences:
+        engine.add(s)
+        for _ in range(3):
+            samples |= {done.id: done for done in engine.step()}
+    samples |= drain(engine)
+    assert {i: s.token_ids for i, s in samples.items()} == {
+        s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in sequences
+    }
+
+
+def test_streams_of_a_group_differ_and_are_named_by_seed_epoch_prompt_and_response() -> None:
+    prompt = Prompt(7, (5, 6), "", "", "match")
+    keys = [s.key for seed in (0, 1) for epoch in (0, 1) for s in sequences_for(epoch, prompt, 4, seed, 8)]
+    assert len(set(keys)) == 16
+    assert [s.id for s in sequences_for(3, prompt, 2, 0, 8)] == [(3, 7, 0), (3, 7, 1)]
+    assert [s.key for s in sequences_for(1, prompt, 6, 0, 8)][:4] == keys[4:8]  # not by the size of the group
+
+
+# ---- log-probs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_pages", [2000, 20])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (20, 1.0), (0, 0.8), (50, 0.9)])
+def test_logprobs_are_those_of_one_full_forward(model, temperature, top_k, top_p, num_pages) -> None:
+    sampling = SamplingConfig(temperature, top_k, top_p)
+    sequences, engine = make_sequences(6, seed=3), make_engine(model, sampling, num_pages=num_pages)
+    samples = generate(engine, sequences)
+    assert (engine.stats.preemptions > 0) == (num_pages == 20)
+    for s in sequences:
+        done = samples[s.id]
+        logits = full_logits(model, [*s.prompt_ids, *done.token_ids])[len(s.prompt_ids) - 1 : -1]
+        expected, _ = score(logits, torch.tensor(done.token_ids), sampling)
+        torch.testing.assert_close(torch.tensor(done.logprobs), expected, rtol=0, atol=1e-5)
+        assert expected.std() > 0.1
+
+
+def test_a_bf16_model_decodes_as_it_reads(model) -> None:
+    half = copy.deepcopy(model).bfloat16()
+    samples = generate(make_engine(half), make_sequences(6))
+    for s in make_sequences(6):
+        done = samples[s.id]
+        logits = full_logits(half, [*s.prompt_ids, *done.token_ids])[len(s.prompt_ids) - 1 : -1]
+        expected, _ = score(logits, torch.tensor(done.token_ids), SamplingConfig())
+        assert (torch.tensor(done.logprobs) - expected).abs().mean() < 0.02
+
+
+# ---- how a sample ends -------------------------------------------------------------------------------------------
+
+
+def first_seen_at(tokens: tuple[int, ...], *wanted: int) -> list[int]:
+    """Return tokens that occur for the first time at or after the wanted places."""
+    return [next(t for i, t in enumerate(tokens) if i >= at and t not in tokens[:i]) for at in wanted]
+
+
+@pytest.mark.parametrize("places", [(0,), (1,), (6,), (30,), (9, 4), (20, 12, 25)])
+@pytest.mark.parametrize("limit", [LIMIT, 8, 1])
+def test_a_sample_ends_at_the_first_end_token_or_at_the_limit(model, oracle, places, limit) -> None:
+    sequences = make_sequences(4, seed=8, limit=limit)
+    tokens = oracle(sequences[0].prompt_ids, sequences[0].key, SamplingConfig())
+    eos = set(first_seen_at(tokens, *places))
+    samples = generate(make_engine(model, eos=eos), sequences)
+    for s in sequences:
+        expected = until(oracle(s.prompt_ids, s.key, SamplingConfig())[:limit], eos)
+        assert samples[s.id].token_ids == expected and len(samples[s.id].logprobs) == len(expected)
+        assert samples[s.id].finish_reason == ("stop" if expected[-1] in eos else "length")
+    if limit > max(places):
+        assert samples[sequences[0].id].finish_reason == "stop"
+
+
+def test_an_end_token_at_the_limit_is_a_stop(model, oracle) -> None:
+    [s] = make_sequences(1)
+    tokens = oracle(s.prompt_ids, s.key, SamplingConfig())
+    [eos] = first_seen_at(tokens, 10)
+    s.max_new_tokens = tokens.index(eos) + 1
+    [done] = generate(make_engine(model, eos=[eos]), [s]).values()
+    assert done.finish_reason == "stop" and len(done.token_ids) == s.max_new_tokens
+
+
+def test_an_end_token_first_of_all_frees_the_row_for_the_next(model, oracle) -> None:
+    sequences = make_sequences(6)
+    eos = {oracle(s.prompt_ids, s.key, SamplingConfig())[0] for s in sequences}
+    engine = make_engine(model, eos=eos, max_running=2)
+    for s in sequences:
+        engine.add(s)
+    done = [sample for _ in range(3) for sample in engine.step()]  # each ends in its prefill: two a step
+    assert {x.id for x in done} == {s.id for s in sequences} and engine.is_idle and engine.pages_used == 0
+    assert all(len(x.token_ids) == 1 and x.finish_reason == "stop" for x in done)
+    assert engine.stats.decoded_tokens == 0
+
+
+def test_samples_carry_the_version_of_the_weights_that_made_them(model) -> None:
+    engine = make_engine(model)
+    assert {s.weights_version for s in generate(engine, make_sequences(2, limit=3)).values()} == {0}
+    engine.load_weights(model, 5)
+    assert {s.weights_version for s in generate(engine, make_sequences(2, limit=3)).values()} == {5}
+    engine.add(make_sequences(1)[0])
+    with pytest.raises(AssertionError):
+        engine.load_weights(model, 6)
+
+
+# ---- abort -------------------------------------------------------------------------------------------------------
+
+
+def test_abort_frees_running_sequences_at_once_and_counts_their_tokens(model, oracle) -> None:
+    sequences, engine = make_sequences(10), make_engine(model, page_size=2)
+    for s in sequences:
+        engine.add(s)
+    for _ in range(9):
+        engine.step()
+    victims = [sequences[i] for i in (0, 3, 4, 9)]
+    held, used = sum(len(s.pages) for s in victims), engine.pages_used
+    assert engine.abort([s.id for s in victims]) == 4 * 9  # one token of the prefill, eight of decoding
+    assert engine.pages_used == used - held and len(engine.running) == 6
+    check_invariants(engine)
+    assert engine.abort([s.id for s in victims]) == 0 == engine.abort([])
+    samples = drain(engine)
+    assert {i: s.token_ids for i, s in samples.items()} == {
+        s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in sequences if s not in victims
+    }
+
+
+def test_abort_drops_waiting_sequences_and_counts_the_tokens_of_preempted_ones(model, oracle) -> None:
+    sequences, engine = make_sequences(6), make_engine(model, max_running=3)
+    for s in sequences:
+        engine.add(s)
+    for _ in range(5):
+        engine.step()
+    preempt(engine, sequences[1])
+    used = engine.pages_used
+    assert engine.abort([sequences[1].id, sequences[4].id]) == 5  # all of them the preempted one's
+    assert engine.pages_used == used and len(engine.waiting) == 2
+    samples = drain(engine)
+    assert {i: s.token_ids for i, s in samples.items()} == {
+        s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for i, s in enumerate(sequences) if i not in (1, 4)
+    }
+
+
+# ---- what goes in ------------------------------------------------------------------------------------------------
+
+
+def test_add_refuses_what_cannot_fit(model) -> None:
+    engine = make_engine(model)  # 24 + 40 tokens
+    engine.add(Sequence(0, 0, 0, (5,) * 24, 1, LIMIT))
+    with pytest.raises(ValueError, match=r"\(0, 1, 0\) may grow to 65 tokens"):
+        engine.add(Sequence(1, 0, 0, (5,) * 25, 1, LIMIT))
+    with pytest.raises(ValueError, match="may grow to 300 tokens"):  # the model has 256 positions
+        make_engine(model, max_response_tokens=400).add(Sequence(1, 0, 0, (5,) * 20, 1, 280))
+    assert len(drain(engine)) == 1
+
+
+@pytest.mark.parametrize("limit, given", [(LIMIT + 1, 0), (LIMIT, LIMIT), (3, 3), (0, 0)])
+def test_add_refuses_a_response_longer_than_the_engine_records_or_with_nothing_left(model, limit, given) -> None:
+    with pytest.raises(ValueError, match=r"\(0, 0, 0\)"):
+        make_engine(model).add(Sequence(0, 0, 0, (5,), 1, limit, [6] * given, [-1.0] * given))
+
+
+def test_equal_contexts_are_prefilled_once(model, oracle) -> None:
+    prompts = [Prompt(i, ids, "", "", "match") for i, ids in enumerate([(9,) * 11, (7, 8), (9,) * 10])]
+    group = [s for prompt in prompts for s in sequences_for(0, prompt, 5, 0, LIMIT)]
+    engine = make_engine(model)
+    samples = generate(engine, group)
+    assert engine.stats.prefilled_tokens == 11 + 2 + 10
+    assert all(samples[s.id].token_ids == oracle(s.prompt_ids, s.key, SamplingConfig()) for s in group)
+    assert len({s.token_ids for s in samples.values()}) == 15
+    rows_of_three = make_engine(model, max_running=3)
+    generate(rows_of_three, sequences_for(0, prompts[0], 3, 0, LIMIT))
+    assert rows_of_three.stats.prefilled_tokens == 11
+
+
+@pytest.mark.parametrize("budget", [16, 21, 60])
+def test_a_forward_keeps_its_token_budget(model, budget: int) -> None:
+    engine, sizes = make_engine(model, step_tokens=budget, page_size=2), []
+    hook = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    lengths = [len(s.prompt_ids) for s in make_sequences(12)]
+    for s in make_sequences(12):
+        engine.add(s)
+    while engine.prefills or engine.waiting:
+        engine.step()
+    hook.remove()
+    assert engine.stats.prefilled_tokens == sum(lengths) == sum(sizes) - engine.stats.decoded_tokens
+    assert max(sizes) <= budget and len(sizes) <= 2 * sum(lengths) // (budget - 12) + 2
+
+
+def test_a_late_sibling_takes_the_prompt_over(model, oracle) -> None:
+    prompt = Prompt(0, tuple(range(20, 33)), "", "", "match")
+    group = sequences_for(0, prompt, 6, 0, LIMIT)
+    for i, s in enumerate(group):
+        s.max_new_tokens = 10 + 3 * i  # they end, and make room, one by one
+    engine = make_engine(model, max_running=2)
+    samples = generate(engine, group)
+    assert engine.stats.prefilled_tokens == 13 + 4 and engine.stats.shared_tokens == 13 + 4 * 12
+    for s in group:
+        assert samples[s.id].token_ids == oracle(s.prompt_ids, s.key, SamplingConfig(), s.max_new_tokens)
+
+
+def test_a_sequence_moves_to_another_engine_and_goes_on_as_before(model, oracle) -> None:
+    sequences, here, there = make_sequences(8), make_engine(model), make_engine(model, page_size=7, max_running=3)
+    for s in sequences:
+        here.add(s)
+    for _ in range(7):
+        here.step()
+    moved = pickle.loads(pickle.dumps(here.export([s.id for s in sequences[::2]])))
+    assert len(moved) == 4 and all(len(s.token_ids) == 7 for s in moved)
+    check_invariants(here)
+    samples = generate(there, moved) | drain(here)
+    assert {i: s.token_ids for i, s in samples.items()} == {
+        s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in sequences
+    }
+
+
+def test_a_given_length_ignores_the_end_token(model) -> None:
+    sequences = make_sequences(6)
+    for i, s in enumerate(sequences):
+        s.ignore_eos, s.max_new_tokens = i % 2 == 0, 11 + i
+    samples = generate(make_engine(model, eos=range(256)), sequences)
+    assert [len(samples[s.id].token_ids) for s in sequences] == [11, 1, 13, 1, 15, 1]
+    assert samples[sequences[0].id].finish_reason == "length"
+
+
+def test_a_stop_text_ends_the_response_that_asked_for_it(model, oracle) -> None:
+    sequences = make_sequences(4)
+    tokens = oracle(sequences[0].prompt_ids, sequences[0].key, SamplingConfig())
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match="decode_text"):
+        engine.add(replace(sequences[0], stop=("x",)))
+    engine.decode_text = lambda ids: "".join(f"<{i}>" for i in ids)
+    sequences[0].stop = ("never", f"<{tokens[19]}><{tokens[20]}>")
+    samples = generate(engine, sequences)
+    assert samples[sequences[0].id].token_ids == tokens[:21] and samples[sequences[0].id].finish_reason == "stop"
+    assert all(len(samples[s.id].token_ids) == LIMIT for s in sequences[1:])
+
+
+@pytest.mark.parametrize("num_pages", [16, 40])
+def test_preemption_lets_no_newcomer_overtake(model, num_pages: int) -> None:
+    engine, finished = make_engine(model, num_pages=num_pages), []
+    for s in make_sequences(12):
+        engine.add(s)
+    while not engine.is_idle:
+        finished += sorted(s.prompt_index for s in engine.step())
+    assert engine.stats.preemptions > 0 and finished == sorted(finished)
+
+
+def test_counters_count(model) -> None:
+    engine = make_engine(model, page_size=8)
+    generate(engine, make_sequences(5))
+    assert engine.stats.decode_steps == LIMIT - 1 and engine.stats.decoded_tokens == 5 * (LIMIT - 1)
+    lengths = [len(s.prompt_ids) + LIMIT - 1 for s in make_sequences(5)]  # the last token never enters the cache
+    assert engine.stats.peak_pages == sum(-(-length // 8) for length in lengths)
+
+
+@pytest.mark.parametrize("given", [1, 3, 17, LIMIT - 1])
+def test_a_continued_sequence_ends_as_if_it_had_not_been_interrupted(model, given: int) -> None:
+    whole = generate(make_engine(model), make_sequences(5))
+    halves = make_sequences(5)
+    for s in halves[::2]:
+        s.token_ids = list(whole[s.id].token_ids[:given])
+        s.logprobs = list(whole[s.id].logprobs[:given])
+    continued = generate(make_engine(model), halves)
+    for i, s in whole.items():
+        assert continued[i].token_ids == s.token_ids
+        torch.testing.assert_close(torch.tensor(continued[i].logprobs), torch.tensor(s.logprobs), rtol=0, atol=1e-5)
+
+
+# ---- pages -------------------------------------------------------------------------------------------------------
+
+
+def check_invariants(engine: Engine) -> None:
+    """The host's books agree with each other and with the device's."""
+    page, n = engine.config.page_size, len(engine.running)
+    owned = sorted(p for s in engine._admitted() for p in s.pages)
+    assert owned == list(range(engine.pages_used)) and engine.pages_used <= engine.pages.size
+    assert n <= engine.config.max_running
+    assert all(s.row == -1 and not s.pages for s in engine.waiting)
+    for row, s in enumerate(engine.running):
+        assert s.row == row
+        assert engine.host_pages[row] == len(s.pages)
+        assert engine.table[row, : len(s.pages)].tolist() == s.pages
+        assert engine.page_row[s.pages].tolist() == [row] * len(s.pages)
+        assert engine.pages.start[s.pages].tolist() == [i * page for i in range(len(s.pages))]
+        length = int(engine.host_length[row])
+        assert int(engine.length[row]) == length == len(s.prompt_ids) + int(engine.count[row]) - 1
+        assert -(-length // page) <= len(s.pages) <= length // page + 1
+        assert (int(engine.key[row]), int(engine.limit[row])) == (s.key, s.max_new_tokens)
+        assert int(engine.last_token[row]) == int(engine.tokens[row, engine.count[row] - 1])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_books_stay_in_order_through_random_operations(model, oracle, seed: int) -> None:
+    rng = Random(seed)
+    page, sampling = rng.choice((1, 3, 4, 16)), SamplingConfig(1.0, 0, rng.choice((1.0, 0.9)))
+    needed = -(-64 // page)
+    eos = set(range(2, 14))  # a response has about 20 tokens
+    rows, budget = rng.choice((3, 8)), rng.choice((16, 8192))
+    pages = needed * rng.choice((1, 2, 4))
+    engine = make_engine(model, sampling, eos, pages, page_size=page, max_running=rows, step_tokens=budget)
+    fresh = make_sequences(32, seed)
+    for i, s in enumerate(fresh):
+        if seed % 2:  # groups of four with one prompt
+            s.prompt_ids = fresh[i // 4 * 4].prompt_ids
+        s.max_new_tokens = rng.randint(1, LIMIT)
+    added: list[Sequence] = []
+    samples: dict[tuple, Sample] = {}
+    aborted, preempted = set(), 0
+    for _ in range(150):
+        operation = rng.choices(("add", "step", "abort", "preempt"), (3, 9, 1, 1))[0]
+        if operation == "add" and fresh:
+            added.append(fresh.pop())
+            engine.add(added[-1])
+        elif operation == "step":
+            samples |= {s.id: s for s in engine.step()}
+        elif operation == "abort" and added:
+            ids = {s.id for s in rng.sample(added, min(len(added), 2))}
+            aborted |= ids - samples.keys()
+            engine.abort(ids)
+        elif operation == "preempt" and engine.running:
+            preempt(engine, rng.choice(engine.running))
+            preempted += 1
+        check_invariants(engine)
+    samples |= drain(engine, check_invariants)
+    assert {s.id for s in added} == samples.keys() | aborted and not samples.keys() & aborted
+    for s in added:
+        if s.id in samples:
+            expected = oracle(s.prompt_ids, s.key, sampling, s.max_new_tokens)
+            assert samples[s.id].token_ids == until(expected, eos)
+    assert len(samples) > 10 and aborted and preempted
+
+
+def test_compact_closes_every_hole_and_no_move_feeds_another() -> None:
+    rng = Random(0)
+    for _ in range(2000):
+        used = rng.randint(0, 24)
+        freed = rng.sample(range(used), rng.randint(0, used))
+        moves = compact(list(freed), used)
+        sources, targets = [m[0] for m in moves], [m[1] for m in moves]
+        assert not set(sources) & set(targets) and not set(sources) & set(freed) and set(targets) <= set(freed)
+        kept = set(range(used)) - set(freed) - set(sources) | set(targets)
+        assert kept == set(range(used - len(freed)))
+        assert len(moves) == sum(i < used - len(freed) for i in freed)  # no page is copied in vain
+
+
+# ---- the pool ----------------------------------------------------------------------------------------------------
+
+
+def refusal(config: RolloutConfig, model: Model) -> str:
+    with pytest.raises(ConfigError) as caught:
+        num_pages_for(config, model.shape, torch.float32, CPU)
+    return str(caught.value)
+
+
+def test_a_pool_too_small_is_refused_with_key_value_and_remedy(model) -> None:
+    config = RolloutConfig(max_prompt_tokens=100, max_response_tokens=156, page_size=32, kv_gib=1e-5)
+    text = refusal(config, model)
+    needed = 8
+    for part in ("rollout.kv_gib = 1e-05", "max_prompt_tokens + rollout.max_response_tokens = 256", f"needs {needed}"):
+        assert part in text
+    assert "lower rollout.max_response_tokens" in text
+    exact = needed * kv_page_bytes(model.shape, 32, torch.float32) / 2**30
+    assert num_pages_for(replace(config, kv_gib=exact), model.shape, torch.float32, CPU) == needed
+    assert "holds 7 pages" in refusal(replace(config, kv_gib=exact * 0.999), model)
+    assert "rollout.kv_gib = 0 needs a GPU" in refusal(replace(config, kv_gib=0.0), model)
+
+
+def test_the_remedy_of_a_refusal_is_enough(model) -> None:
+    for longest in range(40, 4000, 97):
+        config = RolloutConfig(max_prompt_tokens=8, max_response_tokens=longest, kv_gib=1e-7)
+        [remedy] = re.findall(r"kv_gib to at least ([\d.e-]+\d)", refusal(config, model))
+        num_pages_for(replace(config, kv_gib=float(remedy)), model.shape, torch.float32, CPU)
+
+
+def test_the_pool_is_no_larger_than_its_rows_can_use(model) -> None:
+    config = RolloutConfig(max_prompt_tokens=10, max_response_tokens=20, page_size=8, max_running=3, kv_gib=1.0)
+    assert num_pages_for(config, model.shape, torch.float32, CPU) == 3 * 4

@@ -1,0 +1,471 @@
+"""The trainer's gradient is that of the plain batch, however it is packed, streamed, sharded or resumed."""
+
+import copy
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from conftest import ALONE
+from torch import Tensor
+
+from attention import PackedAttention
+from checkpoint import load_model
+from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
+from model import Model
+from parallel import World
+from sampling import SamplingConfig, score
+from trainer import Example, NonFiniteError, Trainer, TrainerConfig, pack
+
+CPU = torch.device("cpu")
+NORMALISATIONS = ("token", "sequence", "constant")
+MAX_RESPONSE = 30
+
+
+@pytest.fixture(scope="module")
+def examples(tiny_folder: Path) -> list[Example]:
+    """Uneven samples whose recorded log-probs are the model's, give or take 0.3."""
+    rng = Random(0)
+
+    def ids(longest: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(2, 258) for _ in range(rng.randint(1, longest)))
+
+    plain = [Example(ids(12), ids(MAX_RESPONSE), (), rng.uniform(-1, 1)) for _ in range(11)]
+    exact = on_policy(load_model(tiny_folder, CPU, torch.float32), plain)
+    return [replace(e, logprobs=tuple(x + rng.gauss(0, 0.3) for x in e.logprobs)) for e in exact]
+
+
+def on_policy(model: Model, examples: Sequence[Example]) -> list[Example]:
+    """Return the examples with the model's own log-probs as the recorded ones."""
+    scored = make_trainer(model).with_old_logprobs(examples)
+    by_tokens = {(e.prompt_ids, e.token_ids): e.old_logprobs for e in scored}
+    return [replace(e, logprobs=by_tokens[e.prompt_ids, e.token_ids]) for e in examples]
+
+
+def make_trainer(
+    model: Model,
+    loss: LossConfig = LossConfig(),  # noqa: B008
+    world: World = ALONE,
+    reference: Model | None = None,
+    **settings,
+) -> Trainer:
+    """Return a trainer of a copy of `model`: two trainers of one model would share its gradients."""
+    settings = {"lr": 1e-3, "lr_warmup_updates": 0, "grad_clip": 0.0, **settings}
+    model = copy.deepcopy(model)
+    return Trainer(model, TrainerConfig(**settings), loss, SamplingConfig(), world, MAX_RESPONSE, 10, reference)
+
+
+def gradient(trainer: Trainer) -> Tensor:
+    return torch.cat([master.grad.flatten() for master in trainer.masters])
+
+
+def weights(trainer: Trainer) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in trainer.params]).clone()
+
+
+def assert_same_gradient(ours: Tensor, theirs: Tensor, limit: float = 1e-5) -> None:
+    assert theirs.norm() > 1e-3 and (ours - theirs).norm() / theirs.norm() < limit
+
+
+# ---- gradient sums -----------------------------------------------------------------------------------------------
+
+ALL = [(name, normalisation) for name in LOSSES for normalisation in NORMALISATIONS]
+
+
+@pytest.mark.parametrize("name, normalisation", ALL)
+def test_packing_order_and_number_of_calls_change_nothing(tiny_model, examples, name: str, normalisation: str) -> None:
+    loss = LossConfig(name=name, normalisation=normalisation)
+    whole = make_trainer(tiny_model, loss)
+    whole.accumulate(examples)
+    expected, sums = gradient(whole).clone(), whole.sums.clone()
+    shuffled = Random(1).sample(examples, len(examples))
+    ways = {
+        "many calls in another order": (64, [shuffled[:2], shuffled[2:3], [], shuffled[3:]]),
+        "one sample at a time": (1, [shuffled]),
+        "one call each": (8192, [[e] for e in examples]),
+    }
+    for budget, calls in ways.values():
+        trainer = make_trainer(tiny_model, loss, tokens_per_microbatch=budget)
+        for call in calls:
+            trainer.accumulate(call)
+        assert_same_gradient(gradient(trainer), expected)
+        torch.testing.assert_close(trainer.sums, sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_logits_in_parts_change_nothing(tiny_model, examples, size: int) -> None:
+    gradients = []
+    for tokens_per_logits in (8192, size):
+        trainer = make_trainer(tiny_model, tokens_per_logits=tokens_per_logits)
+        trainer.accumulate(examples)
+        gradients.append(gradient(trainer).clone())
+    assert_same_gradient(gradients[1], gradients[0])
+
+
+def padded_logprobs(theirs, examples: Sequence[Example]) -> Tensor:
+    """Log-probs of all response tokens by transformers' model on one padded batch."""
+    width = max(e.num_tokens for e in examples)
+    ids = torch.zeros(len(examples), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, e in enumerate(examples):
+        ids[row, : e.num_tokens] = torch.tensor([*e.prompt_ids, *e.token_ids])
+        mask[row, : e.num_tokens] = 1
+    logprobs = theirs(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
+    return torch.cat(
+        [
+            logprobs[row, len(e.prompt_ids) - 1 : e.num_tokens - 1].gather(1, torch.tensor(e.token_ids)[:, None])[:, 0]
+            for row, e in enumerate(examples)
+        ]
+    )
+
+
+@pytest.mark.parametrize("name, normalisation", ALL)
+def test_gradients_equal_transformers_on_a_padded_batch(tiny_model, tiny_folder, examples, name, normalisation) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    new = padded_logprobs(theirs, examples)
+    old = torch.tensor([x for e in examples for x in e.logprobs])
+    lengths = torch.tensor([len(e.token_ids) for e in examples])
+    sample = torch.repeat_interleave(torch.arange(len(examples)), lengths)
+    advantages = torch.tensor([e.advantage for e in examples])[sample]
+    if (name, normalisation) == ("ppo", "token"):  # in full, so that one case shares no code with ours
+        ratio = (new - old).exp()
+        mean = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).mean()
+    else:
+        config = LossConfig(name=name, normalisation=normalisation)
+        values, _ = LOSSES[name](Tokens(new, old, advantages, sample, lengths), config)
+        total, count = weighted_sum(values, Tokens(new, old, advantages, sample, lengths), normalisation, MAX_RESPONSE)
+        mean = total / count
+    mean.backward()
+
+    trainer = make_trainer(tiny_model, LossConfig(name=name, normalisation=normalisation))
+    trainer.accumulate(examples)
+    mine = Model(tiny_model.shape)  # holds gradients where weights belong, so that they get Hugging Face's names
+    for param, master in zip(mine.parameters(), trainer.masters, strict=True):
+        param.data.copy_(master.grad / trainer.sums[1])
+    parameters = dict(theirs.named_parameters())
+    named = [(tensor, parameters[key].grad) for key, tensor in mine.export().items()]
+    assert len(named) == len(parameters)
+    assert_same_gradient(torch.cat([a.flatten() for a, _ in named]), torch.cat([b.flatten() for _, b in named]))
+    for ours, others in named:
+        assert (ours - others).norm() <= 1e-5 * others.norm() + 1e-7
+    stats = trainer.update()
+    assert stats["loss"] == pytest.approx(mean.item(), rel=1e-4, abs=1e-6)
+    assert stats["grad_norm"] == pytest.approx(torch.cat([b.flatten() for _, b in named]).norm().item(), rel=1e-4)
+
+
+# ---- over ranks --------------------------------------------------------------------------------------------------
+
+
+def train_share(world: World, model_folder: Path, examples: list[Example], result: Path) -> None:
+    """Two updates on uneven shares: rank 0 has most samples; in the first update the last rank has none."""
+    trainer = make_trainer(load_model(model_folder, CPU, torch.float32), world=world)
+    gradients, step = [], trainer._step
+    trainer._step = lambda lr: (gradients.append(gradient(trainer).clone()), step(lr))
+    stats = []
+    for update in range(2):
+        owners = [0, 0, 0, *range(max(world.size - 1 + update, 1))] if world.size > 1 else [0]
+        batch = examples[:: 2 - update]
+        trainer.accumulate([e for i, e in enumerate(batch) if owners[i % len(owners)] == world.rank])
+        stats.append(trainer.update())
+    torch.save((gradients, weights(trainer), stats), f"{result}.{world.rank}")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_number_of_ranks_makes_the_same_update(run_ranks, tiny_folder, examples, tmp_path, size: int) -> None:
+    train_share(ALONE, tiny_folder, examples, tmp_path / "alone")
+    run_ranks(size, train_share, tiny_folder, examples, tmp_path / "rank")
+    alone, *ranks = (torch.load(tmp_path / name) for name in ("alone.0", *(f"rank.{i}" for i in range(size))))
+    for gradients, weight, stats in ranks:
+        for mine, expected in zip(gradients, alone[0], strict=True):
+            assert_same_gradient(mine, expected)
+        assert torch.equal(weight, ranks[0][1])
+        torch.testing.assert_close(weight, alone[1], rtol=0, atol=1e-5)
+        for mine, expected in zip(stats, alone[2], strict=True):
+            assert mine.pop("skipped") == expected["skipped"] == ""
+            assert mine == pytest.approx({k: expected[k] for k in mine}, rel=1e-4, abs=1e-6)
+
+
+# ---- KL and old log-probs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reference(tiny_model) -> Model:
+    other = copy.deepcopy(tiny_model).requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for param in other.parameters():
+        param.add_(0.05 * torch.randn(param.shape, generator=generator))
+    return other
+
+
+def test_the_kl_term_pulls_towards_the_reference(tiny_model, reference, examples) -> None:
+    trainer = make_trainer(tiny_model, LossConfig(kl_coef=0.3), reference=reference)
+    trainer.accumulate(examples)
+    ours, sums = gradient(trainer).clone(), trainer.sums.clone()
+
+    plain = make_trainer(tiny_model)
+    plain.accumulate(examples)
+    batch = sorted(examples, key=lambda e: -e.num_tokens)
+    kl = kl_to_reference(plain._score(plain.model, batch)[0], plain._score(reference, batch)[0]).sum()
+    grads = torch.autograd.grad(kl, plain.params)
+    assert_same_gradient(ours, gradient(plain) + 0.3 * torch.cat([g.flatten() for g in grads]))
+    stats, plain_loss = trainer.update(), plain.sums[0].item()
+    assert stats["kl"] == pytest.approx(kl.item() / sums[2].item(), rel=1e-4) and stats["kl"] > 1e-3
+    assert stats["loss"] == pytest.approx((plain_loss + 0.3 * kl.item()) / sums[2].item(), rel=1e-4)
+    assert all(p.grad is None for p in reference.parameters())
+
+
+def test_a_reference_equal_to_the_policy_adds_nothing(tiny_model, examples) -> None:
+    gradients = []
+    for loss, other in ((LossConfig(), None), (LossConfig(kl_coef=5.0), copy.deepcopy(tiny_model))):
+        trainer = make_trainer(tiny_model, loss, reference=other)
+        trainer.accumulate(examples)
+        gradients.append(gradient(trainer).clone())
+    assert_same_gradient(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+def test_old_logprobs_of_the_trainer_make_the_ratio_one(tiny_model, examples, name: str) -> None:
+    trainer = make_trainer(tiny_model, LossConfig(name=name, old_logprobs="trainer", clip_low=0.01, clip_high=0.01))
+    trainer.accumulate(examples)
+    exact = make_trainer(tiny_model, LossConfig(name=name))
+    exact.accumulate(on_policy(tiny_model, examples))
+    assert_same_gradient(gradient(trainer), gradient(exact))
+    stats = trainer.update()
+    assert stats["clip_fraction"] == 0
+    assert stats["logprob_diff_mean"] == pytest.approx(0.3 * math.sqrt(2 / math.pi), rel=0.2)  # the rollout's, still
+    assert exact.update()["logprob_diff_max"] < 1e-5
+
+
+def test_old_logprobs_are_kept_over_several_updates(tiny_model, examples) -> None:
+    loss = LossConfig(old_logprobs="trainer")
+    trainer = make_trainer(tiny_model, loss, lr=1e-2)
+    kept = trainer.with_old_logprobs(examples)
+    assert sorted(e.token_ids for e in kept) == sorted(e.token_ids for e in examples)
+    trainer.accumulate(kept)
+    trainer.update()
+    trainer.accumulate(kept)
+    rollout = make_trainer(trainer.model)  # the same ratio, told through the recorded log-probs
+    rollout.accumulate([replace(e, logprobs=e.old_logprobs) for e in kept])
+    assert_same_gradient(gradient(trainer), gradient(rollout))
+    assert trainer.update()["clip_fraction"] > 0
+
+
+@pytest.mark.parametrize("difference, weight", [(0.5, math.exp(0.5)), (1.5, 2.0), (-1.0, math.exp(-1.0))])
+def test_importance_weights_are_capped(tiny_model, examples, difference: float, weight: float) -> None:
+    exact = on_policy(tiny_model, examples)
+    plain = make_trainer(tiny_model)
+    plain.accumulate(exact)
+    trainer = make_trainer(tiny_model, LossConfig(old_logprobs="trainer", tis_cap=2.0))
+    trainer.accumulate([replace(e, logprobs=tuple(x - difference for x in e.logprobs)) for e in exact])
+    assert_same_gradient(gradient(trainer), weight * gradient(plain))
+
+
+def test_importance_weights_leave_the_kl_term_alone(tiny_model, reference, examples) -> None:
+    loss = LossConfig(old_logprobs="trainer", tis_cap=2.0, kl_coef=1.0)
+    nothing_to_learn = [replace(e, advantage=0.0) for e in examples]
+    gradients = []
+    for config in (loss, replace(loss, tis_cap=0.0)):
+        trainer = make_trainer(tiny_model, config, reference=reference)
+        trainer.accumulate(nothing_to_learn)
+        gradients.append(gradient(trainer).clone())
+    assert_same_gradient(*gradients)
+
+
+def test_temperature_and_filters_are_those_of_the_rollout(tiny_model, examples) -> None:
+    sampling = SamplingConfig(temperature=0.7, top_k=30, top_p=0.9)
+    trainer = Trainer(tiny_model, TrainerConfig(), LossConfig(), sampling, ALONE, MAX_RESPONSE, 10)
+    [e, *_] = examples
+    logprobs, entropy = trainer._score(tiny_model, [e])
+    ids, attend = torch.tensor([*e.prompt_ids, *e.token_ids]), PackedAttention([e.num_tokens], CPU)
+    hidden = tiny_model(ids, torch.arange(e.num_tokens), attend)
+    logits = tiny_model.logits(hidden[len(e.prompt_ids) - 1 : -1])
+    expected = score(logits, torch.tensor(e.token_ids), sampling)
+    torch.testing.assert_close((logprobs, entropy), expected)
+
+
+# ---- updates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_update_is_skipped_and_three_in_a_row_stop_the_run(tiny_model, examples, bad: float) -> None:
+    trainer = make_trainer(tiny_model)
+    broken = [replace(examples[0], advantage=bad), *examples[1:]]
+
+    def update(batch: list[Example]) -> dict:
+        trainer.accumulate(batch)
+        return trainer.update()
+
+    assert update(examples)["skipped"] == ""
+    before, state = weights(trainer), copy.deepcopy(trainer.optimizer.state_dict())
+    for _ in range(2):
+        assert "loss" in update(broken)["skipped"]
+    assert torch.equal(weights(trainer), before)
+    for name, kept in state["state"].items():
+        for key, value in kept.items():
+            assert torch.equal(trainer.optimizer.state_dict()["state"][name][key], value)
+    assert update(examples)["skipped"] == ""  # a good one in between: the count starts again
+    assert not torch.equal(weights(trainer), before) and weights(trainer).isfinite().all()
+    before = weights(trainer)
+    for _ in range(2):
+        update(broken)
+    with pytest.raises(NonFiniteError, match="three updates in a row"):
+        update(broken)
+    assert torch.equal(weights(trainer), before)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_too(tiny_model, examples) -> None:
+    trainer = make_trainer(tiny_model)
+    before = weights(trainer)
+    trainer.accumulate(examples)
+    trainer.masters[3].grad.flatten()[0] = math.nan
+    stats = trainer.update()
+    assert "gradient norm nan" in stats["skipped"] and math.isfinite(stats["loss"])
+    assert torch.equal(weights(trainer), before)
+    trainer.accumulate(examples)
+    assert trainer.update()["skipped"] == ""  # nothing of it is left in the sums
+
+
+def test_nothing_to_learn_from_is_no_update_and_no_error(tiny_model) -> None:
+    trainer = make_trainer(tiny_model)
+    before = weights(trainer)
+    for _ in range(4):
+        trainer.accumulate([])
+        assert trainer.update()["skipped"] == "no sample to learn from"
+    assert torch.equal(weights(trainer), before)
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_parameters(tiny_model, examples) -> None:
+    seen = []
+    for clip in (0.0, 1e-3, 1e3):
+        trainer = make_trainer(tiny_model, grad_clip=clip)
+        trainer._step = lambda lr, trainer=trainer: seen.append(gradient(trainer).clone())
+        trainer.accumulate(examples)
+        norm = trainer.update()["grad_norm"]
+        assert norm == pytest.approx(seen[0].norm().item(), rel=1e-5)  # what is reported is the norm before
+    assert seen[1].norm().item() == pytest.approx(1e-3, rel=1e-2)
+    assert_same_gradient(seen[1] * (seen[0].norm() / seen[1].norm()), seen[0])
+    assert torch.equal(seen[2], seen[0])
+
+
+def test_the_learning_rate_warms_up_and_falls(tiny_model, examples) -> None:
+    def rates(**settings) -> list[float]:
+        trainer = make_trainer(tiny_model, lr=0.5, **settings)
+        return [trainer.lr_at(i) for i in range(12)]
+
+    assert rates() == [0.5] * 12
+    assert rates(lr_warmup_updates=4)[:6] == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5])
+    linear = [0.5 * (1 - i / 10) for i in range(10)] + [0.0, 0.0]  # 10 updates in all
+    assert rates(lr_schedule="linear") == pytest.approx(linear)
+    assert rates(lr_schedule="linear", lr_warmup_updates=2)[:3] == pytest.approx([0.25, 0.45, 0.4])
+    trainer = make_trainer(tiny_model, lr=1e-3, lr_warmup_updates=2)
+    moved = []
+    for _ in range(2):
+        before = weights(trainer)
+        trainer.accumulate(examples)
+        assert trainer.update()["lr"] == pytest.approx(5e-4 * (len(moved) + 1))
+        moved.append((weights(trainer) - before).abs().max().item())
+    assert moved == pytest.approx([5e-4, 1e-3], rel=0.05)  # AdamW moves a steady weight by the rate
+
+
+# ---- bf16 --------------------------------------------------------------------------------------------------------
+
+
+def test_masters_keep_what_bf16_weights_would_lose(tiny_model, examples) -> None:
+    trainer = make_trainer(tiny_model.bfloat16(), lr=2e-5)
+    assert all(m.dtype == torch.float32 for m in trainer.masters)
+    assert all(a is b and a.dtype == torch.bfloat16 for a, b in zip(trainer.model.parameters(), trainer.params))
+    start, master_start = weights(trainer), torch.cat([m.flatten() for m in trainer.masters]).clone()
+    moved = []
+    for _ in range(30):
+        trainer.accumulate(examples)
+        trainer.update()
+        moved.append((weights(trainer) != start).double().mean().item())
+        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(trainer.params, trainer.masters, strict=True))
+    large = start.abs() > 0.02  # bf16 steps of at least 6e-5 there: one update rounds away
+    master = torch.cat([m.flatten() for m in trainer.masters])
+    assert ((master - master_start)[large].abs() > 1e-4).double().mean() > 0.5
+    assert moved[0] < 0.25 and moved[-1] > 0.6
+    lost = (start[large] + 2e-5).eq(start[large]) & (start[large] - 2e-5).eq(start[large])
+    assert lost.double().mean() > 0.9  # what bf16 weights without masters would have done
+
+
+def test_bf16_gradients_add_up_in_fp32(tiny_model, examples) -> None:
+    model = tiny_model.bfloat16()
+    trainer = make_trainer(model, tokens_per_microbatch=1)
+    expected = torch.zeros_like(gradient(trainer))
+    for e in examples:
+        one = make_trainer(model)
+        one.accumulate([e])
+        expected += gradient(one)
+    trainer.accumulate(examples)
+    assert gradient(trainer).dtype == torch.float32
+    assert_same_gradient(gradient(trainer), expected, 1e-6)
+    assert all(p.grad is None for p in trainer.params)
+    exact = make_trainer(model.float())
+    exact.accumulate(examples)
+    assert_same_gradient(gradient(trainer), gradient(exact), 0.05)
+
+
+# ---- state -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_restored_trainer_continues_bit_by_bit(tiny_model, examples, dtype: torch.dtype) -> None:
+    settings = {"lr_warmup_updates": 3, "lr_schedule": "linear", "weight_decay": 0.1, "grad_clip": 0.5}
+
+    def train(trainer: Trainer, updates: int) -> list[dict]:
+        done = []
+        for _ in range(updates):
+            trainer.accumulate(examples[trainer.num_updates % 3 :: 2])
+            done.append(trainer.update())
+        return done
+
+    straight = make_trainer(tiny_model.to(dtype), **settings)
+    train(straight, 2)
+    trainer_file, model_file = io.BytesIO(), io.BytesIO()
+    torch.save(straight.state_dict(), trainer_file)
+    torch.save(straight.model.state_dict(), model_file)
+    expected = train(straight, 3)
+
+    model = Model(tiny_model.shape).to(dtype)
+    model.load_state_dict(torch.load(io.BytesIO(model_file.getvalue())))
+    resumed = make_trainer(model, **settings)
+    resumed.load_state_dict(torch.load(io.BytesIO(trainer_file.getvalue())))
+    assert train(resumed, 3) == expected
+    assert torch.equal(weights(resumed), weights(straight))
+    assert all(torch.equal(a, b) for a, b in zip(resumed.masters, straight.masters, strict=True))
+
+
+def test_bad_updates_are_counted_across_a_restart(tiny_model, examples) -> None:
+    broken = [replace(examples[0], advantage=math.nan)]
+    trainer = make_trainer(tiny_model)
+    for _ in range(2):
+        trainer.accumulate(broken)
+        trainer.update()
+    resumed = make_trainer(tiny_model)
+    resumed.load_state_dict(trainer.state_dict())
+    resumed.accumulate(broken)
+    with pytest.raises(NonFiniteError):
+        resumed.update()
+
+
+# ---- packing -----------------------------------------------------------------------------------------------------
+
+
+def test_pack_keeps_its_budget_loses_nothing_and_fills_well() -> None:
+    rng = Random(0)
+    for _ in range(300):
+        budget = rng.randint(1, 60)
+        sizes = [(rng.randint(1, 8), rng.randint(1, 40)) for _ in range(rng.randint(0, 30))]
+        examples = [Example((1,) * prompt, (2,) * response, (), i) for i, (prompt, response) in enumerate(sizes)]
+        batches = pack(examples, budget)
+        sizes = [sum(e.num_tokens for e in batch) for batch in batches]
+        assert all(batch and (size <= budget or len(batch) == 1) for batch, size in zip(batches, sizes, strict=True))
+        assert sorted(e.advantage for batch in batches for e in batch) == [e.advantage for e in examples]
+        assert sum(2 * size <= budget for size in sizes) <= 1  # two such batches would have been one
