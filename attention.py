@@ -59,7 +59,7 @@ class PackedAttention:
 def attend_to_prefix(q: Tensor, k_pages: Tensor, v_pages: Tensor, start: int) -> Tensor:
     """Causal attention of one sequence's tokens from position `start` on to everything before them.
 
-    q [T, H, D]; pages of the sequence in order [pages, K, page, D], the tokens' own keys and values included -> [T, H, D]
+    q [T, H, D]; its pages in order [pages, K, page, D], the tokens' own keys and values included -> [T, H, D]
     """
     end = start + len(q)
     key, value = (x.transpose(0, 1).flatten(1, 2)[:, :end] for x in (k_pages, v_pages))  # [K, end, D]

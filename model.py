@@ -166,10 +166,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LayerWeights(NamedTuple):
-    """The tensors of one layer, or one tensor-parallel rank's shard of them. A weight may be a callable `Packed`.
+    """The tensors of one layer, or one tensor-parallel rank's shard of them.
 
-    Rows of `qkv` go by KV head: its G query heads, its key, its value. Rows of `gate_up` go in blocks: part of gate, the
-    same part of up. So the shard of a rank is one run of rows, a view that costs nothing.
+    Rows of `qkv` go by KV head: its G query heads, its key, its value. Rows of `gate_up` go in blocks: part of gate,
+    the same part of up. So the shard of a rank is one run of rows, a view that costs nothing.
     """
 
     qkv: Any  # [K * (G + 2) * D, hidden]
@@ -212,8 +212,8 @@ def check_split(shape: ModelShape, size: int) -> None:
     possible = [n for n in (1, 2, 4, 8) if _can_split(shape, n)]
     if not _can_split(shape, size):
         raise ConfigError(
-            f"tensor parallelism over {size} ranks does not divide {shape.num_heads} heads, {shape.num_kv_heads} KV heads, "
-            f"{shape.intermediate_size} intermediate and {shape.vocab_size} vocabulary rows; possible here: {possible}"
+            f"tensor parallelism over {size} ranks does not divide {shape.num_heads} heads, {shape.num_kv_heads} "
+            f"KV heads, {shape.intermediate_size} intermediate and {shape.vocab_size} vocabulary rows; possible here: {possible}"
         )
 
 

@@ -198,8 +198,8 @@ class Engine:
             raise ValueError(f"sequence {sequence.id} may grow to {longest} tokens; 1 to {most} fit")
         if not given < sequence.max_new_tokens <= c.max_response_tokens:
             raise ValueError(
-                f"sequence {sequence.id} has max_new_tokens = {sequence.max_new_tokens}; it must be over the {given} tokens "
-                f"it has and at most rollout.max_response_tokens = {c.max_response_tokens}"
+                f"sequence {sequence.id} has max_new_tokens = {sequence.max_new_tokens}; it must be over the {given} "
+                f"tokens it has and at most rollout.max_response_tokens = {c.max_response_tokens}"
             )
         if sequence.stop and self.decode_text is None:
             raise ValueError(f"sequence {sequence.id} has stop texts; give the engine decode_text")
@@ -242,7 +242,7 @@ class Engine:
             context = sequence.prompt_ids + tuple(sequence.token_ids)
             prefill = self.prefills.get(context)
             donor = prefill.leader if prefill else next((s for s in self.running if s.prompt_ids == context), None)
-            # Pages that the newcomer only reads. A late one computes the last token of the prompt again, for its logits.
+            # Pages that the newcomer only reads. A late one computes the prompt's last token again, for its logits.
             known = len(context) - (prefill is None)
             whole = known // self.config.page_size if donor and not self.pages.dense else 0
             needed = self.pages.needed(len(context)) - whole
@@ -340,7 +340,7 @@ class Engine:
         return GatherAttention(self, n)
 
     def _finish_prefills(self, chunks: list[tuple[Prefill, int, int]]) -> list[int]:
-        """Give rows to the contexts that are now complete. Returns, for each new row, which chunk token predicts for it."""
+        """Give rows to the contexts that are now complete; return which chunk token predicts for each new row."""
         predicts, done, offset = [], [], 0
         for prefill, start, end in chunks:
             offset += end - start
