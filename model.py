@@ -213,7 +213,7 @@ def check_split(shape: ModelShape, size: int) -> None:
     if not _can_split(shape, size):
         raise ConfigError(
             f"tensor parallelism over {size} ranks does not divide {shape.num_heads} heads, {shape.num_kv_heads} "
-            f"KV heads, {shape.intermediate_size} intermediate and {shape.vocab_size} vocabulary rows; possible here: {possible}"
+            f"KV heads and {shape.intermediate_size} intermediate rows; possible here: {possible}"
         )
 
 

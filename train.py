@@ -219,10 +219,13 @@ def step_record(
             "skipped": skipped,
         },
         "engine": {
-            **{k: sum(e[k] for e in engines) for k in ("decoded_tokens", "prefilled_tokens", "preemptions")},
+            **{
+                k: sum(e[k] for e in engines)
+                for k in ("decoded_tokens", "prefilled_tokens", "shared_tokens", "preemptions")
+            },
             "decode_steps": max(e["decode_steps"] for e in engines),
             "peak_pages": max(e["peak_pages"] for e in engines),
-            "pages": run.engine.num_pages,
+            "pages": run.engine.pages.size,
         },
         "memory": {name: sum(m.get(name, 0.0) for m in memories) for name in memories[0]},
     }

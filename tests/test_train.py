@@ -172,7 +172,12 @@ def test_a_replayed_run_trains_the_same(settings, tmp_path):
     [
         dict(loss__name="gspo", loss__normalisation="sequence", loss__clip_low=3e-4, loss__clip_high=4e-4),
         dict(loss__name="cispo", loss__advantage="rloo", loss__clip_high=4),
-        dict(loss__advantage="grpo", loss__normalisation="constant", loss__mask_truncated="true"),
+        dict(
+            loss__advantage="grpo",
+            loss__normalisation="constant",
+            loss__mask_truncated="true",
+            rollout__max_response_tokens=128,  # long enough for some to end by themselves
+        ),
         dict(loss__advantage="reinforce_baseline", trainer__updates_per_step=3, loss__kl_coef=0.1),
         dict(loss__old_logprobs="trainer", loss__tis_cap=2, trainer__updates_per_step=2, model__dtype="bfloat16"),
         dict(sampling__top_p=0.9, sampling__top_k=50, sampling__temperature=0.8, reward__overlong_buffer=8),
