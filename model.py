@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ConfigError
+from parallel import TensorParallel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]
 Reduce = Callable[[Tensor], Tensor]
@@ -377,25 +378,25 @@ def _whole(name: str, parameter: Tensor) -> tuple[str, Tensor, tuple[int, ...]]:
 
 
 class Shard:
-    """What an engine decodes with: one tensor-parallel rank's part of a model, as plain tensors.
+    """What an engine decodes with: one tensor-parallel rank's part of a model, as plain tensors."""
 
-    `reduce` sums [T, hidden] over the ranks; `gather` joins their parts of the logits along the last dimension.
-    """
+    def __init__(self, model: Model, parallel: TensorParallel):
+        self.model, self.shape, self.parallel = model, model.shape, parallel
+        self.split = Split(model.shape, parallel.rank, parallel.size)
+        self.layers = [layer.shard(self.split) for layer in model.layers]
+        rows = -(-self.shape.vocab_size // parallel.size)  # of the vocabulary; the last rank may have fewer
+        self.head = model.head_weight.detach()[parallel.rank * rows : (parallel.rank + 1) * rows]
+        self.missing = rows - len(self.head)
 
-    def __init__(self, model: Model, split: Split, reduce: Reduce = _alone, gather: Reduce = _alone):
-        self.model, self.split, self.reduce, self.gather = model, split, reduce, gather
-        self.shape = model.shape
-        self.layers = [layer.shard(split) for layer in model.layers]
-        self.head = model.head_weight.detach().tensor_split(split.size)[split.rank]
-
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """As `Model.forward`. Every rank of the group calls it with the same arguments."""
         cos, sin = self.model.rope(positions)
         x = F.embedding(token_ids, self.model.embed.weight)
         for index, weights in enumerate(self.layers):
-            x = run_layer(weights, self.split, index, x, cos, sin, attend, self.reduce)
+            x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce)
         return F.rms_norm(x, (self.shape.hidden_size,), self.model.norm.weight, self.shape.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size] on every rank"""
-        return self.gather(linear(hidden, self.head, None))
+        part = F.pad(linear(hidden, self.head, None), (0, self.missing))
+        return self.parallel.gather(part)[:, : self.shape.vocab_size]

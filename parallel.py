@@ -5,6 +5,9 @@ Every function here is collective over all ranks unless it says otherwise, and e
 """
 
 import os
+import platform
+import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,3 +119,94 @@ def assign_by_load(loads: Sequence[int], num_ranks: int) -> list[list[int]]:
         shares[rank].append(i)
         totals[rank] += loads[i]
     return shares
+
+
+# ---- tensor parallelism of the rollout ---------------------------------------------------------------------------
+
+
+class TensorParallel:
+    """Ranks `rank // size * size` and the next `size - 1` compute every layer together. Making one is collective.
+
+    `reduce` and `gather` return the same bits on all of them, so they sample the same tokens. Between CPU ranks of one
+    machine, small tensors go through shared memory: a tenth of the time of gloo.
+    """
+
+    def __init__(self, world: World, size: int = 1):
+        self.size, self.rank = size, world.rank % size
+        self.replica, self.num_replicas = world.rank // size, world.size // size
+        self.group, self.shared = None, None
+        if size == 1:
+            return
+        for first in range(0, world.size, size):  # every rank takes part in making every group
+            group = dist.new_group(list(range(first, first + size)))
+            if first // size == self.replica:
+                self.group = group
+        if world.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
+            self.shared = SharedMemory(self.group, self.rank, size)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of everybody's `x`."""
+        if self.size == 1:
+            return x
+        if self.shared is not None and x.nbytes <= SharedMemory.SLOT_BYTES:
+            return self.shared.exchange(x).sum(0)
+        x = x.contiguous()
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Join everybody's `x` along the last dimension. [T, n] -> [T, size * n]"""
+        if self.size == 1:
+            return x
+        if self.shared is not None and x.nbytes <= SharedMemory.SLOT_BYTES:
+            parts = self.shared.exchange(x).unbind()
+        else:
+            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+            dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, -1)
+
+
+class SharedMemory:
+    """Exchange of small tensors between processes of one machine: write a slot, raise a counter, wait for the others'.
+
+    Slots alternate. A rank that has seen everybody's counter of round k knows that all have left round k - 1, so it may
+    overwrite that round's slot in round k + 1. x86 makes stores visible in order: data before the counter.
+    """
+
+    SLOT_BYTES = 4 * 2**20
+    TIMEOUT_SECONDS = 600.0
+
+    def __init__(self, group: Any, rank: int, size: int):
+        self.rank, self.size, self.round = rank, size, 0
+        total = 64 * size + 2 * size * self.SLOT_BYTES
+        path = [tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)[1] if rank == 0 else ""]
+        dist.broadcast_object_list(path, group=group, group_src=0)
+        if rank == 0:
+            os.truncate(path[0], total)
+        dist.barrier(group=group)
+        self.memory = torch.from_file(path[0], shared=True, size=total, dtype=torch.uint8)
+        dist.barrier(group=group)
+        if rank == 0:
+            os.unlink(path[0])  # the memory lives on until the last process has gone
+        self.counters = self.memory[: 64 * size].view(torch.int64).numpy()[::8]  # a cache line each
+        self.slots = self.memory[64 * size :].view(2, size, self.SLOT_BYTES)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Return everybody's `x`, [size, *x.shape], valid until the next call but one."""
+        slot = self.slots[self.round % 2, :, : x.nbytes].view(x.dtype).view(self.size, *x.shape)
+        slot[self.rank] = x
+        self.round += 1
+        self.counters[self.rank] = self.round
+        spins = 0
+        while self.counters.min() < self.round:
+            spins += 1
+            if spins > 1000:  # somebody is far behind, perhaps for want of a core
+                if spins == 1001:
+                    deadline = time.monotonic() + self.TIMEOUT_SECONDS
+                os.sched_yield()
+                if time.monotonic() > deadline:
+                    late = [r for r in range(self.size) if self.counters[r] < self.round]
+                    raise TimeoutError(
+                        f"rank {self.rank} of a tensor-parallel group waited {self.TIMEOUT_SECONDS:g} s for {late}"
+                    )
+        return slot

@@ -21,8 +21,9 @@ from torch import Tensor
 from attention import PackedAttention, attend_to_prefix, decode_by_gather, decode_by_page
 from config import ConfigError, option
 from core import Prompt, Sample
-from model import Model, ModelShape
+from model import Model, ModelShape, Shard, Split
 from pages import Pages, compact
+from parallel import TensorParallel, World
 from sampling import SamplingConfig, sample, sample_key, uniforms
 
 
@@ -32,6 +33,7 @@ class RolloutConfig:
     max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1)
     max_running: int = option(256, "sequences that decode together on one rank, at most", min=1)
     step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
+    tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
     page_size: int = option(32, "tokens in one KV page", min=1)
     kv_gib: float = option(
         0.25, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory", min=0.0
@@ -85,9 +87,10 @@ class EngineStats:
     shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them
 
 
-def kv_page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page: keys and values of `page_size` tokens in every layer."""
-    return 2 * shape.num_layers * shape.num_kv_heads * page_size * shape.head_dim * dtype.itemsize
+def kv_page_bytes(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes of one page on one rank: keys and values of `page_size` tokens in every layer."""
+    heads = Split(shape, 0, config.tensor_parallel).num_kv_heads
+    return 2 * shape.num_layers * heads * config.page_size * shape.head_dim * dtype.itemsize
 
 
 def num_pages_for(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
@@ -97,7 +100,7 @@ def num_pages_for(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, 
         if device.type != "cuda":
             raise ConfigError("rollout.kv_gib = 0 needs a GPU; on CPU state the memory, such as rollout.kv_gib = 0.25")
         budget = torch.cuda.mem_get_info(device)[0] / 2
-    page_bytes = kv_page_bytes(shape, config.page_size, dtype)
+    page_bytes = kv_page_bytes(config, shape, dtype)
     num_pages = int(budget // page_bytes)
     longest = config.max_prompt_tokens + config.max_response_tokens
     needed = -(-longest // config.page_size)
@@ -110,6 +113,9 @@ def num_pages_for(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, 
         )
     most = config.max_running * needed  # more could never be used
     return min(num_pages, most)
+
+
+ALONE = TensorParallel(World(0, 1, torch.device("cpu")))
 
 
 @dataclass(slots=True, eq=False)
@@ -132,9 +138,14 @@ class Engine:
         sampling: SamplingConfig,
         eos_ids: Iterable[int],
         decode_text: Callable[[list[int]], str] | None = None,
+        parallel: TensorParallel = ALONE,
     ):
-        """`decode_text` turns token ids into text; only sequences with `stop` texts need it."""
-        self.model, self.config, self.sampling, self.decode_text = model, config, sampling, decode_text
+        """`decode_text` turns token ids into text; only sequences with `stop` texts need it.
+
+        With `parallel`, all its ranks make the same calls in the same order and get the same samples.
+        """
+        self.config, self.sampling, self.decode_text = config, sampling, decode_text
+        self.parallel, self.weights = parallel, Shard(model, parallel)
         self.version = 0  # of the weights, stamped on finished samples
         self.stats = EngineStats()
         self.waiting: deque[Sequence] = deque()
@@ -149,7 +160,7 @@ class Engine:
         self.pages = Pages(num_pages, page, dense=on_cpu)
         per_sequence = self.pages.needed(config.max_prompt_tokens + config.max_response_tokens)
         # One tensor, so that a page moves with one copy: [layers, k|v, pages, K, page, D]
-        pool_shape = (shape.num_layers, 2, num_pages, shape.num_kv_heads, page, shape.head_dim)
+        pool_shape = (shape.num_layers, 2, num_pages, self.weights.split.num_kv_heads, page, shape.head_dim)
         self.pool = torch.zeros(pool_shape, dtype=weight.dtype, device=self.device)
 
         def state(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -185,15 +196,15 @@ class Engine:
         return self.pages.used
 
     def load_weights(self, model: Model, version: int) -> None:
-        """Decode with `model` from now on. The trainer's own module: nothing is copied. Wants an idle engine."""
+        """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine."""
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
-        self.model, self.version = model, version
+        self.weights, self.version = Shard(model, self.parallel), version
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
         c, given = self.config, len(sequence.token_ids)
         longest = len(sequence.prompt_ids) + sequence.max_new_tokens
-        most = min(self.table.shape[1] * c.page_size, self.model.shape.max_positions)
+        most = min(self.table.shape[1] * c.page_size, self.weights.shape.max_positions)
         if longest > most or not sequence.prompt_ids:
             raise ValueError(f"sequence {sequence.id} may grow to {longest} tokens; 1 to {most} fit")
         if not given < sequence.max_new_tokens <= c.max_response_tokens:
@@ -323,7 +334,7 @@ class Engine:
             parts = [decode(q[:n], k_pool, v_pool)] if n else []
             return torch.cat((*parts, new.attend(layer, q[n:], k[n:], v[n:], k_pool, v_pool)))
 
-        hidden = self.model(token_ids, positions, attend)
+        hidden = self.weights(token_ids, positions, attend)
         self.length[:n] += 1
         self.host_length[:n] += 1
         self.stats.decode_steps += n > 0
@@ -332,7 +343,7 @@ class Engine:
             self.stats.prefilled_tokens += len(new.token_ids)
             last = list(range(n)) + [n + row for row in self._finish_prefills(chunks)]
             hidden = hidden[torch.tensor(last, dtype=torch.int64, device=device)]
-        return self._sample(self.model.logits(hidden)) if self.running else []
+        return self._sample(self.weights.logits(hidden)) if self.running else []
 
     def _decode_attention(self, n: int, beside_prefill: bool) -> "PageAttention | GatherAttention":
         if self.device.type == "cpu":

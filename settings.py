@@ -10,7 +10,7 @@ from config import ConfigError, flatten, load_config, option
 from data import DataConfig, load_prompts
 from loss import LossConfig
 from metrics import LogConfig, check_loggers
-from model import parse_shape
+from model import check_split, parse_shape
 from reward import RewardConfig, resolve_grader
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
@@ -72,10 +72,18 @@ def model_dtype(config: Config, device_type: str) -> torch.dtype:
 def check(config: Config, world_size: int, resume: bool) -> None:
     """Raise ConfigError on anything that would fail later: combinations, data, graders, model folder, run folder."""
     c = config
-    if c.scheduler.num_prompts % world_size:
+    tp = c.rollout.tensor_parallel
+    if world_size % tp:
         raise ConfigError(
-            f"scheduler.num_prompts = {c.scheduler.num_prompts} is not a multiple of the {world_size} ranks; "
-            f"take {max(c.scheduler.num_prompts // world_size, 1) * world_size} prompts, or another --nproc_per_node"
+            f"rollout.tensor_parallel = {tp} does not divide the {world_size} ranks; possible here: "
+            f"{[n for n in (1, 2, 4, 8) if world_size % n == 0]}"
+        )
+    if c.scheduler.num_prompts % (world_size // tp):
+        replicas = f"{world_size // tp} replicas of {tp} ranks" if tp > 1 else f"{world_size} ranks"
+        near = max(c.scheduler.num_prompts // (world_size // tp), 1) * (world_size // tp)
+        raise ConfigError(
+            f"scheduler.num_prompts = {c.scheduler.num_prompts} is not a multiple of the {replicas}; "
+            f"take {near} prompts, or another --nproc_per_node"
         )
     if c.run.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -113,6 +121,7 @@ def check(config: Config, world_size: int, resume: bool) -> None:
     else:
         tokenizer = byte_tokenizer()
         shape = parse_shape(hf_config(c.warm_start, tokenizer), "warm_start")
+    check_split(shape, tp)
     longest = c.rollout.max_prompt_tokens + c.rollout.max_response_tokens
     if longest > shape.max_positions:
         raise ConfigError(

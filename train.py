@@ -55,7 +55,7 @@ def train(config: Config, world: World, resume: bool) -> None:
             else:
                 plan = run.policy.plan(run.stream.take)
                 with clock.span("rollout"):
-                    groups = roll_out(run, plan.prompts[world.rank :: world.size], plan.num_responses, clock)
+                    groups = roll_out(run, plan.prompts, plan.num_responses, clock)
                 with clock.span("exchange"):
                     groups = exchange(groups, world)
             with clock.span("train"):
@@ -84,8 +84,12 @@ def train(config: Config, world: World, resume: bool) -> None:
 
 
 def roll_out(run: "Run", prompts: Sequence[tuple[int, Prompt]], num_responses: int, clock: Clock) -> list[Group]:
-    """Generate this rank's groups; each finished sample is graded while others decode."""
+    """Generate this replica's share of `prompts`; each finished sample is graded while others decode.
+
+    Returns the groups on one rank of each replica and nothing on the others.
+    """
     config, engine, pool = run.config, run.engine, run.pool
+    prompts = prompts[engine.parallel.replica :: engine.parallel.num_replicas]
     owners = {(epoch, prompt.index): prompt for epoch, prompt in prompts}
     for epoch, prompt in prompts:
         for sequence in sequences_for(
@@ -97,6 +101,8 @@ def roll_out(run: "Run", prompts: Sequence[tuple[int, Prompt]], num_responses: i
     while not engine.is_idle:
         run.recorder.progress("generated", len(samples), len(prompts) * num_responses)
         for sample in engine.step():
+            if engine.parallel.rank:
+                continue  # another rank of this replica has the same sample
             prompt = owners[sample.epoch, sample.prompt_index]
             samples[sample.id] = sample
             text = run.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
@@ -104,6 +110,8 @@ def roll_out(run: "Run", prompts: Sequence[tuple[int, Prompt]], num_responses: i
         rewards.update(pool.poll())
     with clock.span("reward"):
         rewards.update(pool.drain())
+    if engine.parallel.rank:
+        return []
     groups = []
     for epoch, prompt in prompts:
         ids = [(epoch, prompt.index, r) for r in range(num_responses)]
@@ -158,8 +166,8 @@ def evaluate(run: "Run") -> dict[str, Any]:
     if not run.held_out:
         return {}
     start = time.perf_counter()
-    mine = [(EVAL_EPOCH, prompt) for prompt in run.held_out[run.world.rank :: run.world.size]]
-    groups = exchange(roll_out(run, mine, k, Clock()), run.world)
+    prompts = [(EVAL_EPOCH, prompt) for prompt in run.held_out]
+    groups = exchange(roll_out(run, prompts, k, Clock()), run.world)
     run.engine.stats = EngineStats()  # the next step's record starts from zero
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt = rewards.mean(1)
@@ -279,7 +287,10 @@ def build(config: Config, world: World, resume: bool) -> Run:
         config.run.steps * config.trainer.updates_per_step,
         reference,
     )
-    engine = Engine(model, config.rollout, config.sampling, checkpoint.eos_ids(source, tokenizer))
+    tensor_parallel = parallel.TensorParallel(world, config.rollout.tensor_parallel)
+    engine = Engine(
+        model, config.rollout, config.sampling, checkpoint.eos_ids(source, tokenizer), parallel=tensor_parallel
+    )
     stream = PromptStream(prompts, config.run.seed)
     step = 0
     if checkpoints:

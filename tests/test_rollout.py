@@ -80,7 +80,7 @@ def make_engine(
     config = RolloutConfig(
         **{"max_prompt_tokens": 24, "max_response_tokens": LIMIT, "max_running": 16, "page_size": 4, **settings}
     )
-    page_bytes = kv_page_bytes(model.shape, config.page_size, torch.float32)
+    page_bytes = kv_page_bytes(config, model.shape, torch.float32)
     config = replace(config, kv_gib=(num_pages + 0.5) * page_bytes / 2**30)
     return Engine(model, config, sampling, eos)
 
@@ -343,13 +343,15 @@ def test_equal_contexts_are_prefilled_once(model, oracle) -> None:
 @pytest.mark.parametrize("budget", [16, 21, 60])
 def test_a_forward_keeps_its_token_budget(model, budget: int) -> None:
     engine, sizes = make_engine(model, step_tokens=budget, page_size=2), []
-    hook = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    forward = engine.weights
+    engine.weights = lambda ids, *rest: sizes.append(len(ids)) or forward(ids, *rest)
+    engine.weights.logits = forward.logits
     lengths = [len(s.prompt_ids) for s in make_sequences(12)]
+    engine.weights.shape = forward.shape
     for s in make_sequences(12):
         engine.add(s)
     while engine.prefills or engine.waiting:
         engine.step()
-    hook.remove()
     assert engine.stats.prefilled_tokens == sum(lengths) == sum(sizes) - engine.stats.decoded_tokens
     assert max(sizes) <= budget and len(sizes) <= 2 * sum(lengths) // (budget - 12) + 2
 
@@ -527,7 +529,7 @@ def test_a_pool_too_small_is_refused_with_key_value_and_remedy(model) -> None:
     for part in ("rollout.kv_gib = 1e-05", "max_prompt_tokens + rollout.max_response_tokens = 256", f"needs {needed}"):
         assert part in text
     assert "lower rollout.max_response_tokens" in text
-    exact = needed * kv_page_bytes(model.shape, 32, torch.float32) / 2**30
+    exact = needed * kv_page_bytes(RolloutConfig(), model.shape, torch.float32) / 2**30
     assert num_pages_for(replace(config, kv_gib=exact), model.shape, torch.float32, CPU) == needed
     assert "holds 7 pages" in refusal(replace(config, kv_gib=exact * 0.999), model)
     assert "rollout.kv_gib = 0 needs a GPU" in refusal(replace(config, kv_gib=0.0), model)

@@ -1,0 +1,179 @@
+"""Tensor-parallel engines against one that has the whole model: same weights, same tokens, on every rank."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+import parallel
+from checkpoint import load_model, save_model
+from config import ConfigError
+from model import Model, Shard, Split, check_split, parse_shape
+from parallel import SharedMemory, TensorParallel, World
+from rollout import Engine, RolloutConfig, Sequence
+from sampling import SamplingConfig, sample_key
+
+SHAPE = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+FAMILIES = {
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2},  # more ranks than KV heads
+    "qwen3": {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+    "llama": {
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+}
+
+
+def random_model(family: str) -> Model:
+    model = Model(parse_shape(SHAPE | FAMILIES[family], family))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.4, generator=generator)
+    return model
+
+
+def sequences() -> list[Sequence]:
+    rng = Random(0)
+    prompts = [tuple(rng.randrange(131) for _ in range(rng.randint(1, 20))) for _ in range(10)]
+    return [Sequence(i // 2, i % 2, 0, prompts[i // 2], sample_key(0, i), 24) for i in range(10)]
+
+
+def generate(engine: Engine) -> dict:
+    for s in sequences():
+        engine.add(s)
+    samples = {}
+    while not engine.is_idle:
+        samples |= {s.id: s for s in engine.step()}
+    return samples
+
+
+CONFIG = RolloutConfig(max_prompt_tokens=20, max_response_tokens=24, max_running=6, page_size=4, kv_gib=0.001)
+
+
+def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
+    model = random_model(family)
+    tp = TensorParallel(world, size)
+    assert (tp.shared is not None) == (size > 1)
+    if not shared:
+        tp.shared = None
+    for temperature in (0.0, 1.0):
+        sampling = SamplingConfig(temperature)
+        whole = generate(Engine(model, CONFIG, sampling, [7]))
+        split = generate(Engine(model, replace(CONFIG, tensor_parallel=size), sampling, [7], parallel=tp))
+        assert {i: s.token_ids for i, s in split.items()} == {i: s.token_ids for i, s in whole.items()}
+        assert len({t for s in whole.values() for t in s.token_ids}) > 4
+        for i, s in split.items():
+            assert s.logprobs == pytest.approx(whole[i].logprobs, abs=1e-4)
+        everyone = parallel.gather_objects(world, split)
+        assert all(other == split for other in everyone), "ranks must agree to the last bit"
+
+
+@pytest.mark.parametrize(
+    "family, size, shared", [("qwen2", 4, True), ("qwen3", 4, True), ("llama", 2, True), ("llama", 2, False)]
+)
+def test_ranks_together_draw_the_tokens_of_one(run_ranks, family, size, shared) -> None:
+    run_ranks(4 if size == 4 else 2, same_tokens, size, family, shared)
+
+
+def two_replicas(world: World) -> None:
+    tp = TensorParallel(world, 2)
+    assert (tp.replica, tp.rank, tp.num_replicas) == (world.rank // 2, world.rank % 2, 2)
+    x = torch.full((3, 5), float(10**world.rank))
+    assert tp.reduce(x).unique().tolist() == [[11.0], [1100.0]][tp.replica]
+    assert tp.gather(x).unique().tolist() == [[1.0, 10.0], [100.0, 1000.0]][tp.replica]
+
+
+def test_replicas_are_neighbours_and_keep_to_themselves(run_ranks) -> None:
+    run_ranks(4, two_replicas)
+
+
+def many_rounds(world: World) -> None:
+    tp, generator = TensorParallel(world, world.size), torch.Generator().manual_seed(0)
+    for i in range(2000):
+        shape = tuple(torch.randint(1, 40, (2,), generator=generator).tolist())
+        parts = torch.randn(world.size, *shape, generator=generator)
+        dtype = (torch.float32, torch.bfloat16)[i % 2]
+        mine = parts[world.rank].to(dtype)
+        assert torch.equal(tp.reduce(mine), parts.to(dtype).sum(0))
+        if i % 5 == world.rank:
+            torch.randn(200, 200)  # ranks drift apart
+        assert torch.equal(tp.gather(mine.T), torch.cat(list(parts.to(dtype).transpose(1, 2)), -1))
+    large = torch.ones(SharedMemory.SLOT_BYTES // 4 + 1)
+    assert tp.reduce(large)[0] == world.size
+
+
+def test_shared_memory_survives_many_rounds_of_ranks_that_drift(run_ranks) -> None:
+    run_ranks(3, many_rounds)
+
+
+def one_never_comes(world: World) -> None:
+    tp = TensorParallel(world, 2)
+    SharedMemory.TIMEOUT_SECONDS = 0.5
+    if world.rank == 0:
+        with pytest.raises(TimeoutError, match=r"waited 0.5 s for \[1\]"):
+            tp.reduce(torch.ones(3))
+    parallel.barrier(world)
+
+
+def test_waiting_for_a_rank_that_never_comes_ends_in_an_error(run_ranks) -> None:
+    run_ranks(2, one_never_comes)
+
+
+def test_shards_are_views_where_each_rank_has_a_kv_head() -> None:
+    model = random_model("llama")
+    tp = TensorParallel(World(0, 1, torch.device("cpu")))
+    tp.size, tp.rank = 2, 1
+    shard = Shard(model, tp)
+    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    tensors = [t for w in shard.layers for t in w if t is not None] + [shard.head]
+    assert all(t.untyped_storage().data_ptr() in owned for t in tensors)
+
+
+def test_a_split_that_does_not_divide_is_refused_with_what_is_possible() -> None:
+    shape = parse_shape(SHAPE | FAMILIES["qwen2"], "qwen2")
+    check_split(shape, 4)
+    with pytest.raises(ConfigError, match=r"8 ranks .* 4 heads, 2 KV heads .* possible here: \[1, 2, 4\]"):
+        check_split(shape, 8)
+    assert Split(shape, 3, 4).num_kv_heads == 1 and Split(shape, 3, 4).groups == 1
+
+
+def test_a_run_with_tensor_parallel_rollout_has_the_same_trajectory(tiny_folder: Path, tmp_path, torchrun) -> None:
+    rows = [{"prompt": f"say {i}", "answer": str(i), "task": "tests/graders.py:share_of_digits"} for i in range(24)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for size in (1, 2):
+        torchrun(
+            2 * size,
+            f"--run.dir={tmp_path / str(size)}",
+            f"--rollout.tensor_parallel={size}",
+            f"--model.path={tiny_folder}",
+            f"--data.train={tmp_path / 'data.jsonl'}",
+            "--run.steps=3",
+            "--data.eval_prompts=2",
+            "--scheduler.num_prompts=4",
+            "--scheduler.num_responses=4",
+            "--rollout.max_prompt_tokens=16",
+            "--rollout.max_response_tokens=24",
+            "--rollout.kv_gib=0.01",
+            "--trainer.lr=1e-3",
+        )
+    runs = {
+        size: [json.loads(line) for line in (tmp_path / str(size) / "steps.jsonl").read_text().splitlines()][1:]
+        for size in (1, 2)
+    }
+    for mine, alone in zip(runs[2], runs[1], strict=True):
+        assert (mine["reward"], mine["tokens"]) == (alone["reward"], alone["tokens"])
+        assert mine["train"]["loss"] == pytest.approx(alone["train"]["loss"], abs=1e-5)
+        assert mine["train"]["logprob_diff_max"] < 1e-4
+
+
+def test_exported_weights_do_not_depend_on_the_split(tmp_path, tiny_folder) -> None:
+    model = load_model(tiny_folder, torch.device("cpu"), torch.float32)
+    save_model(tmp_path, model, tiny_folder)
+    again = load_model(tmp_path, torch.device("cpu"), torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
