@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import PackedAttention, decode_by_gather, decode_by_page
+from attention import PackedAttention, attend_to_prefix, decode_by_gather, decode_by_page
 
 CPU = torch.device("cpu")
 HEADS = [(4, 4), (4, 2), (6, 2), (3, 1)]  # query heads, key/value heads
@@ -129,3 +129,15 @@ def test_decode_with_one_page_each_in_any_order(page: int) -> None:
 def test_merging_pages_survives_scores_that_overflow_exp() -> None:
     for seed in range(8):
         check_decode([33, 5, 64, 1], 4, Random(seed), torch.float32, scale=300.0)
+
+
+@pytest.mark.parametrize("page", [1, 4, 32])
+def test_a_chunk_attends_to_what_came_before_it(page: int) -> None:
+    rng = Random(page)
+    for length in (1, 2, 31, 32, 33, 90):
+        (num_heads, num_kv), start = rng.choice(HEADS), rng.randrange(length)
+        keys, values, k_pool, v_pool, table, *_ = paged([length, 40], page, num_kv, 8, rng, torch.float64)
+        own = table[0, : -(-length // page)]
+        q = torch.randn(length - start, num_heads, 8, dtype=torch.float64)
+        out = attend_to_prefix(q, k_pool[own], v_pool[own], start)
+        torch.testing.assert_close(out, attend_one(q, keys[0], values[0]), rtol=0, atol=1e-12)

@@ -19,8 +19,8 @@ from checkpoint import save_model
 from config import ConfigError
 from core import Prompt, Sample
 from model import Model, parse_shape
-from pages import compact
-from rollout import Engine, RolloutConfig, Sequence, kv_page_bytes, num_pages_for, sequences_for
+from pages import Pages
+from rollout import Engine, GatherAttention, RolloutConfig, Sequence, kv_page_bytes, num_pages_for, sequences_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
 
 CPU = torch.device("cpu")
@@ -75,6 +75,7 @@ def make_engine(
     sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
     eos: Iterable[int] = (NEVER,),
     num_pages: int = 2000,
+    kind: type[Engine] = Engine,
     **settings: int,
 ) -> Engine:
     config = RolloutConfig(
@@ -82,7 +83,7 @@ def make_engine(
     )
     page_bytes = kv_page_bytes(config, model.shape, torch.float32)
     config = replace(config, kv_gib=(num_pages + 0.5) * page_bytes / 2**30)
-    return Engine(model, config, sampling, eos)
+    return kind(model, config, sampling, eos)
 
 
 def make_sequences(count: int, seed: int = 0, limit: int = LIMIT) -> list[Sequence]:
@@ -436,22 +437,65 @@ def test_a_continued_sequence_ends_as_if_it_had_not_been_interrupted(model, give
         torch.testing.assert_close(torch.tensor(continued[i].logprobs), torch.tensor(s.logprobs), rtol=0, atol=1e-5)
 
 
+# ---- shared pages, as on a GPU -----------------------------------------------------------------------------------
+
+
+class SharingEngine(Engine):
+    """What a GPU's engine does, in plain torch: pages stay in place, and equal prompts read the same ones."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.pages = Pages(self.pages.size, self.pages.page_size, dense=False)
+
+    def _decode_attention(self, n: int, beside_prefill: bool) -> GatherAttention:
+        return GatherAttention(self, n)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sharing_pages_changes_no_token(model, oracle, name: str) -> None:
+    prompts = [Prompt(i, s.prompt_ids, "", "", "match") for i, s in enumerate(make_sequences(4))]
+    group = [s for prompt in prompts for s in sequences_for(0, prompt, 5, 0, LIMIT)]
+    engine = make_engine(model, kind=SharingEngine, **SETTINGS[name])
+    samples = {}
+    for i in range(0, len(group), 3):  # siblings arrive together, during the prefill and late
+        for s in group[i : i + 3]:
+            engine.add(s)
+        samples |= {done.id: done for done in engine.step()}
+    samples |= drain(engine)
+    assert {i: s.token_ids for i, s in samples.items()} == {
+        s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in group
+    }
+    assert (engine.stats.preemptions > 0) == ("pool" in name)
+
+
+@pytest.mark.parametrize("length, page", [(16, 4), (17, 4), (3, 4), (24, 8)])
+def test_a_group_shares_the_pages_of_its_prompt(model, length: int, page: int) -> None:
+    engine = make_engine(model, kind=SharingEngine, page_size=page)
+    for s in sequences_for(0, Prompt(0, tuple(range(2, 2 + length)), "", "", "match"), 6, 0, LIMIT):
+        engine.add(s)
+    engine.step()
+    assert engine.pages_used == length // page + 6 * (length % page > 0) and engine.stats.prefilled_tokens == length
+
+
 # ---- pages -------------------------------------------------------------------------------------------------------
 
 
 def check_invariants(engine: Engine) -> None:
     """The host's books agree with each other and with the device's."""
     page, n = engine.config.page_size, len(engine.running)
-    owned = sorted(p for s in engine._admitted() for p in s.pages)
-    assert owned == list(range(engine.pages_used)) and engine.pages_used <= engine.pages.size
+    owned = [p for s in engine._admitted() for p in s.pages]
+    if engine.pages.dense:
+        assert sorted(owned) == list(range(engine.pages_used))
+        for s in engine.running:
+            assert engine.page_row[s.pages].tolist() == [s.row] * len(s.pages)
+            assert engine.pages.start[s.pages].tolist() == [i * page for i in range(len(s.pages))]
+    assert len(set(owned)) == engine.pages_used <= engine.pages.size
     assert n <= engine.config.max_running
     assert all(s.row == -1 and not s.pages for s in engine.waiting)
     for row, s in enumerate(engine.running):
         assert s.row == row
         assert engine.host_pages[row] == len(s.pages)
         assert engine.table[row, : len(s.pages)].tolist() == s.pages
-        assert engine.page_row[s.pages].tolist() == [row] * len(s.pages)
-        assert engine.pages.start[s.pages].tolist() == [i * page for i in range(len(s.pages))]
         length = int(engine.host_length[row])
         assert int(engine.length[row]) == length == len(s.prompt_ids) + int(engine.count[row]) - 1
         assert -(-length // page) <= len(s.pages) <= length // page + 1
@@ -459,15 +503,16 @@ def check_invariants(engine: Engine) -> None:
         assert int(engine.last_token[row]) == int(engine.tokens[row, engine.count[row] - 1])
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_books_stay_in_order_through_random_operations(model, oracle, seed: int) -> None:
+@pytest.mark.parametrize("kind", [Engine, SharingEngine])
+@pytest.mark.parametrize("seed", range(8))
+def test_books_stay_in_order_through_random_operations(model, oracle, seed: int, kind: type[Engine]) -> None:
     rng = Random(seed)
     page, sampling = rng.choice((1, 3, 4, 16)), SamplingConfig(1.0, 0, rng.choice((1.0, 0.9)))
     needed = -(-64 // page)
     eos = set(range(2, 14))  # a response has about 20 tokens
     rows, budget = rng.choice((3, 8)), rng.choice((16, 8192))
     pages = needed * rng.choice((1, 2, 4))
-    engine = make_engine(model, sampling, eos, pages, page_size=page, max_running=rows, step_tokens=budget)
+    engine = make_engine(model, sampling, eos, pages, kind, page_size=page, max_running=rows, step_tokens=budget)
     fresh = make_sequences(32, seed)
     for i, s in enumerate(fresh):
         if seed % 2:  # groups of four with one prompt
@@ -498,19 +543,6 @@ def test_books_stay_in_order_through_random_operations(model, oracle, seed: int)
             expected = oracle(s.prompt_ids, s.key, sampling, s.max_new_tokens)
             assert samples[s.id].token_ids == until(expected, eos)
     assert len(samples) > 10 and aborted and preempted
-
-
-def test_compact_closes_every_hole_and_no_move_feeds_another() -> None:
-    rng = Random(0)
-    for _ in range(2000):
-        used = rng.randint(0, 24)
-        freed = rng.sample(range(used), rng.randint(0, used))
-        moves = compact(list(freed), used)
-        sources, targets = [m[0] for m in moves], [m[1] for m in moves]
-        assert not set(sources) & set(targets) and not set(sources) & set(freed) and set(targets) <= set(freed)
-        kept = set(range(used)) - set(freed) - set(sources) | set(targets)
-        assert kept == set(range(used - len(freed)))
-        assert len(moves) == sum(i < used - len(freed) for i in freed)  # no page is copied in vain
 
 
 # ---- the pool ----------------------------------------------------------------------------------------------------

@@ -97,13 +97,17 @@ def test_packing_order_and_number_of_calls_change_nothing(tiny_model, examples, 
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-def test_logits_in_parts_change_nothing(tiny_model, examples, size: int) -> None:
-    gradients = []
+def test_logits_in_parts_change_nothing(tiny_model, reference, examples, size: int) -> None:
+    gradients, old = [], []
     for tokens_per_logits in (8192, size):
-        trainer = make_trainer(tiny_model, tokens_per_logits=tokens_per_logits)
+        trainer = make_trainer(
+            tiny_model, LossConfig(kl_coef=0.1), reference=reference, tokens_per_logits=tokens_per_logits
+        )
         trainer.accumulate(examples)
         gradients.append(gradient(trainer).clone())
+        old.append(torch.tensor([x for e in trainer.with_old_logprobs(examples) for x in e.old_logprobs]))
     assert_same_gradient(gradients[1], gradients[0])
+    torch.testing.assert_close(old[1], old[0], rtol=0, atol=1e-5)
 
 
 def padded_logprobs(theirs, examples: Sequence[Example]) -> Tensor:
@@ -469,3 +473,9 @@ def test_pack_keeps_its_budget_loses_nothing_and_fills_well() -> None:
         assert all(batch and (size <= budget or len(batch) == 1) for batch, size in zip(batches, sizes, strict=True))
         assert sorted(e.advantage for batch in batches for e in batch) == [e.advantage for e in examples]
         assert sum(2 * size <= budget for size in sizes) <= 1  # two such batches would have been one
+
+
+def test_pack_takes_the_longest_first() -> None:
+    sizes = [2, 2, 3, 3, 7, 7, 8, 8]  # shortest first would need five batches of 10
+    batches = pack([Example((1,), (2,) * (size - 1), (), 0.0) for size in sizes], 10)
+    assert [[e.num_tokens for e in batch] for batch in batches] == [[8, 2], [8, 2], [7, 3], [7, 3]]
