@@ -35,6 +35,7 @@ class RolloutConfig:
     max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1)
     max_running: int = option(256, "sequences that decode together on one rank, at most", min=1)
     step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
+    prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
     tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
     page_size: int = option(32, "tokens in one KV page", min=1)
     kv_gib: float = option(
@@ -147,7 +148,7 @@ class Engine:
         With `parallel`, all its ranks make the same calls in the same order and get the same samples.
         """
         self.config, self.sampling, self.tokenizer = config, sampling, tokenizer
-        self.parallel, self.weights = parallel, Shard(model, parallel)
+        self.parallel, self.weights = parallel, Shard(model, parallel, config.prepack)
         self.version = 0  # of the weights, stamped on finished samples
         self.stats = EngineStats()
         self.waiting: deque[Sequence] = deque()
@@ -200,7 +201,7 @@ class Engine:
     def load_weights(self, model: Model, version: int) -> None:
         """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine."""
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
-        self.weights, self.version = Shard(model, self.parallel), version
+        self.weights, self.version = Shard(model, self.parallel, self.config.prepack), version
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""

@@ -19,7 +19,7 @@ from attention import PackedAttention
 from checkpoint import load_tokenizer, save_model
 from config import ConfigError
 from core import Prompt, Sample
-from model import Model, parse_shape
+from model import Model, Packed, parse_shape
 from pages import compact
 from rollout import Engine, RolloutConfig, Sequence, kv_page_bytes, num_pages_for, sequences_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
@@ -391,6 +391,19 @@ def test_a_given_length_ignores_the_end_token(model) -> None:
     samples = generate(make_engine(model, eos=range(256)), sequences)
     assert [len(samples[s.id].token_ids) for s in sequences] == [11, 1, 13, 1, 15, 1]
     assert samples[sequences[0].id].finish_reason == "length"
+
+
+def test_prepacked_weights_draw_the_same_tokens_and_follow_the_model(model, oracle, monkeypatch) -> None:
+    monkeypatch.setattr(Packed, "MIN_ELEMENTS", 0)
+    sequences, changed = make_sequences(8), copy.deepcopy(model)
+    engine = make_engine(changed)
+    assert all(isinstance(w, Packed) for layer in engine.weights.layers for w in (layer.qkv, layer.out, layer.down))
+    assert isinstance(engine.weights.head, Packed)
+    expected = {s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in sequences}
+    assert {i: s.token_ids for i, s in generate(engine, sequences).items()} == expected
+    changed.layers[0].down_proj.weight.data.neg_()
+    engine.load_weights(changed, 1)  # packs again
+    assert {i: s.token_ids for i, s in generate(engine, make_sequences(8)).items()} != expected
 
 
 def test_generate_takes_text_or_tokens_and_keeps_their_order(model, oracle, tiny_folder) -> None:
