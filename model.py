@@ -377,16 +377,40 @@ def _whole(name: str, parameter: Tensor) -> tuple[str, Tensor, tuple[int, ...]]:
     return name, parameter.data, tuple(parameter.shape)
 
 
+class Packed:
+    """A weight in oneDNN's own layout, for a CPU: 1.5 to 5 times faster than `F.linear` for 4 to 128 rows.
+
+    A copy of the weight. The operations are private to torch, hence `can_pack`.
+    """
+
+    MIN_ELEMENTS = 2**18  # below, the calls cost more than the layout gains
+
+    def __init__(self, weight: Tensor):
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
+
+    @classmethod
+    def can_pack(cls, weight: Tensor) -> bool:
+        ours = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= cls.MIN_ELEMENTS
+        return ours and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 class Shard:
     """What an engine decodes with: one tensor-parallel rank's part of a model, as plain tensors."""
 
-    def __init__(self, model: Model, parallel: TensorParallel):
+    def __init__(self, model: Model, parallel: TensorParallel, prepack: bool = True):
         self.model, self.shape, self.parallel = model, model.shape, parallel
         self.split = Split(model.shape, parallel.rank, parallel.size)
         self.layers = [layer.shard(self.split) for layer in model.layers]
         rows = -(-self.shape.vocab_size // parallel.size)  # of the vocabulary; the last rank may have fewer
         self.head = model.head_weight.detach()[parallel.rank * rows : (parallel.rank + 1) * rows]
         self.missing = rows - len(self.head)
+        if prepack:
+            names = ("qkv", "out", "gate_up", "down")
+            self.layers = [w._replace(**{n: _packed(getattr(w, n)) for n in names}) for w in self.layers]
+            self.head = _packed(self.head)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """As `Model.forward`. Every rank of the group calls it with the same arguments."""
@@ -400,3 +424,7 @@ class Shard:
         """[T, hidden_size] -> [T, vocab_size] on every rank"""
         part = F.pad(linear(hidden, self.head, None), (0, self.missing))
         return self.parallel.gather(part)[:, : self.shape.vocab_size]
+
+
+def _packed(weight: Tensor) -> Any:
+    return Packed(weight) if Packed.can_pack(weight) else weight

@@ -10,13 +10,15 @@ pages over: shared where the attention can read shared pages, copied where it ca
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from attention import PackedAttention, attend_to_prefix, decode_by_gather, decode_by_page
 from config import ConfigError, option
@@ -33,6 +35,7 @@ class RolloutConfig:
     max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1)
     max_running: int = option(256, "sequences that decode together on one rank, at most", min=1)
     step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
+    prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
     tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
     page_size: int = option(32, "tokens in one KV page", min=1)
     kv_gib: float = option(
@@ -137,15 +140,15 @@ class Engine:
         config: RolloutConfig,
         sampling: SamplingConfig,
         eos_ids: Iterable[int],
-        decode_text: Callable[[list[int]], str] | None = None,
+        tokenizer: Any = None,
         parallel: TensorParallel = ALONE,
     ):
-        """`decode_text` turns token ids into text; only sequences with `stop` texts need it.
+        """Only `stop` texts and text prompts need the `tokenizer`.
 
         With `parallel`, all its ranks make the same calls in the same order and get the same samples.
         """
-        self.config, self.sampling, self.decode_text = config, sampling, decode_text
-        self.parallel, self.weights = parallel, Shard(model, parallel)
+        self.config, self.sampling, self.tokenizer = config, sampling, tokenizer
+        self.parallel, self.weights = parallel, Shard(model, parallel, config.prepack)
         self.version = 0  # of the weights, stamped on finished samples
         self.stats = EngineStats()
         self.waiting: deque[Sequence] = deque()
@@ -198,7 +201,7 @@ class Engine:
     def load_weights(self, model: Model, version: int) -> None:
         """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine."""
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
-        self.weights, self.version = Shard(model, self.parallel), version
+        self.weights, self.version = Shard(model, self.parallel, self.config.prepack), version
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
@@ -212,8 +215,8 @@ class Engine:
                 f"sequence {sequence.id} has max_new_tokens = {sequence.max_new_tokens}; it must be over the {given} "
                 f"tokens it has and at most rollout.max_response_tokens = {c.max_response_tokens}"
             )
-        if sequence.stop and self.decode_text is None:
-            raise ValueError(f"sequence {sequence.id} has stop texts; give the engine decode_text")
+        if sequence.stop and self.tokenizer is None:
+            raise ValueError(f"sequence {sequence.id} has stop texts; give the engine a tokenizer")
         self.waiting.append(sequence)
 
     @torch.inference_mode()
@@ -239,6 +242,27 @@ class Engine:
         self.waiting = deque(s for s in self.waiting if s.id not in ids)
         self._evict(admitted)
         return admitted + queued
+
+    def generate(
+        self, prompts: list[str] | list[list[int]], num_responses: int = 1, seed: int = 0, **limits: Any
+    ) -> list[list[Sample]]:
+        """Return `num_responses` samples for each prompt, text or token ids. For notebooks and scripts.
+
+        `limits` are fields of `Sequence`: max_new_tokens, stop, ignore_eos. Wants an idle engine.
+        """
+        assert self.is_idle, "generate would mix with sequences that are under way"
+        limits = {"max_new_tokens": self.config.max_response_tokens, **limits}
+        for i, prompt in enumerate(prompts):
+            ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+            for r in range(num_responses):
+                self.add(Sequence(i, r, 0, ids, sample_key(seed, 0, i, r), **limits))
+        done: list[list[Sample | None]] = [[None] * num_responses for _ in prompts]
+        with tqdm(total=len(prompts) * num_responses, desc="generate", disable=None, leave=False) as bar:
+            while not self.is_idle:
+                for sample in self.step():
+                    done[sample.prompt_index][sample.response_index] = sample
+                    bar.update()
+        return done
 
     # ---- admission -------------------------------------------------------------------------------------------
 
@@ -434,7 +458,7 @@ class Engine:
             return False
         window = 4 * max(map(len, sequence.stop)) + 8  # a character is at most 4 tokens
         count = int(self.count[sequence.row])
-        text = self.decode_text(self.tokens[sequence.row, max(count - window, 0) : count].tolist())
+        text = self.tokenizer.decode(self.tokens[sequence.row, max(count - window, 0) : count].tolist())
         return any(stop in text for stop in sequence.stop)
 
     def _evict(self, sequences: list[Sequence]) -> None:

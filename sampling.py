@@ -1,9 +1,10 @@
 """One distribution, for drawing tokens and for scoring them.
 
 Rollout and trainer share `filter_logits`, so that the log-prob of a sampled token is the log-prob under the
-distribution it was really drawn from, temperature, top-k and top-p included.
+distribution it was really drawn from, temperature, top-k, top-p and min-p included.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,13 @@ class SamplingConfig:
     temperature: float = option(1.0, "softmax temperature; 0 is greedy", min=0.0, max=100.0)
     top_k: int = option(0, "draw from the k likeliest tokens only; 0 is off", min=0)
     top_p: float = option(1.0, "draw from the smallest set of tokens that holds this probability", above=0.0, max=1.0)
+    min_p: float = option(
+        0.0, "draw from tokens at least this share as likely as the likeliest; 0 is off", min=0.0, max=1.0
+    )
+
+    @property
+    def truncates(self) -> bool:
+        return bool(self.top_k or self.top_p < 1.0 or self.min_p)
 
 
 def _signed(x: int) -> int:
@@ -58,7 +66,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
-    """Return fp32 logits of the sampled distribution: temperature, then top-k, then top-p. [n, V] -> [n, V]
+    """Return fp32 logits of the sampled distribution: temperature, top-k, top-p, min-p, in this order. [n, V] -> [n, V]
 
     Ties at a threshold are kept, so the result does not depend on the order of a sort.
     """
@@ -73,6 +81,9 @@ def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
         probs = ordered.softmax(-1)
         inside = probs.cumsum(-1) - probs < config.top_p  # mass before a token; the first is always inside
         threshold = ordered.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    if config.min_p:
+        threshold = logits.detach().amax(-1, keepdim=True) + math.log(config.min_p)
         logits = logits.masked_fill(logits < threshold, -torch.inf)
     return logits
 
@@ -99,7 +110,7 @@ def score(logits: Tensor, targets: Tensor, config: SamplingConfig) -> tuple[Tens
     The target always belongs to the support: it was drawn, even where rounding now puts it just outside top-p.
     """
     kept = filter_logits(logits, config)
-    if config.top_k or config.top_p < 1.0:
+    if config.truncates:
         scale = 1.0 if config.temperature == 0.0 else max(config.temperature, COLDEST)
         own = logits.float().gather(-1, targets[:, None]) / scale
         kept = kept.scatter(-1, targets[:, None], own)

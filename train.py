@@ -289,7 +289,7 @@ def build(config: Config, world: World, resume: bool) -> Run:
     )
     tensor_parallel = parallel.TensorParallel(world, config.rollout.tensor_parallel)
     engine = Engine(
-        model, config.rollout, config.sampling, checkpoint.eos_ids(source, tokenizer), parallel=tensor_parallel
+        model, config.rollout, config.sampling, checkpoint.eos_ids(source, tokenizer), tokenizer, tensor_parallel
     )
     stream = PromptStream(prompts, config.run.seed)
     step = 0

@@ -9,16 +9,17 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from attention import PackedAttention
-from checkpoint import save_model
+from checkpoint import load_tokenizer, save_model
 from config import ConfigError
 from core import Prompt, Sample
-from model import Model, parse_shape
+from model import Model, Packed, parse_shape
 from pages import Pages
 from rollout import Engine, GatherAttention, RolloutConfig, Sequence, kv_page_bytes, num_pages_for, sequences_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
@@ -393,13 +394,38 @@ def test_a_given_length_ignores_the_end_token(model) -> None:
     assert samples[sequences[0].id].finish_reason == "length"
 
 
+def test_prepacked_weights_draw_the_same_tokens_and_follow_the_model(model, oracle, monkeypatch) -> None:
+    monkeypatch.setattr(Packed, "MIN_ELEMENTS", 0)
+    sequences, changed = make_sequences(8), copy.deepcopy(model)
+    engine = make_engine(changed)
+    assert all(isinstance(w, Packed) for layer in engine.weights.layers for w in (layer.qkv, layer.out, layer.down))
+    assert isinstance(engine.weights.head, Packed)
+    expected = {s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in sequences}
+    assert {i: s.token_ids for i, s in generate(engine, sequences).items()} == expected
+    changed.layers[0].down_proj.weight.data.neg_()
+    engine.load_weights(changed, 1)  # packs again
+    assert {i: s.token_ids for i, s in generate(engine, make_sequences(8)).items()} != expected
+
+
+def test_generate_takes_text_or_tokens_and_keeps_their_order(model, oracle, tiny_folder) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    engine = Engine(model, RolloutConfig(max_prompt_tokens=24, max_running=3), SamplingConfig(), [NEVER], tokenizer)
+    texts = ["one", "two and two"]
+    samples = engine.generate(texts, num_responses=3, seed=4, max_new_tokens=9)
+    assert samples == engine.generate([tokenizer.encode(text) for text in texts], 3, 4, max_new_tokens=9)
+    for i, text in enumerate(texts):
+        for r in range(3):
+            ids = tuple(tokenizer.encode(text))
+            assert samples[i][r].token_ids == oracle(ids, sample_key(4, 0, i, r), SamplingConfig(), 9)
+
+
 def test_a_stop_text_ends_the_response_that_asked_for_it(model, oracle) -> None:
     sequences = make_sequences(4)
     tokens = oracle(sequences[0].prompt_ids, sequences[0].key, SamplingConfig())
     engine = make_engine(model)
-    with pytest.raises(ValueError, match="decode_text"):
+    with pytest.raises(ValueError, match="tokenizer"):
         engine.add(replace(sequences[0], stop=("x",)))
-    engine.decode_text = lambda ids: "".join(f"<{i}>" for i in ids)
+    engine.tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
     sequences[0].stop = ("never", f"<{tokens[19]}><{tokens[20]}>")
     samples = generate(engine, sequences)
     assert samples[sequences[0].id].token_ids == tokens[:21] and samples[sequences[0].id].finish_reason == "stop"

@@ -6,7 +6,13 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from sampling import SamplingConfig, filter_logits, sample, sample_key, score, uniforms
 
@@ -14,8 +20,11 @@ VOCAB = 40
 CONFIGS = [
     SamplingConfig(temperature, top_k, top_p)
     for temperature, top_k, top_p in product((0.3, 1.0, 2.5), (0, 1, 7, VOCAB, 1000), (1.0, 0.9, 0.35, 1e-6))
+] + [
+    SamplingConfig(temperature, top_k, top_p, min_p)
+    for temperature, top_k, top_p, min_p in product((0.7, 1.0), (0, 7), (1.0, 0.9), (1e-3, 0.2, 1.0))
 ]
-EVERY = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"T{c.temperature}-k{c.top_k}-p{c.top_p}")
+EVERY = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"T{c.temperature}-k{c.top_k}-p{c.top_p}-m{c.min_p}")
 
 
 def random_logits(rows: int = 64, size: int = VOCAB, seed: int = 0) -> Tensor:
@@ -29,6 +38,8 @@ def reference(logits: Tensor, config: SamplingConfig) -> Tensor:
         warpers.append(TopKLogitsWarper(config.top_k))
     if config.top_p < 1.0:
         warpers.append(TopPLogitsWarper(config.top_p))
+    if config.min_p:
+        warpers.append(MinPLogitsWarper(config.min_p))
     return warpers(None, logits.double()).log_softmax(-1)
 
 
