@@ -310,6 +310,27 @@ def test_abort_drops_waiting_sequences_and_counts_the_tokens_of_preempted_ones(m
     }
 
 
+@pytest.mark.parametrize("pages", ["own", "shared"])
+def test_followers_outlive_a_leader_that_is_aborted_in_its_prefill(model, oracle, pages: str) -> None:
+    prompt = Prompt(0, tuple(range(20, 44)), "", "", "match")
+    group = sequences_for(0, prompt, 4, 0, LIMIT)
+    kind = SharingEngine if pages == "shared" else Engine
+    engine = make_engine(model, kind=kind, step_tokens=16, max_running=4)
+    other = make_sequences(1, seed=9)[0]
+    other.prompt_index = 1
+    for s in [*group, other]:
+        engine.add(s)
+    engine.step()
+    assert [p.cached for p in engine.prefills.values()] == [16]
+    assert engine.abort([group[0].id]) == 0
+    check_invariants(engine)
+    assert list(engine.waiting) == [*group[1:], other] and engine.pages_used == 0  # in their order, ahead of newer ones
+    samples = drain(engine, check_invariants)
+    assert {i: s.token_ids for i, s in samples.items()} == {
+        s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in [*group[1:], other]
+    }
+
+
 # ---- what goes in ------------------------------------------------------------------------------------------------
 
 
@@ -461,6 +482,14 @@ def test_a_continued_sequence_ends_as_if_it_had_not_been_interrupted(model, give
     for i, s in whole.items():
         assert continued[i].token_ids == s.token_ids
         torch.testing.assert_close(torch.tensor(continued[i].logprobs), torch.tensor(s.logprobs), rtol=0, atol=1e-5)
+
+
+def test_a_prompt_that_generate_refuses_leaves_nothing_behind(model) -> None:
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match="may grow to 90 tokens"):
+        engine.generate([[5, 6], [7] * 50], num_responses=2)
+    assert engine.is_idle
+    assert len(engine.generate([[5, 6]])[0][0].token_ids) == LIMIT
 
 
 # ---- shared pages, as on a GPU -----------------------------------------------------------------------------------
