@@ -37,7 +37,7 @@ class RolloutConfig:
     step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
     prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
     tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
-    page_size: int = option(32, "tokens in one KV page", min=1)
+    page_size: int = option(64, "tokens in one KV page", min=1)
     kv_gib: float = option(
         0.25, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory", min=0.0
     )

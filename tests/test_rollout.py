@@ -616,7 +616,7 @@ def test_a_pool_too_small_is_refused_with_key_value_and_remedy(model) -> None:
     for part in ("rollout.kv_gib = 1e-05", "max_prompt_tokens + rollout.max_response_tokens = 256", f"needs {needed}"):
         assert part in text
     assert "lower rollout.max_response_tokens" in text
-    exact = needed * kv_page_bytes(RolloutConfig(), model.shape, torch.float32) / 2**30
+    exact = needed * kv_page_bytes(config, model.shape, torch.float32) / 2**30
     assert num_pages_for(replace(config, kv_gib=exact), model.shape, torch.float32, CPU) == needed
     assert "holds 7 pages" in refusal(replace(config, kv_gib=exact * 0.999), model)
     assert "rollout.kv_gib = 0 needs a GPU" in refusal(replace(config, kv_gib=0.0), model)
