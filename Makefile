@@ -5,7 +5,7 @@ VENV := .venv
 
 .PHONY: train test
 train: $(VENV)/ready
-	$(VENV)/bin/torchrun --nproc_per_node=$(RANKS) train.py --config configs/tiny.toml $(ARGS)
+	$(VENV)/bin/torchrun --shutdown-timeout=600 --nproc_per_node=$(RANKS) train.py --config configs/tiny.toml $(ARGS)
 
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest $(TESTS)

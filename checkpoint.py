@@ -194,7 +194,8 @@ def _sync(path: Path) -> None:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """Return whole checkpoints, oldest first."""
-    return sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    found = [p for p in (run / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def load_state(folder: Path, device: torch.device) -> dict:

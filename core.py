@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 class Prompt:
     """One question of a data set, ready for the engine."""
 
-    index: int  # row in the data set: the identity of a prompt everywhere
+    index: int  # place in the training or held-out list: the identity of a prompt everywhere
     token_ids: tuple[int, ...]
     text: str  # what the model reads, decoded
     answer: str
     task: str  # name of the grader
-    extra: dict = field(default_factory=dict)  # every other field of the data row, for graders
+    extra: dict = field(default_factory=dict)  # all fields of the data row, for graders
+    where: str = ""  # file and line, for messages
 
 
 @dataclass(frozen=True, slots=True)

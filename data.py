@@ -55,10 +55,11 @@ def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> 
             train = [row for row in train if repr(row.fields["prompt"]) not in chosen]
     if config.eval:
         held_out = _read_jsonl(config.eval, "data.eval", config.task)[: config.eval_prompts]
-    return tuple(
-        [_prompt(i, row, config, tokenizer, max_prompt_tokens) for i, row in enumerate(rows)]
+    train_prompts, eval_prompts = (
+        _check_lengths([_prompt(i, row, config, tokenizer) for i, row in enumerate(rows)], max_prompt_tokens)
         for rows in (train, held_out)
     )
+    return train_prompts, eval_prompts
 
 
 def _spread(rows: list[_Row], count: int) -> list[_Row]:
@@ -82,7 +83,7 @@ def _task_rows(name: str) -> list[_Row]:
 def _read_jsonl(path: str, key: str, task: str) -> list[_Row]:
     rows = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # a byte order mark does no harm
             for number, line in enumerate(file, 1):
                 if line.strip():
                     rows.append(_row(line, f"{path}:{number}", task))
@@ -138,18 +139,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _prompt(index: int, row: _Row, config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> Prompt:
+def _prompt(index: int, row: _Row, config: DataConfig, tokenizer: Any) -> Prompt:
     fields, where = row.fields, row.where
     messages, answer, task = (fields[name] for name in ("prompt", "answer", "task"))
     if isinstance(messages, str):
         text = config.template.replace("{prompt}", messages)
         messages = [{"role": "user", "content": text}]
         if not (config.chat and tokenizer.chat_template):
-            return _checked(
-                Prompt(index, tuple(tokenizer.encode(text)), text, answer, task, fields),
-                where,
-                max_prompt_tokens,
-            )
+            return Prompt(index, tuple(tokenizer.encode(text)), text, answer, task, fields, where)
     elif not tokenizer.chat_template:
         raise ConfigError(
             f"{where}: prompt is a list of messages, but the tokenizer has no chat template; write it as text"
@@ -158,20 +155,19 @@ def _prompt(index: int, row: _Row, config: DataConfig, tokenizer: Any, max_promp
         token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template is a program of the model's author and raises what it likes
         raise ConfigError(f"{where}: the tokenizer's chat template refuses this prompt: {error}") from None
-    prompt = Prompt(index, tuple(token_ids), tokenizer.decode(token_ids), answer, task, fields)
-    return _checked(prompt, where, max_prompt_tokens)
+    return Prompt(index, tuple(token_ids), tokenizer.decode(token_ids), answer, task, fields, where)
 
 
-def _checked(prompt: Prompt, where: str, max_prompt_tokens: int) -> Prompt:
-    length = len(prompt.token_ids)
-    if not length:
-        raise ConfigError(f"{where}: the prompt has no tokens")
-    if length > max_prompt_tokens:
+def _check_lengths(prompts: list[Prompt], max_prompt_tokens: int) -> list[Prompt]:
+    if empty := next((p for p in prompts if not p.token_ids), None):
+        raise ConfigError(f"{empty.where}: the prompt has no tokens")
+    if long := [p for p in prompts if len(p.token_ids) > max_prompt_tokens]:
+        longest = max(len(p.token_ids) for p in long)
         raise ConfigError(
-            f"{where}: the prompt has {length} tokens, over rollout.max_prompt_tokens = {max_prompt_tokens}; raise it, "
-            "or remove the row"
+            f"{long[0].where}: the prompt has {len(long[0].token_ids)} tokens, over rollout.max_prompt_tokens = "
+            f"{max_prompt_tokens}; raise it, or remove the row ({len(long)} are too long, the longest has {longest})"
         )
-    return prompt
+    return prompts
 
 
 class PromptStream:
@@ -215,9 +211,12 @@ class PromptStream:
 def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: Any) -> None:
     """Write a step's groups, one JSON line each: prompt, samples (tokens, log-probs), rewards, advantages [P, R]."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(_dump_path(folder, step), "w", encoding="utf-8") as file:
+    path = _dump_path(folder, step)
+    part = path.with_suffix(".part")
+    with open(part, "w", encoding="utf-8") as file:
         for group, row in zip(groups, advantages.tolist(), strict=True):
             file.write(json.dumps({**asdict(group), "advantages": row}) + "\n")
+    part.replace(path)
 
 
 def load_groups(folder: Path, step: int) -> list[Group]:
@@ -225,10 +224,14 @@ def load_groups(folder: Path, step: int) -> list[Group]:
     path = _dump_path(folder, step)
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise ConfigError(f"run.replay: {path} is cut short or damaged ({error}); dump the step again") from None
     except OSError as error:
         raise ConfigError(
             f"run.replay: cannot read {path} ({error.strerror}); lower run.steps to what was dumped"
         ) from None
+    if not rows:
+        raise ConfigError(f"run.replay: {path} is empty; dump the step again, or lower run.steps")
     return [
         Group(
             prompt=Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])}),

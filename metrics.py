@@ -144,7 +144,8 @@ class Recorder:
                 )
         if step < steps:
             print(f"\nstopped after step {step} of {steps}; continue with --resume")
-        print(f"\nrecords {self.path}, transcripts {run / 'samples'}, model {run / 'checkpoints' / f'step_{step:06d}'}")
+        model = run / "checkpoints" / f"step_{step:06d}"
+        print(f"\nrecords {self.path}, transcripts {run / 'samples'}, model {model if model.exists() else 'not yet'}")
 
 
 def check_loggers(config: LogConfig) -> None:
@@ -196,6 +197,8 @@ def _finite(value: Any) -> Any:
     """Return `value` with null for every number that JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

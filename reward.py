@@ -97,14 +97,10 @@ def resolve_grader(name: str) -> Grader:
 
     Modules and paths start from the working directory. Raises ConfigError if that leads to no function.
     """
+    check_grader(name)
     if name in GRADERS:
         return GRADERS[name]
     source, _, function = name.rpartition(":")
-    if not source or not function:
-        raise ConfigError(
-            f"grader {name!r} is not built in; take one of {', '.join(GRADERS)}, or name your own function "
-            "as package.module:function or path/to/file.py:function"
-        )
     try:
         found = getattr(_load(source), function, None)
     except (Exception, SystemExit) as error:
@@ -115,6 +111,30 @@ def resolve_grader(name: str) -> Grader:
     if not callable(found):
         raise ConfigError(f"grader {name!r}: {source} has no such function; define {function}(response, answer, row)")
     return found
+
+
+def check_grader(name: str) -> None:
+    """Raise ConfigError if `name` cannot be a grader. Imports nothing."""
+    source, _, function = name.rpartition(":")
+    if name not in GRADERS and not (source and function):
+        raise ConfigError(
+            f"grader {name!r} is not built in; take one of {', '.join(GRADERS)}, or name your own function "
+            "as package.module:function or path/to/file.py:function"
+        )
+    if source.endswith(".py") and not os.path.isfile(source):
+        raise ConfigError(f"grader {name!r}: there is no file {os.path.abspath(source)}; correct the path")
+
+
+def try_graders(config: RewardConfig, names: Iterable[str]) -> None:
+    """Load users' graders once in a worker, where a hang does no harm. Raises ConfigError if that fails."""
+    for name in sorted(set(names) - GRADERS.keys()):
+        worker = _Worker(config, [name], threading.Event())
+        try:
+            worker.start(attempts=1)
+        except RuntimeError as error:
+            raise ConfigError(f"{error}; correct the name, or what the import runs") from None
+        finally:
+            worker.kill()
 
 
 def _load(source: str) -> object:
@@ -151,17 +171,19 @@ class RewardPool:
     """Grades in the background: `submit` never waits, `poll` and `drain` hand rewards back in any order.
 
     For one caller thread. A grading that fails is a Reward of 0 with the cause in `error`; only workers that
-    cannot be started raise (RuntimeError, from `poll` and `drain`). Raises ConfigError for an unknown task.
+    cannot be started raise (RuntimeError, from `poll` and `drain`). Raises ConfigError for an impossible name.
     """
 
     def __init__(self, config: RewardConfig, tasks: Iterable[str]):
         self.num_pending = 0  # submitted and not yet handed back
-        self._graders = {task: resolve_grader(task) for task in tasks}
+        self._tasks = set(tasks)
+        for task in self._tasks:
+            check_grader(task)
         self._ids = itertools.count(1)
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()  # (key, task, id, message); None ends a thread
         self._results: queue.SimpleQueue = queue.SimpleQueue()  # (key, task, Reward), or what ended a thread
         self._closing = threading.Event()
-        worker_tasks = [task for task in self._graders if task not in INLINE]
+        worker_tasks = sorted(self._tasks - INLINE)
         self._threads = []
         for _ in range(config.num_workers if worker_tasks else 0):
             # A thread for each worker feeds it, and keeps its time, while the trainer computes.
@@ -177,10 +199,10 @@ class RewardPool:
 
     def submit(self, key: Hashable, task: str, response: str, answer: str, row: dict) -> None:
         """Have a response graded. `row` holds what JSON can: numbers, strings, lists, dicts."""
-        assert task in self._graders, f"task {task!r} was not announced to the pool"
+        assert task in self._tasks, f"task {task!r} was not announced to the pool"
         assert not self._closing.is_set(), "the pool is closed"
         if task in INLINE:
-            self._results.put((key, task, _judge(self._graders[task], response, answer, row)))
+            self._results.put((key, task, _judge(GRADERS[task], response, answer, row)))
         else:
             id = next(self._ids)
             self._jobs.put((key, task, id, json.dumps([id, task, response, answer, row]).encode() + b"\n"))
@@ -253,7 +275,7 @@ class _Worker:
         """Have one request graded. Raises RuntimeError if no process can be started."""
         # A quiet pipe reads None. Otherwise the process died, or wrote, after its last reply.
         if self._process is None or self._process.stdout.read(1) is not None:
-            self._start()
+            self.start()
         start = time.perf_counter()
         try:
             return self._exchange(id, message, self._config.timeout_seconds)
@@ -271,11 +293,12 @@ class _Worker:
         self._process = None
         return process.returncode
 
-    def _start(self) -> None:
+    def start(self, attempts: int = 3) -> None:
+        """Have a fresh process with all graders loaded. Raises RuntimeError if there is none after `attempts`."""
         command = [sys.executable, "-u", os.path.abspath(__file__), "--worker", *self._tasks]
         env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
         pipe = subprocess.PIPE
-        for _ in range(3):
+        for _ in range(attempts):
             self.kill()
             try:
                 self._process = subprocess.Popen(
@@ -288,7 +311,8 @@ class _Worker:
                 error = str(failure)
             if not error:
                 return
-        raise RuntimeError(f"a reward worker for {', '.join(self._tasks)} failed to start 3 times: {error}")
+        times = f" {attempts} times" if attempts > 1 else ""
+        raise RuntimeError(f"a reward worker for {', '.join(self._tasks)} failed to start{times}: {error}")
 
     def _exchange(self, id: int, message: bytes, seconds: float) -> Reward:
         """Send a line and return the reply to it. Raises _Failure unless that comes within `seconds`."""

@@ -205,6 +205,10 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
+        self._check(sequence)
+        self.waiting.append(sequence)
+
+    def _check(self, sequence: Sequence) -> None:
         c, given = self.config, len(sequence.token_ids)
         longest = len(sequence.prompt_ids) + sequence.max_new_tokens
         most = min(self.table.shape[1] * c.page_size, self.weights.shape.max_positions)
@@ -217,7 +221,6 @@ class Engine:
             )
         if sequence.stop and self.tokenizer is None:
             raise ValueError(f"sequence {sequence.id} has stop texts; give the engine a tokenizer")
-        self.waiting.append(sequence)
 
     @torch.inference_mode()
     def step(self) -> list[Sample]:
@@ -252,10 +255,13 @@ class Engine:
         """
         assert self.is_idle, "generate would mix with sequences that are under way"
         limits = {"max_new_tokens": self.config.max_response_tokens, **limits}
+        sequences = []
         for i, prompt in enumerate(prompts):
             ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
             for r in range(num_responses):
-                self.add(Sequence(i, r, 0, ids, sample_key(seed, 0, i, r), **limits))
+                sequences.append(Sequence(i, r, 0, ids, sample_key(seed, 0, i, r), **limits))
+                self._check(sequences[-1])  # all of them before any is queued
+        self.waiting.extend(sequences)
         done: list[list[Sample | None]] = [[None] * num_responses for _ in prompts]
         with tqdm(total=len(prompts) * num_responses, desc="generate", disable=None, leave=False) as bar:
             while not self.is_idle:
@@ -274,6 +280,8 @@ class Engine:
         num_admitted = len(self._admitted())
         while self.waiting and num_admitted < self.config.max_running:
             sequence = self.waiting[0]
+            if self.pages.dense and self.pages.needed(sequence.num_tokens) > self.pages.free:
+                break  # seen before the context is built and compared, step after step
             context = sequence.prompt_ids + tuple(sequence.token_ids)
             prefill = self.prefills.get(context)
             donor = prefill.leader if prefill else next((s for s in self.running if s.prompt_ids == context), None)

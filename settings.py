@@ -11,7 +11,7 @@ from data import DataConfig, load_prompts
 from loss import LossConfig
 from metrics import LogConfig, check_loggers
 from model import check_split, parse_shape
-from reward import RewardConfig, resolve_grader
+from reward import RewardConfig, check_grader, try_graders
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig
@@ -69,7 +69,7 @@ def model_dtype(config: Config, device_type: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def check(config: Config, world_size: int, resume: bool) -> None:
+def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     """Raise ConfigError on anything that would fail later: combinations, data, graders, model folder, run folder."""
     c = config
     tp = c.rollout.tensor_parallel
@@ -91,6 +91,11 @@ def check(config: Config, world_size: int, resume: bool) -> None:
         )
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo, gspo or cispo")
+    if c.trainer.updates_per_step > c.scheduler.num_prompts:
+        raise ConfigError(
+            f"trainer.updates_per_step = {c.trainer.updates_per_step} is over scheduler.num_prompts = "
+            f"{c.scheduler.num_prompts}; an update needs a prompt"
+        )
     if c.loss.tis_cap and c.loss.old_logprobs != "trainer":
         raise ConfigError(f"loss.tis_cap = {c.loss.tis_cap} needs loss.old_logprobs = trainer")
     if c.sampling.temperature == 0:
@@ -130,8 +135,14 @@ def check(config: Config, world_size: int, resume: bool) -> None:
         )
     num_pages_for(c.rollout, shape, model_dtype(config, device.type), device)
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
-    for task in sorted({p.task for p in prompts} | {p.task for p in held_out}):
-        resolve_grader(task)
+    first = {p.task: p.where for p in reversed(prompts + held_out)}
+    for task, where in sorted(first.items()):
+        try:
+            check_grader(task)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    if is_main:
+        try_graders(c.reward, first)
     if len(prompts) < c.scheduler.num_prompts:
         raise ConfigError(
             f"data.train has {len(prompts)} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}; "
@@ -146,7 +157,7 @@ FREE_TO_CHANGE = (
     "run.keep_checkpoints",
     "run.timeout_seconds",
     "run.dump_rollouts",
-    "log.",
+    "run.dir",
     "reward.num_workers",
 )
 
@@ -165,7 +176,10 @@ def check_run_folder(config: Config, resume: bool) -> None:
         raise ConfigError(f"--resume: run.dir = {str(folder)!r} holds no run; start it without --resume")
     before = flatten(load_config(Config, str(saved), []))
     for key, (value, _) in flatten(config).items():
-        if value != before[key][0] and not key.startswith(FREE_TO_CHANGE) and key != "run.dir":
+        is_free = key in FREE_TO_CHANGE or key.startswith("log.")
+        if key == "run.steps" and config.trainer.lr_schedule != "constant":
+            is_free = False  # the schedule ends with the run
+        if value != before[key][0] and not is_free:
             raise ConfigError(
                 f"--resume: {key} is {value!r} now and was {before[key][0]!r} when {folder} was started; "
                 "restore it, or start another run from the checkpoint with model.path and a new run.dir"

@@ -4,6 +4,7 @@ The composition of all rooms and the step loop; formulas and heuristics live els
 """
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
@@ -47,7 +48,8 @@ def train(config: Config, world: World, resume: bool) -> None:
             before = evaluate(run)
             recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
             recorder.evaluation(0, before)
-        while run.step < config.run.steps and not stop.is_set:
+        stopping = stop.agreed(world)
+        while run.step < config.run.steps and not stopping:
             start = time.perf_counter()
             if config.run.replay:
                 with clock.span("rollout"):
@@ -56,6 +58,8 @@ def train(config: Config, world: World, resume: bool) -> None:
                 plan = run.policy.plan(run.stream.take)
                 with clock.span("rollout"):
                     groups = roll_out(run, plan.prompts, plan.num_responses, clock)
+                with clock.span("wait"):
+                    parallel.barrier(world)
                 with clock.span("exchange"):
                     groups = exchange(groups, world)
             with clock.span("train"):
@@ -73,8 +77,8 @@ def train(config: Config, world: World, resume: bool) -> None:
                 record["eval"] = evaluate(run)
             recorder.write(record)
             recorder.step(record)
-            stop.agree(world)
-            if is_last or stop.is_set or due(run.step, config.run.checkpoint_every):
+            stopping = stop.agreed(world)
+            if is_last or stopping or due(run.step, config.run.checkpoint_every):
                 with clock.span("checkpoint"):
                     save(run)
     recorder.finish(run.folder, run.step, config.run.steps)
@@ -140,7 +144,7 @@ def group_advantages(groups: Sequence[Group], config: Config) -> torch.Tensor:
 
 def learn(trainer: Trainer, groups: Sequence[Group], advantages: torch.Tensor, config: Config) -> list[dict]:
     """Turn a step's groups into gradients and `updates_per_step` updates; return the statistics of each."""
-    world, num_updates = trainer.world, min(config.trainer.updates_per_step, len(groups))
+    world, num_updates = trainer.world, config.trainer.updates_per_step
     shares = []
     for part in range(num_updates):
         examples = [
@@ -204,7 +208,7 @@ def step_record(
     lengths = [len(sample.token_ids) for sample in samples]
     slowest = {name: max(s.get(name, 0.0) for s in spans) for name in {n for s in spans for n in s}}
     skipped = "; ".join(u["skipped"] for u in updates if u["skipped"])
-    errors = [reward.error for reward in rewards if reward.error]
+    errors = [f"{g.prompt.where}: {r.error}" for g in groups for r in g.rewards if r.error]
     return {
         "step": run.step,
         "epoch": groups[-1].epoch,
@@ -320,7 +324,7 @@ def save(run: Run) -> None:
 
 
 class StopSignal:
-    """SIGTERM or Ctrl-C ends the run after the current step; a second Ctrl-C ends it at once."""
+    """SIGTERM or Ctrl-C ends the run after the current step. Without torchrun a second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -338,9 +342,9 @@ class StopSignal:
             raise KeyboardInterrupt
         self.is_set = True
 
-    def agree(self, world: World) -> None:
-        """Signals reach ranks at different moments; all stop after the same step. Collective."""
-        self.is_set = any(parallel.gather_objects(world, self.is_set))
+    def agreed(self, world: World) -> bool:
+        """Whether any rank was signalled. Signals come at different moments; all act on this answer. Collective."""
+        return any(parallel.gather_objects(world, self.is_set))
 
 
 # ---- command line ------------------------------------------------------------------------------------------------
@@ -357,11 +361,13 @@ def main(argv: list[str]) -> int:
     if flags.help:
         print(USAGE + describe(Config()))
         return 0
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a killed torchrun leaves no rank running
     torch.set_flush_denormal(True)  # a denormal costs a hundred normal operations on a CPU
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         config = load_config(Config, flags.config, overrides)
-        check(config, size, flags.resume)
+        check(config, size, flags.resume, is_main=rank == 0)
     except ConfigError as error:
         time.sleep(10.0 if rank else 0.0)  # rank 0 speaks; torchrun ends the others before they repeat it
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -374,8 +380,15 @@ def main(argv: list[str]) -> int:
     try:
         if world.is_main:
             folder = Path(config.run.dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+            part = folder / ".config.toml"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                part.write_text(dump_toml(config), encoding="utf-8")
+                part.replace(folder / "config.toml")  # a kill leaves the one before whole: --resume reads it
+            except OSError as error:
+                raise ConfigError(
+                    f"run.dir = {str(folder)!r}: cannot write it ({error.strerror}); choose another"
+                ) from None
         train(config, world, flags.resume)
         return 0
     except (ConfigError, NonFiniteError) as error:

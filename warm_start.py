@@ -6,6 +6,8 @@ that is what reinforcement then teaches. Counted in steps, deterministic, writte
 
 import hashlib
 import json
+import os
+import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -39,7 +41,7 @@ class WarmStartConfig:
     num_layers: int = option(3, "layers of the model", min=1)
     num_heads: int = option(4, "query heads", min=1)
     num_kv_heads: int = option(2, "key and value heads", min=1)
-    max_positions: int = option(2048, "longest context of the model, in tokens", min=64)
+    max_positions: int = option(4096, "longest context of the model, in tokens", min=64)
     seed: int = option(0, "seed of weights and batches", min=0)
 
 
@@ -84,8 +86,11 @@ def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
 
 def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -> None:
     """Train from random weights, write `folder` beside and rename it. Collective."""
-    part = folder.with_name(f".part-{folder.name}")
+    part = folder.with_name(f".part-{folder.name}-{parallel.broadcast_object(world, os.getpid())}")
     if world.is_main:
+        for other in folder.parent.glob(f".part-{folder.name}-*"):
+            if not Path(f"/proc/{other.name.rpartition('-')[2]}").exists():  # of a run that was killed
+                shutil.rmtree(other)
         _write_source(config, part)
     parallel.barrier(world)
     tokenizer = load_tokenizer(part)
@@ -103,7 +108,10 @@ def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -
         bar.set_postfix(loss=f"{stats['loss']:.3f}")
     if world.is_main:
         save_weights(part, model)
-        part.rename(folder)
+        if folder.exists():  # another run made the same model meanwhile
+            shutil.rmtree(part)
+        else:
+            part.rename(folder)
     parallel.barrier(world)
 
 

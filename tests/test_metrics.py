@@ -151,6 +151,7 @@ def test_a_run_ends_with_a_table_of_its_evaluations(tmp_path, capsys) -> None:
     recorder.write({"step": 0, "eval": make_eval(0.25), "seconds": {}})
     recorder.write(make_record(1))
     recorder.write(make_record(2, eval=make_eval(0.5)))
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
     recorder.finish(tmp_path, 2, 9)
     header, first, second, stopped, files = filter(None, capsys.readouterr().out.splitlines())
     assert header.split()[:3] == ["step", "avg@4", "pass@4"]

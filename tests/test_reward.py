@@ -11,7 +11,17 @@ import pytest
 
 import reward
 from config import ConfigError
-from reward import GRADERS, INLINE, RewardConfig, RewardPool, math_answer, overlong_penalty, resolve_grader
+from reward import (
+    GRADERS,
+    INLINE,
+    RewardConfig,
+    RewardPool,
+    check_grader,
+    math_answer,
+    overlong_penalty,
+    resolve_grader,
+    try_graders,
+)
 
 USER_GRADERS = r"""
 import os, signal, subprocess, sys, threading, time
@@ -218,7 +228,7 @@ def test_users_function_from_file_and_module(user, tmp_path, source):
         (":good", "take one of match,"),
         ("mine/graders.py", "take one of match,"),
         ("mine/graders.py:", "take one of match,"),
-        ("mine/grader.py:good", "No such file"),
+        ("mine/grader.py:good", "there is no file"),
         ("mine.grader:good", "No module named 'mine.grader'"),
         ("mine/graders.py:goods", "define goods(response, answer, row)"),
         ("mine/graders.py:not_callable", "define not_callable(response, answer, row)"),
@@ -226,15 +236,20 @@ def test_users_function_from_file_and_module(user, tmp_path, source):
         ("broken:good", "ZeroDivisionError"),
         ("unreadable.py:good", "SyntaxError"),
         ("script.py:good", "SystemExit"),
+        ("hangs.py:good", "did not finish within"),
+        ("dies.py:good", "died"),
     ],
 )
 def test_bad_names_are_config_errors(user, name, cause):
     Path("broken.py").write_text("def good(response, answer, row): return 1\n1 / 0")
     Path("unreadable.py").write_text("def good(")
     Path("script.py").write_text("import sys; sys.exit(2)")
+    Path("hangs.py").write_text("while True: pass")
+    Path("dies.py").write_text("import os; os._exit(0)")
     with pytest.raises(ConfigError) as raised:
-        RewardPool(CONFIG, ["match", name])
-    assert f"grader {name!r}" in str(raised.value) and cause in str(raised.value)
+        check_grader(name)
+        try_graders(RewardConfig(startup_seconds=3.0), ["match", name])
+    assert name in str(raised.value) and cause in str(raised.value)
 
 
 # ---- the pool

@@ -196,7 +196,7 @@ def test_other_code_makes_another_folder(tmp_path, monkeypatch):
 
 def test_a_make_that_was_killed_is_made_again(tmp_path):
     folder = model_folder(FEW, "hailstone", tmp_path)
-    part = folder.with_name(f".part-{folder.name}")
+    part = folder.with_name(f".part-{folder.name}-999999999")
     part.mkdir()
     (part / WEIGHTS).write_bytes(b"half")
     assert ensure_model(FEW, "hailstone", tmp_path, ALONE) == folder
