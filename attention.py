@@ -69,21 +69,6 @@ def attend_to_prefix(q: Tensor, k_pages: Tensor, v_pages: Tensor, start: int) ->
     return F.scaled_dot_product_attention(q.transpose(0, 1), key, value, attn_mask=causal).transpose(0, 1)
 
 
-def decode_by_gather(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-    """Reference decode attention for any device: gather each sequence's pages, then masked attention.
-
-    q [n, H, D], pools [pages, K, page, D], table [n, pages of the longest] int64, lengths [n] -> [n, H, D]
-    """
-    n, num_heads, size = q.shape
-    num_kv, page = k_pool.shape[1:3]
-    key = k_pool[table].transpose(1, 2).reshape(n, num_kv, -1, size)  # [n, K, L, D]
-    value = v_pool[table].transpose(1, 2).reshape(n, num_kv, -1, size)
-    inside = torch.arange(table.shape[1] * page, device=q.device) < lengths[:, None]  # [n, L]
-    folded = q.view(n, num_kv, num_heads // num_kv, size)  # query heads of one kv head become query rows
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=inside[:, None, None])
-    return out.view(n, num_heads, size)
-
-
 def decode_by_page(q: Tensor, k_pool: Tensor, v_pool: Tensor, owner: Tensor, bias: Tensor) -> Tensor:
     """CPU decode attention without a gather: each page is one batch element, pages are merged by log-sum-exp.
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kernels
 from config import ConfigError
 from parallel import TensorParallel
 
@@ -223,8 +224,15 @@ def _can_split(shape: ModelShape, size: int) -> bool:
     return not (shape.num_heads % size or (kv % size and size % kv) or shape.mlp_blocks % size)
 
 
+def use_kernels(x: Tensor, weight: Any) -> bool:
+    """Whether a fused kernel may take over: on a GPU, when no gradient is wanted. `weight` is one of the layer's."""
+    return x.is_cuda and not weight.requires_grad
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension. [..., n], [n] -> [..., n]"""
+    if use_kernels(x, weight):
+        return kernels.rms_norm(x, weight, eps)
     if weight.requires_grad or x.device.type != "cpu" or x.dtype != torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     return x * (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_() * weight  # torch's own takes thrice the time on a CPU
@@ -250,8 +258,13 @@ def run_layer(
     attended = attend(index, qk[:, :, :groups].flatten(1, 2), qk[:, :, groups], v)  # [T, H, D]
     x = x + reduce(linear(attended.flatten(1), w.out, w.out_bias))
     normed = rms_norm(x, w.post_norm, eps)
-    gate_up = linear(normed, w.gate_up, w.gate_up_bias).view(len(x), split.mlp_blocks, 2, -1)
-    return x + reduce(linear((F.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).flatten(1), w.down, w.down_bias))
+    gate_up = linear(normed, w.gate_up, w.gate_up_bias)
+    if use_kernels(x, w.post_norm):
+        activated = kernels.silu_mul(gate_up, split.mlp_blocks)
+    else:
+        gate, up = gate_up.view(len(x), split.mlp_blocks, 2, -1).unbind(2)
+        activated = (F.silu(gate) * up).flatten(1)
+    return x + reduce(linear(activated, w.down, w.down_bias))
 
 
 class Layer(nn.Module):

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import PackedAttention, attend_to_prefix, decode_by_gather, decode_by_page
+import kernels
+from attention import PackedAttention, attend_to_prefix, decode_by_page
 from config import ConfigError, option
 from core import Prompt, Sample
 from model import Model, ModelShape, Shard, Split
@@ -103,6 +104,8 @@ def num_pages_for(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, 
         if device.type != "cuda":
             raise ConfigError("rollout.kv_gib = 0 needs a GPU; on CPU state the memory, such as rollout.kv_gib = 0.25")
         budget = torch.cuda.mem_get_info(device)[0] / 2
+    if device.type == "cuda" and config.page_size not in (16, 32, 64, 128, 256):
+        raise ConfigError(f"rollout.page_size = {config.page_size}: on a GPU take 16, 32, 64, 128 or 256")
     page_bytes = kv_page_bytes(config, shape, dtype)
     num_pages = int(budget // page_bytes)
     longest = config.max_prompt_tokens + config.max_response_tokens
@@ -377,10 +380,10 @@ class Engine:
             hidden = hidden[torch.tensor(last, dtype=torch.int64, device=device)]
         return self._sample(self.weights.logits(hidden)) if self.running else []
 
-    def _decode_attention(self, n: int, beside_prefill: bool) -> "PageAttention | GatherAttention":
+    def _decode_attention(self, n: int, beside_prefill: bool) -> "PageAttention | KernelAttention":
         if self.device.type == "cpu":
             return PageAttention(self, n, beside_prefill)
-        return GatherAttention(self, n)
+        return KernelAttention(self, n)
 
     def _finish_prefills(self, chunks: list[tuple[Prefill, int, int]]) -> list[int]:
         """Give rows to the contexts that are now complete; return which chunk token predicts for each new row."""
@@ -537,18 +540,19 @@ class PageAttention:
         return decode_by_page(q, k_pool[: self.used], v_pool[: self.used], self.owner, self.bias)[: self.n]
 
 
-class GatherAttention:
-    """Decode attention in plain torch on any device."""
+class KernelAttention:
+    """Decode attention of the GPU path: pages are read where they lie, shared ones too."""
 
     def __init__(self, engine: Engine, n: int):
         position, page = engine.length[:n], engine.config.page_size
         width = int(engine.host_pages[:n].max()) if n else 1
-        self.table = torch.from_numpy(engine.table[:n, :width]).to(engine.device)
-        self.page = self.table.gather(1, (position // page)[:, None])[:, 0]
-        self.offset, self.lengths = position % page, position + 1
+        table = torch.from_numpy(engine.table[:n, :width]).to(engine.device)
+        self.page = table.gather(1, (position // page)[:, None])[:, 0]
+        self.offset = position % page
+        self.table, self.lengths = table.int(), (position + 1).int()
 
     def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        return decode_by_gather(q, k_pool, v_pool, self.table, self.lengths)
+        return kernels.paged_decode(q, k_pool, v_pool, self.table, self.lengths)
 
 
 class _Chunks:

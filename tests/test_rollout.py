@@ -21,7 +21,7 @@ from config import ConfigError
 from core import Prompt, Sample
 from model import Model, Packed, parse_shape
 from pages import Pages
-from rollout import Engine, GatherAttention, RolloutConfig, Sequence, kv_page_bytes, num_pages_for, sequences_for
+from rollout import Engine, KernelAttention, RolloutConfig, Sequence, kv_page_bytes, num_pages_for, sequences_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
 
 CPU = torch.device("cpu")
@@ -415,6 +415,16 @@ def test_a_given_length_ignores_the_end_token(model) -> None:
     assert samples[sequences[0].id].finish_reason == "length"
 
 
+def test_the_kernels_of_the_gpu_path_draw_the_same_tokens(model, oracle, monkeypatch) -> None:
+    used = []
+    monkeypatch.setattr("model.use_kernels", lambda x, weight: used.append(1) or not weight.requires_grad)
+    sequences, engine = make_sequences(8), make_engine(model, kind=SharingEngine, prepack=False)
+    assert {i: s.token_ids for i, s in generate(engine, sequences).items()} == {
+        s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in sequences
+    }
+    assert used
+
+
 def test_prepacked_weights_draw_the_same_tokens_and_follow_the_model(model, oracle, monkeypatch) -> None:
     monkeypatch.setattr(Packed, "MIN_ELEMENTS", 0)
     sequences, changed = make_sequences(8), copy.deepcopy(model)
@@ -502,8 +512,8 @@ class SharingEngine(Engine):
         super().__init__(*args)
         self.pages = Pages(self.pages.size, self.pages.page_size, dense=False)
 
-    def _decode_attention(self, n: int, beside_prefill: bool) -> GatherAttention:
-        return GatherAttention(self, n)
+    def _decode_attention(self, n: int, beside_prefill: bool) -> KernelAttention:
+        return KernelAttention(self, n)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
