@@ -363,7 +363,6 @@ def main(argv: list[str]) -> int:
         return 0
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a killed torchrun leaves no rank running
-    torch.set_flush_denormal(True)  # a denormal costs a hundred normal operations on a CPU
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         config = load_config(Config, flags.config, overrides)

@@ -1,0 +1,280 @@
+"""Samples per second of a whole GRPO step, train.py against TRL's GRPOTrainer, on two CPU cores.
+
+    python benchmarks/trl.py [--quick]
+
+Both train the warm-started model of configs/tiny.toml on the same prompts in the same order, 32 x 8 samples a step,
+with the same length limit, grader, loss, optimizer and fp32; a step is rollout, reward and training. Each side runs as
+one process with 2 threads and as two with 1, in turns, so that all share the machine's moods; its faster form counts.
+The first use makes the model and TRL's own environment, .venv-trl: minutes, not part of any figure.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")
+CORES, PROMPTS, RESPONSES = 2, 32, 8
+WARM_UP = 2  # steps of every turn that are not counted
+OURS = (
+    f"--scheduler.num_prompts={PROMPTS}",
+    f"--scheduler.num_responses={RESPONSES}",
+    "--scheduler.policy=synchronous",
+    "--loss.name=ppo",
+    "--loss.advantage=dr_grpo",
+    "--loss.normalisation=token",
+    "--trainer.updates_per_step=1",
+    "--trainer.lr_schedule=constant",
+    "--data.eval_prompts=0",
+    "--run.checkpoint_every=0",
+)
+
+
+@dataclass
+class Side:
+    """One way to run one of the two; `steps` collects its counted steps, turn by turn."""
+
+    name: str
+    ranks: int
+    steps: list[dict] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [step["seconds"]["step"] for step in self.steps]
+
+
+# ---- TRL's side --------------------------------------------------------------------------------------------------
+
+
+def trl_python() -> str:
+    """Return the interpreter of TRL's environment, which is made when it is missing or has other pins."""
+    folder = ROOT / ".venv-trl"
+    python, ready = folder / "bin" / "python", folder / "ready"
+    if not ready.exists() or ready.read_text(encoding="utf-8").split() != list(PINS):
+        print(f"making {folder.name} with {', '.join(PINS)}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PINS], check=True)
+        ready.write_text("\n".join(PINS), encoding="utf-8")
+    return str(python)
+
+
+def trl_arguments(config: Any, ranks: int) -> dict[str, Any]:
+    """Return the fields of GRPOConfig that say what `config` says, and TRL's fastest settings for this machine."""
+    micro_batch = 32
+    return dict(
+        num_generations=RESPONSES,
+        max_completion_length=config.rollout.max_response_tokens,
+        temperature=config.sampling.temperature,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
+        shuffle_dataset=False,
+        loss_type="dapo",  # the mean over all tokens of the batch
+        scale_rewards="none",
+        beta=config.loss.kl_coef,
+        epsilon=config.loss.clip_low,
+        epsilon_high=config.loss.clip_high,
+        mask_truncated_completions=config.loss.mask_truncated,
+        learning_rate=config.trainer.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=config.trainer.lr_warmup_updates,
+        adam_beta1=config.trainer.beta1,
+        adam_beta2=config.trainer.beta2,
+        weight_decay=config.trainer.weight_decay,
+        max_grad_norm=config.trainer.grad_clip,
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=PROMPTS * RESPONSES // (micro_batch * ranks),
+        gradient_checkpointing=False,
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config=dict(max_batch_tokens=128, page_size=32, num_blocks=1024),
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,  # after a step's end, so not in its time
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+def trl_worker(spec_path: Path) -> None:
+    """Train on the spec's rows and write one JSON line per step. Runs in TRL's environment, on every rank."""
+    import torch
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from reward import GRADERS
+
+    torch.set_flush_denormal(True)  # as train.py does
+    spec = json.loads(spec_path.read_text(encoding="utf-8"))
+    steps = spec_path.with_name("steps.jsonl")
+
+    def grade(completions: list[str], answer: list[str], task: list[str], **_: Any) -> list[float]:
+        return [GRADERS[t](c, a, {}) for c, a, t in zip(completions, answer, task, strict=True)]
+
+    class Stopwatch(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.seconds = time.perf_counter() - self.start
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict, **_: Any) -> None:
+            if state.is_world_process_zero and "reward" in logs:
+                length = {name: logs[f"completions/{name}_length"] for name in ("mean", "max")}
+                record = {
+                    "step": state.global_step,
+                    "seconds": {"step": self.seconds},
+                    "length": length,
+                    "reward": logs["reward"],
+                }
+                with open(steps, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+
+    trainer = GRPOTrainer(
+        transformers.AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+        grade,
+        GRPOConfig(output_dir=str(spec_path.parent), **spec["arguments"]),
+        Dataset.from_list(spec["rows"]),
+        processing_class=transformers.AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
+        callbacks=[Stopwatch()],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+
+
+# ---- taking turns ------------------------------------------------------------------------------------------------
+
+
+def take_turn(side: Side, command: list[str], folder: Path, bar: tqdm) -> None:
+    """Run `command`, which writes `folder`/steps.jsonl, and collect its steps after the warm-up."""
+    from metrics import read_records
+
+    threads = str(CORES // side.ranks)
+    env = os.environ | {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    if side.ranks > 1:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={side.ranks}"]
+        command = [command[0], *launch, *command[1:]]
+    bar.set_postfix_str(f"{side.name}, {side.ranks} x {threads}")
+    log, steps, first = folder / "log.txt", folder / "steps.jsonl", bar.n
+
+    def done() -> list[dict]:
+        return [record for record in read_records(steps) if record["step"]] if steps.exists() else []
+
+    with open(log, "w") as file, subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file) as process:
+        try:
+            while process.poll() is None:
+                time.sleep(0.5)
+                bar.update(first + len(done()) - bar.n)
+        except BaseException:
+            process.terminate()
+            raise
+    records = done()
+    if process.returncode or len(records) <= WARM_UP:
+        raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
+    bar.update(first + len(records) - bar.n)
+    side.steps += records[WARM_UP:]
+
+
+def measure(rounds: int, num_steps: int, ranks: tuple[int, ...], overrides: list[str]) -> list[Side]:
+    """Let all sides take `rounds` turns of WARM_UP + `num_steps` steps; every round has prompts of its own."""
+    import torch
+
+    from checkpoint import load_tokenizer
+    from config import load_config
+    from data import PromptStream, load_prompts
+    from parallel import start
+    from settings import Config
+    from warm_start import ensure_model
+
+    config_path, num_steps = ROOT / "configs" / "tiny.toml", WARM_UP + num_steps
+    config = load_config(Config, str(config_path), [*OURS, *overrides])
+    python = trl_python()
+    torch.set_num_threads(CORES)
+    model = ensure_model(config.warm_start, config.data.train, ROOT / "models", start("cpu", 60.0))
+    prompts, _ = load_prompts(config.data, load_tokenizer(model), config.rollout.max_prompt_tokens)
+    sides = [Side(name, ranks) for ranks in ranks for name in ("plainroll", "TRL")]
+    with tqdm(total=rounds * len(sides) * num_steps, unit="step") as bar:
+        for seed in range(rounds):
+            taken = PromptStream(prompts, seed).take(num_steps * PROMPTS)
+            rows = [{"prompt": prompt.text, "answer": prompt.answer, "task": prompt.task} for _, prompt in taken]
+            for side in sides:
+                with tempfile.TemporaryDirectory() as name:
+                    folder = Path(name)
+                    if side.name == "TRL":
+                        arguments = trl_arguments(config, side.ranks) | {"max_steps": num_steps, "seed": seed}
+                        spec = {"model": str(model), "rows": rows, "arguments": arguments}
+                        (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+                        command = [python, __file__, "--trl-worker", str(folder / "spec.json")]
+                    else:
+                        own = (f"run.dir={name}", f"run.seed={seed}", f"run.steps={num_steps}", f"model.path={model}")
+                        keys = [*OURS, *overrides, *(f"--{key}" for key in own)]
+                        command = [sys.executable, "train.py", "--config", str(config_path), *keys]
+                    take_turn(side, command, folder, bar)
+    return sides
+
+
+# ---- results -----------------------------------------------------------------------------------------------------
+
+
+def report(sides: list[Side]) -> None:
+    """Print the table and, as the last line, the metrics in JSON."""
+    size = PROMPTS * RESPONSES
+    best = {}
+    print(
+        f"{'':10} processes x threads   s/step (min .. max)   samples/s   tokens/s   mean length   max length   reward"
+    )
+    for side in sides:
+        seconds, median = side.seconds, statistics.median(side.seconds)
+        best[side.name] = min(best.get(side.name, side), side, key=lambda s: statistics.median(s.seconds))
+        mean = statistics.mean(step["length"]["mean"] for step in side.steps)
+        print(
+            f"{side.name:10} {side.ranks} x {CORES // side.ranks}"
+            f"{median:24.2f} ({min(seconds):.2f} .. {max(seconds):.2f}) {size / median:11.1f}"
+            f"{size * mean * len(seconds) / sum(seconds):11.0f}{mean:14.1f}"
+            f"{max(step['length']['max'] for step in side.steps):13.0f}"
+            f"{statistics.mean(step['reward'] for step in side.steps):9.2f}"
+        )
+    ours, trl = best["plainroll"].seconds, best["TRL"].seconds
+    pairs = sorted(b / a for a, b in zip(ours, trl, strict=True))  # of steps with the same prompts
+    result = {
+        "name": "trl",
+        "samples_per_s_ours": round(size / statistics.median(ours), 1),
+        "samples_per_s_trl": round(size / statistics.median(trl), 1),
+        "ratio": round(statistics.median(trl) / statistics.median(ours), 2),
+        "ratio_of_pairs": [round(q, 2) for q in (pairs[0], statistics.median(pairs), pairs[-1])],
+        "steps": len(pairs),
+        "ranks_ours": best["plainroll"].ranks,
+        "ranks_trl": best["TRL"].ranks,
+    }
+    print(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="under 2 minutes: fewer steps, and responses of at most 256 tokens"
+    )
+    parser.add_argument("--trl-worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sys.path[0] = str(ROOT)  # not benchmarks/: from there, `import trl` would find this file
+    if arguments.trl_worker:
+        trl_worker(arguments.trl_worker)
+    elif arguments.quick:
+        report(measure(1, 2, (2,), ["--rollout.max_response_tokens=256"]))
+    else:
+        report(measure(3, 4, (1, 2), []))
+
+
+if __name__ == "__main__":
+    main()
