@@ -1,0 +1,243 @@
+"""Generated tokens per second of our engine, of transformers' `generate` and of its `generate_batch`, on two CPU cores.
+
+    python benchmarks/engine.py [--quick]
+
+Two models with random weights: `tiny` (4 layers x 128) and `half`, the shape of a 0.5B Qwen2 (24 x 896, 14/2 heads,
+4864, 32k vocabulary). Equal lengths, and long-tailed ones (log-normal: P75 1.8, P99 8 times the median, cut at 16).
+Only tokens that were asked for count. Contenders take turns in one run; each figure is the best of its turns.
+
+The roofline of a decode step is the larger of bytes over bandwidth and operations over arithmetic rate, both measured
+here; bytes are weights and keys/values read once, operations those of the matrix products.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+THREADS = "2"
+os.environ["OMP_NUM_THREADS"] = THREADS  # before torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+
+from model import Model, parse_shape  # noqa: E402
+from rollout import Engine, RolloutConfig, Sequence  # noqa: E402
+from sampling import SamplingConfig  # noqa: E402
+
+GREEDY = SamplingConfig(temperature=0.0)
+PROMPT = 16  # tokens
+SHAPES = {
+    "tiny": dict(vocab_size=258, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4),
+    "half": dict(
+        vocab_size=32000, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14
+    ),
+}
+
+
+@dataclass
+class Case:
+    model: str
+    batch: int
+    lengths: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def long_tailed(count: int, median: int, seed: int = 0) -> list[int]:
+    """Return log-normal lengths, cut at 16 times the median."""
+    generator = torch.Generator().manual_seed(seed)
+    factor = (0.9 * torch.randn(count, generator=generator)).exp().clamp(max=16)
+    return (median * factor).ceil().long().tolist()
+
+
+def build(name: str) -> tuple[Model, Qwen2ForCausalLM]:
+    """Return the same random weights as our model and as transformers'."""
+    config = Qwen2Config(**SHAPES[name], num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096)
+    torch.manual_seed(0)
+    theirs = Qwen2ForCausalLM(config).eval()
+    ours = Model(parse_shape(config.to_dict(), name))
+    weights = theirs.state_dict()
+    for key, view, _ in ours.hf_tensors():
+        view.copy_(weights[key].view(view.shape))
+    return ours, theirs
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, 250, (count, PROMPT), generator=generator).tolist()
+
+
+# ---- contenders: seconds for one case ----------------------------------------------------------------------------
+
+
+def run_ours(engine: Engine, case: Case) -> float:
+    start = time.perf_counter()
+    for i, (ids, length) in enumerate(zip(prompts(len(case.lengths)), case.lengths)):
+        engine.add(Sequence(i, 0, 0, tuple(ids), i, length, ignore_eos=True))
+    done = 0
+    while not engine.is_idle:
+        done += sum(len(sample.token_ids) for sample in engine.step())
+    assert done == case.tokens
+    return time.perf_counter() - start
+
+
+def run_generate(model: Qwen2ForCausalLM, case: Case) -> float:
+    """Static batches in order of arrival: each runs to its longest."""
+    start = time.perf_counter()
+    ids = torch.tensor(prompts(len(case.lengths)))
+    for i in range(0, len(ids), case.batch):
+        length = max(case.lengths[i : i + case.batch])
+        part = ids[i : i + case.batch]
+        model.generate(
+            part,
+            attention_mask=torch.ones_like(part),
+            do_sample=False,
+            min_new_tokens=length,
+            max_new_tokens=length,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+    return time.perf_counter() - start
+
+
+def run_generate_batch(model: Qwen2ForCausalLM, case: Case) -> float:
+    """Continuous batching of transformers, in the fastest of the settings tried: 22 times its defaults here."""
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(case.lengths))
+    cache = ContinuousBatchingConfig(page_size=32, num_blocks=256, max_batch_tokens=case.batch)
+    with model.continuous_batching_context_manager(
+        generation_config=config, continuous_batching_config=cache, warmup=False
+    ) as manager:
+        start = time.perf_counter()  # its start-up is not counted
+        for i, (ids, length) in enumerate(zip(prompts(len(case.lengths)), case.lengths)):
+            manager.add_request(ids, request_id=str(i), max_new_tokens=length)
+        done = 0
+        while done < len(case.lengths):
+            result = manager.get_result(timeout=120)
+            if result is None:
+                raise TimeoutError("generate_batch gave no result within 120 s")
+            done += result.is_finished()
+        return time.perf_counter() - start
+
+
+# ---- roofline ----------------------------------------------------------------------------------------------------
+
+
+def best(function, turns: int = 5) -> float:
+    function()
+    times = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def machine() -> tuple[float, float]:
+    """Return measured bytes/s of reading memory and operations/s of an fp32 matrix product."""
+    block = torch.ones(64 * 2**20)  # 256 MiB: beyond any cache
+    a = torch.randn(1536, 1536)
+    packed = torch.ops.mkldnn._reorder_linear_weight(a, 1536)
+    product = min(
+        best(lambda: a @ a), best(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""))
+    )
+    return block.nbytes / best(lambda: block.sum()), 2 * 1536**3 / product
+
+
+def decode_step_floor(model: Model, batch: int, context: float, bandwidth: float, rate: float) -> float:
+    """Return the least seconds of one decode step."""
+    s = model.shape
+    weights = sum(p.numel() for p in model.parameters())  # tied: the embedding is read once, as the head
+    kv = 2 * s.num_layers * s.num_kv_heads * s.head_dim * context * batch
+    attention = 4 * s.num_layers * s.num_heads * s.head_dim * context * batch
+    return max(4 * (weights + kv) / bandwidth, (2 * weights * batch + attention) / rate)
+
+
+def measure_decode(engine: Engine, batch: int, steps: int) -> float:
+    """Return the best seconds of one decode step of `batch` rows."""
+    for i, ids in enumerate(prompts(batch)):
+        engine.add(Sequence(i, 0, 0, tuple(ids), i, steps + 2, ignore_eos=True))
+    engine.step()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    engine.abort([(0, i, 0) for i in range(batch)])
+    return min(times)
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter cases: under 2 minutes on 2 cores")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(int(THREADS))
+    torch.set_flush_denormal(True)
+    turns = 1 if quick else 3
+    batches = (1, 8, 32) if quick else (1, 8, 32, 128)
+    metrics: dict[str, float | str] = {"name": "engine"}
+    equal_ratios = []
+    for name in ("tiny", "half"):
+        ours, theirs = build(name)
+        small = name == "tiny"
+        config = RolloutConfig(
+            max_prompt_tokens=PROMPT,
+            max_response_tokens=2048,
+            max_running=128,
+            page_size=64,
+            kv_gib=0.5 if small else 2.0,
+        )
+        engine = Engine(ours, config, GREEDY, [])
+        length = 64 if small else (6 if quick else 24)
+        cases = [Case(name, b, [length] * b) for b in batches]
+        median = 24 if small else 4
+        if small or not quick:
+            tail = long_tailed(256 if small and not quick else 64, median)
+            cases.append(Case(name, 64 if small else 32, tail))
+        engine.config = config
+        for case in tqdm(cases, desc=name, disable=None):
+            long = len(set(case.lengths)) > 1
+            contenders = {"ours": (run_ours, engine), "generate": (run_generate, theirs)}
+            if long:
+                contenders["generate_batch"] = (run_generate_batch, theirs)
+            seconds: dict[str, list[float]] = {key: [] for key in contenders}
+            for _ in range(turns):
+                for key, (run, subject) in contenders.items():
+                    seconds[key].append(run(subject, case))
+            speed = {key: case.tokens / min(times) for key, times in seconds.items()}
+            spread = statistics.median(seconds["ours"]) / min(seconds["ours"])
+            row = "  ".join(f"{key} {value:,.0f}" for key, value in speed.items())
+            kind = "long-tailed" if long else "equal"
+            tqdm.write(f"{name:5} B {case.batch:3} {kind:11} tokens/s: {row}   (median/best {spread:.2f})")
+            if long:
+                metrics[f"ratio_generate_longtail_{name}"] = round(speed["ours"] / speed["generate"], 2)
+                metrics[f"ratio_generate_batch_longtail_{name}"] = round(speed["ours"] / speed["generate_batch"], 2)
+            else:
+                equal_ratios.append(speed["ours"] / speed["generate"])
+        if not small:
+            bandwidth, rate = machine()
+            tqdm.write(f"machine: {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s")
+            for b in batches:
+                step = measure_decode(engine, b, 4 if quick else 10)
+                floor = decode_step_floor(ours, b, PROMPT + 5, bandwidth, rate)
+                metrics[f"roofline_fraction_b{b}"] = round(floor / step, 3)
+                tqdm.write(f"half  B {b:3} decode step {1000 * step:.1f} ms, roofline {1000 * floor:.1f} ms")
+    metrics["ratio_generate_longtail"] = metrics["ratio_generate_longtail_tiny"]
+    metrics["ratio_generate_batch_longtail"] = metrics["ratio_generate_batch_longtail_tiny"]
+    metrics["ratio_generate_equal_min"] = round(min(equal_ratios), 2)
+    print(json.dumps(metrics))
+
+
+if __name__ == "__main__":
+    main()
