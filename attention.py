@@ -1,7 +1,10 @@
-"""Attention over packed sequences (training, prefill) and over KV pages (decode), in plain torch.
+"""Attention over packed sequences (training, prefill) and over KV pages (decode on a CPU).
 
 Shapes: T packed tokens, n sequences, P pages in use, H query heads, K key/value heads, G = H / K, D head size.
 """
+
+import inspect
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +14,14 @@ from torch import Tensor
 class PackedAttention:
     """Causal attention inside each of several sequences that lie one after another. [T, H, D] -> [T, H, D]
 
-    Sequences of similar length are padded to one batch, so that a call costs a few kernels and not one a sequence.
-    Only attention sees padding; every other layer works on the packed tokens.
+    On a GPU one kernel takes them as they lie. On a CPU sequences of similar length are padded to one batch, so that a
+    call costs a few operations and not some a sequence; every other layer works on the packed tokens.
     """
 
     def __init__(self, lengths: list[int], device: torch.device):
+        self.varlen = VarlenAttention(lengths, lengths, device) if device.type == "cuda" else None
+        if self.varlen:
+            return
         starts, start = [], 0
         for length in lengths:
             starts.append(start)
@@ -43,6 +49,8 @@ class PackedAttention:
         self.inverse = inverse.to(device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.varlen:
+            return self.varlen(q, k, v)
         groups = q.shape[1] // k.shape[1]
         outputs = []
         for rows in self.batches:
@@ -54,6 +62,40 @@ class PackedAttention:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # [n, H, L, D]
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.inverse)
+
+
+class VarlenAttention:
+    """Causal attention of packed sequences whose queries are the last tokens of their keys.
+
+    q [sum of query lengths, H, D], k and v [sum of key lengths, K, D] -> like q. Flash attention for half precision on
+    a GPU (torch.nn.attention.varlen), else one call a sequence.
+    """
+
+    def __init__(self, query_lengths: list[int], key_lengths: list[int], device: torch.device):
+        self.lengths = (query_lengths, key_lengths)
+        self.longest = [max(lengths) for lengths in self.lengths]
+        self.bounds = [
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in self.lengths
+        ]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        if q.is_cuda and q.dtype != torch.float32:
+            return _flash_varlen(q, k, v, *self.bounds, *self.longest)
+        parts = []
+        for query, key, value in zip(q.split(self.lengths[0]), k.split(self.lengths[1]), v.split(self.lengths[1])):
+            mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
+            heads_first = (x.transpose(0, 1) for x in (query, key, value))
+            parts.append(F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(0, 1))
+        return torch.cat(parts)
+
+
+def _flash_varlen(*args: Tensor | int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # not on CPU builds of every torch
+
+    is_old = "is_causal" in inspect.signature(varlen_attn).parameters  # torch 2.10
+    return varlen_attn(*args, **({"is_causal": True} if is_old else {"window_size": (-1, 0)}))
 
 
 def attend_to_prefix(q: Tensor, k_pages: Tensor, v_pages: Tensor, start: int) -> Tensor:

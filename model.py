@@ -18,6 +18,7 @@ from config import ConfigError
 from parallel import TensorParallel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]
+FusedAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (qkv [n, (H+2K)D], q_norm, k_norm) -> [n,H,D]
 Reduce = Callable[[Tensor], Tensor]
 
 
@@ -231,7 +232,7 @@ def use_kernels(x: Tensor, weight: Any) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension. [..., n], [n] -> [..., n]"""
-    if use_kernels(x, weight):
+    if x.dim() == 2 and use_kernels(x, weight):
         return kernels.rms_norm(x, weight, eps)
     if weight.requires_grad or x.device.type != "cpu" or x.dtype != torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -265,6 +266,22 @@ def run_layer(
         gate, up = gate_up.view(len(x), split.mlp_blocks, 2, -1).unbind(2)
         activated = (F.silu(gate) * up).flatten(1)
     return x + reduce(linear(activated, w.down, w.down_bias))
+
+
+def run_layer_fused(
+    w: LayerWeights, split: Split, x: Tensor, residual: Tensor | None, attend: FusedAttend, reduce: Reduce
+) -> tuple[Tensor, Tensor]:
+    """As `run_layer`, for decoding on a GPU, where launches are dear. The sum of x and residual is the layer's input.
+
+    Returns (x, residual) in the same sense: the next norm adds them. `attend` turns, writes and reads keys itself.
+    """
+    eps = split.shape.norm_eps
+    normed, residual = kernels.add_rms_norm(x, residual, w.input_norm, eps)
+    attended = attend(linear(normed, w.qkv, w.qkv_bias), w.q_norm, w.k_norm)  # [n, H, D]
+    x = reduce(linear(attended.flatten(1), w.out, w.out_bias))
+    normed, residual = kernels.add_rms_norm(x, residual, w.post_norm, eps)
+    activated = kernels.silu_mul(linear(normed, w.gate_up, w.gate_up_bias), split.mlp_blocks)
+    return reduce(linear(activated, w.down, w.down_bias)), residual
 
 
 class Layer(nn.Module):
@@ -353,11 +370,16 @@ class Model(nn.Module):
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin at `positions`, [T, 1, 1, head_dim / 2] each."""
+        cos, sin = self.rope_tables()
+        return cos[positions], sin[positions]
+
+    def rope_tables(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of all positions, [max_positions, 1, 1, head_dim / 2] each."""
         weight = self.embed.weight
         if self._rope is None or self._rope[0].device != weight.device or self._rope[0].dtype != weight.dtype:
             cos, sin = rope_table(self.shape, self.shape.max_positions, weight.device)
             self._rope = cos[:, None, None].to(weight.dtype), sin[:, None, None].to(weight.dtype)
-        return self._rope[0][positions], self._rope[1][positions]
+        return self._rope
 
     def export(self) -> dict[str, Tensor]:
         """Return the weights by Hugging Face name, in their shapes there; copies where our layout differs."""
@@ -406,6 +428,9 @@ class Packed:
     MIN_ELEMENTS = 2**18  # below, the calls cost more than the layout gains
 
     def __init__(self, weight: Tensor):
+        self.pack(weight)
+
+    def pack(self, weight: Tensor) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -420,17 +445,33 @@ class Packed:
 class Shard:
     """What an engine decodes with: one tensor-parallel rank's part of a model, as plain tensors."""
 
+    # Packed copies aside, its tensors keep their places when the weights change, as CUDA graphs need it.
+
     def __init__(self, model: Model, parallel: TensorParallel, prepack: bool = True):
         self.model, self.shape, self.parallel = model, model.shape, parallel
         self.split = Split(model.shape, parallel.rank, parallel.size)
         self.layers = [layer.shard(self.split) for layer in model.layers]
-        rows = -(-self.shape.vocab_size // parallel.size)  # of the vocabulary; the last rank may have fewer
-        self.head = model.head_weight.detach()[parallel.rank * rows : (parallel.rank + 1) * rows]
-        self.missing = rows - len(self.head)
+        self.head = self._own_head()
+        self.missing = -(-self.shape.vocab_size // parallel.size) - len(self.head)
         if prepack:
             names = ("qkv", "out", "gate_up", "down")
             self.layers = [w._replace(**{n: _packed(getattr(w, n)) for n in names}) for w in self.layers]
             self.head = _packed(self.head)
+
+    def refresh(self) -> None:
+        """Follow the model's newest weights: views need nothing, copies are made again where they are."""
+        for layer, own in zip(self.model.layers, self.layers, strict=True):
+            for old, new in zip(own, layer.shard(self.split), strict=True):
+                if isinstance(old, Packed):
+                    old.pack(new)
+                elif old is not None and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+        if isinstance(self.head, Packed):
+            self.head.pack(self._own_head())
+
+    def _own_head(self) -> Tensor:
+        rows = -(-self.shape.vocab_size // self.parallel.size)  # of the vocabulary; the last rank may have fewer
+        return self.model.head_weight.detach()[self.parallel.rank * rows : (self.parallel.rank + 1) * rows]
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """As `Model.forward`. Every rank of the group calls it with the same arguments."""
@@ -439,6 +480,27 @@ class Shard:
         for index, weights in enumerate(self.layers):
             x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce)
         return rms_norm(x, self.model.norm.weight.detach(), self.shape.norm_eps)
+
+    def decode(self, token_ids: Tensor, positions: Tensor, table: Tensor, pool: Tensor) -> Tensor:
+        """Return hidden states of one new token per row, its keys and values written to the row's pages. GPU path.
+
+        token_ids, positions [n]; a negative position is a padding row; table [n, max_pages] int32 of pages in `pool`
+        [layers, 2, pages, K, page, D] -> [n, hidden_size]. Depends on shapes only, so a CUDA graph can hold it.
+        """
+        cos, sin = (x[:, 0, 0] for x in self.model.rope_tables())
+        s, heads, kv_heads = self.shape, self.split.groups * self.split.num_kv_heads, self.split.num_kv_heads
+        lengths, x, residual = (positions + 1).int(), F.embedding(token_ids, self.model.embed.weight), None
+        for index, weights in enumerate(self.layers):
+            k_pool, v_pool = pool[index]
+
+            def attend(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, k_pool=k_pool, v_pool=v_pool):
+                q = kernels.rope_and_write(
+                    qkv, cos, sin, positions, table, k_pool, v_pool, heads, kv_heads, q_norm, k_norm, s.norm_eps
+                )
+                return kernels.paged_decode(q, k_pool, v_pool, table, lengths)
+
+            x, residual = run_layer_fused(weights, self.split, x, residual, attend, self.parallel.reduce)
+        return kernels.add_rms_norm(x, residual, self.model.norm.weight.detach(), s.norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size] on every rank"""

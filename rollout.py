@@ -1,7 +1,8 @@
 """The generation engine: a paged KV cache, continuous batching, sampling, abort, preemption by recomputation.
 
 Decode state lives in device tensors whose first `n` rows are the running sequences; the host mirrors only lengths
-and page tables. Per decoded token the host reads one thing back: which rows have finished.
+and page tables. Per decoded token the host reads one thing back: which rows have ended; on a GPU one step later, while
+the next step runs (graphs.py).
 
 A sequence waits, is admitted (it has pages for its whole context), is prefilled in chunks beside the decoding rows, and
 runs. Sequences with equal contexts, such as a group's responses, follow one leader through the prefill and take its
@@ -11,6 +12,7 @@ pages over: shared where the attention can read shared pages, copied where it ca
 import math
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import kernels
-from attention import PackedAttention, attend_to_prefix, decode_by_page
+from attention import PackedAttention, VarlenAttention, attend_to_prefix, decode_by_page
 from config import ConfigError, option
 from core import Prompt, Sample
+from graphs import DecodeGraphs, Flight, upload
 from model import Model, ModelShape, Shard, Split
 from pages import Pages, compact
 from parallel import TensorParallel, World
@@ -157,13 +159,15 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.prefills: dict[tuple[int, ...], Prefill] = {}  # by context, in order of admission
         self.running: list[Sequence] = []
-        self.admissions = 0
+        self.admissions = self.num_stops = 0  # num_stops: running sequences that have stop texts
+        self.flights: deque[Flight] = deque()  # flags of launched steps, not read yet
+        self.finished: list[Sample] = []  # read between two steps, for the next to return
         shape, weight = model.shape, model.embed.weight
         self.device = weight.device
-        on_cpu = self.device.type == "cpu"
+        fused = self._is_fused(self.device)
         rows, page = config.max_running, config.page_size
         num_pages = num_pages_for(config, shape, weight.dtype, self.device)
-        self.pages = Pages(num_pages, page, dense=on_cpu)
+        self.pages = Pages(num_pages, page, dense=not fused)
         per_sequence = self.pages.needed(config.max_prompt_tokens + config.max_response_tokens)
         # One tensor, so that a page moves with one copy: [layers, k|v, pages, K, page, D]
         pool_shape = (shape.num_layers, 2, num_pages, self.weights.split.num_kv_heads, page, shape.head_dim)
@@ -178,9 +182,11 @@ class Engine:
         self.limit = state(rows)
         self.key = state(rows)
         self.heeds_eos = state(rows, dtype=torch.bool)
-        self.tokens = state(rows, config.max_response_tokens)
-        self.logprobs = state(rows, config.max_response_tokens, dtype=torch.float32)
-        self.row_state = (self.last_token, self.length, self.count, self.limit, self.key, self.heeds_eos)
+        self.ended = state(rows) + 1  # 0: the row decodes; else 2 * its tokens + (1: it stopped, 0: at its limit)
+        columns = config.max_response_tokens + 1  # one more, for what an ended row draws
+        self.tokens = state(rows, columns)
+        self.logprobs = state(rows, columns, dtype=torch.float32)
+        self.row_state = (self.last_token, self.length, self.count, self.limit, self.key, self.heeds_eos, self.ended)
         self.row_state += (self.tokens, self.logprobs)
         self.eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=self.device)
         # Host mirrors of the running rows. On CPU they are also read directly as tensors.
@@ -190,12 +196,27 @@ class Engine:
         self.page_row = np.zeros(num_pages, np.int64)  # row of a page's sequence; `rows` while it is prefilled
         filled = torch.arange(page)[None] < torch.arange(page + 1)[:, None]  # [page + 1, page]
         self.bias = torch.zeros(page + 1, page).masked_fill(~filled, -torch.inf).to(weight.dtype)
+        on_gpu = self.device.type == "cuda"
+        self.reader = torch.cuda.Stream() if on_gpu else None
+        self.moved = torch.cuda.Event() if on_gpu else None  # after the last moves of rows
+        self.graphs = DecodeGraphs(self._decode_step, self.ended, rows, per_sequence) if fused else None
+        if fused:
+            self.device_table = state(rows, per_sequence, dtype=torch.int32)
+            # Two, in turns: the copy of the step before may still be on its way.
+            self.sent_tables = deque(
+                torch.zeros(rows, per_sequence, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)
+            )
+
+    @staticmethod
+    def _is_fused(device: torch.device) -> bool:
+        """Whether to decode by fused kernels, with shared pages; the tests say yes on a CPU too."""
+        return device.type == "cuda"
 
     # ---- interface -------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        return not (self.running or self.prefills or self.waiting)
+        return not (self.running or self.prefills or self.waiting or self.finished)
 
     @property
     def pages_used(self) -> int:
@@ -204,7 +225,13 @@ class Engine:
     def load_weights(self, model: Model, version: int) -> None:
         """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine."""
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
-        self.weights, self.version = Shard(model, self.parallel, self.config.prepack), version
+        self.version = version
+        if model is self.weights.model:
+            self.weights.refresh()
+            return
+        self.weights = Shard(model, self.parallel, self.config.prepack)
+        if self.graphs:
+            self.graphs.graphs.clear()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
@@ -227,22 +254,39 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sample]:
-        """Admit what fits; one forward over all decoding rows and some prefill; return the samples that finished."""
+        """Admit what fits; decode one token in every row and prefill some; return the samples that finished.
+
+        On a CPU this is one forward, and the samples are its own. On a GPU it is a graph and a forward for the prefill,
+        and the samples are those of the step before, whose flags have arrived meanwhile.
+        """
         self._admit()
         if self.running:
             self._make_room()
         chunks = self._plan_chunks()
-        if not self.running and not chunks:
-            return []
-        return self._forward(chunks)
+        if self.graphs and self.running:
+            self._launch()
+        if chunks or (self.running and not self.graphs):
+            self._forward(chunks)
+        if self.running:
+            self.flights.append(Flight(self.running, self.ended))
+        lag = 1 if self.graphs and not self.num_stops else 0
+        while len(self.flights) > lag:
+            self._land()
+        finished, self.finished = self.finished, []
+        return finished
 
     def abort(self, ids: Iterable[tuple[int, int, int]]) -> int:
         """Drop sequences by id, free their pages at once and return how many response tokens were thrown away."""
-        return sum(len(sequence.token_ids) for sequence in self.export(ids))
+        ids = set(ids)
+        thrown = sum(len(sequence.token_ids) for sequence in self.export(ids))
+        thrown += sum(len(sample.token_ids) for sample in self.finished if sample.id in ids)
+        self.finished = [sample for sample in self.finished if sample.id not in ids]
+        return thrown
 
     def export(self, ids: Iterable[tuple[int, int, int]]) -> list[Sequence]:
         """Take sequences out with all they need to continue, token by token the same, in another engine's `add`."""
         ids = set(ids)
+        self._settle()
         admitted = [s for s in self._admitted() if s.id in ids]
         queued = [s for s in self.waiting if s.id in ids]
         self.waiting = deque(s for s in self.waiting if s.id not in ids)
@@ -326,10 +370,9 @@ class Engine:
 
     def _make_room(self) -> None:
         """Give a page to every row that has filled its last one; when none is left, preempt the newest sequence."""
-        n, page = len(self.running), self.config.page_size
-        for sequence in [
-            self.running[row] for row in np.flatnonzero(self.host_length[:n] == self.host_pages[:n] * page)
-        ]:
+        if self.flights and self.pages.free < len(self._full_rows()):
+            self._settle()  # what has ended meanwhile makes room before anybody is preempted
+        for sequence in self._full_rows():
             while not self.pages.free and sequence.row >= 0:
                 newest = max(self._admitted(), key=lambda s: s.admitted)
                 self._evict([newest])
@@ -339,6 +382,11 @@ class Engine:
                 self._add_page(row - 1)
         self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
 
+    def _full_rows(self) -> list[Sequence]:
+        n = len(self.running)
+        full = self.host_length[:n] == self.host_pages[:n] * self.config.page_size
+        return [self.running[row] for row in np.flatnonzero(full)]
+
     def _add_page(self, row: int) -> None:
         taken = self.pages.take(self.running[row])
         self.table[row, self.host_pages[row]] = taken
@@ -347,18 +395,44 @@ class Engine:
 
     # ---- one forward -----------------------------------------------------------------------------------------
 
-    def _forward(self, chunks: list[tuple[Prefill, int, int]]) -> list[Sample]:
-        """Compute the decoding rows and `chunks` together, then draw a token for every row and finished prefill."""
-        n, device = len(self.running), self.device
+    def _launch(self) -> None:
+        """Start one fused decode step over all rows. (GPU path)"""
+        n = len(self.running)
+        self.sent_tables.rotate()
+        table = self.sent_tables[0][:n].copy_(torch.from_numpy(self.table[:n]))
+        self.device_table[:n].copy_(table, non_blocking=True)
+        self.graphs.run(n, int(self.host_pages[:n].max()))
+        self._count_decoded(n)
+
+    def _decode_step(self, rows: int, width: int) -> None:
+        """Decode one token in every row that has not ended, on tensors of fixed places, so that a graph can hold it."""
+        alive = self.ended[:rows] == 0
+        positions = (self.length[:rows] + 1) * alive - 1  # an ended row: -1
+        table = self.device_table[:rows, :width]
+        hidden = self.weights.decode(self.last_token[:rows], positions, table, self.pool)
+        self.length[:rows] += alive
+        self._advance(slice(0, rows), self.weights.logits(hidden))
+
+    def _count_decoded(self, n: int) -> None:
+        self.host_length[:n] += 1
+        self.stats.decode_steps += n > 0
+        self.stats.decoded_tokens += n
+
+    def _forward(self, chunks: list[tuple[Prefill, int, int]]) -> None:
+        """Compute `chunks`, on a CPU the decoding rows beside them; draw a token for every row that is due one."""
+        n, device = 0 if self.graphs else len(self.running), self.device
+        first = len(self.running) - n
         position = self.length[:n]
-        decode = self._decode_attention(n, bool(chunks))
+        decode = PageAttention(self, n, bool(chunks)) if n else None
         if chunks:
-            new = _Chunks(chunks, self.config.page_size, device)
-            token_ids = torch.cat((self.last_token[:n], new.token_ids))
-            positions = torch.cat((position, new.positions))
-            write_page, offset = torch.cat((decode.page, new.page)), positions % self.config.page_size
+            new = _Chunks(chunks, self.config.page_size, device, gather=self.graphs is not None)
+            token_ids, positions, write_page = new.token_ids, new.positions, new.page
+            if decode:
+                token_ids = torch.cat((self.last_token[:n], token_ids))
+                positions, write_page = torch.cat((position, positions)), torch.cat((decode.page, write_page))
         else:
-            token_ids, positions, write_page, offset = self.last_token[:n], position, decode.page, decode.offset
+            token_ids, positions, write_page = self.last_token[:n], position, decode.page
+        offset = positions % self.config.page_size
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k_pool, v_pool = self.pool[layer, 0], self.pool[layer, 1]
@@ -366,24 +440,18 @@ class Engine:
             v_pool[write_page, :, offset] = v
             if not chunks:
                 return decode(q, k_pool, v_pool)
-            parts = [decode(q[:n], k_pool, v_pool)] if n else []
+            parts = [decode(q[:n], k_pool, v_pool)] if decode else []
             return torch.cat((*parts, new.attend(layer, q[n:], k[n:], v[n:], k_pool, v_pool)))
 
         hidden = self.weights(token_ids, positions, attend)
         self.length[:n] += 1
-        self.host_length[:n] += 1
-        self.stats.decode_steps += n > 0
-        self.stats.decoded_tokens += n
+        self._count_decoded(n)
         if chunks:
             self.stats.prefilled_tokens += len(new.token_ids)
             last = list(range(n)) + [n + row for row in self._finish_prefills(chunks)]
-            hidden = hidden[torch.tensor(last, dtype=torch.int64, device=device)]
-        return self._sample(self.weights.logits(hidden)) if self.running else []
-
-    def _decode_attention(self, n: int, beside_prefill: bool) -> "PageAttention | KernelAttention":
-        if self.device.type == "cpu":
-            return PageAttention(self, n, beside_prefill)
-        return KernelAttention(self, n)
+            hidden = hidden[upload(last, device)]
+        if len(hidden):
+            self._advance(slice(first, len(self.running)), self.weights.logits(hidden))
 
     def _finish_prefills(self, chunks: list[tuple[Prefill, int, int]]) -> list[int]:
         """Give rows to the contexts that are now complete; return which chunk token predicts for each new row."""
@@ -406,7 +474,7 @@ class Engine:
         """Copy the KV of one sequence to another's pages, as far as those reach and are not shared."""
         moves = [(a, b) for donor, taker in pairs for a, b in zip(donor.pages, taker.pages) if a != b]
         if moves:
-            source, target = torch.tensor(moves, device=self.device).T
+            source, target = upload(moves, self.device).T
             self.pool[:, :, target] = self.pool[:, :, source]
 
     def _load_rows(self, sequences: list[Sequence]) -> None:
@@ -419,8 +487,10 @@ class Engine:
             (self.limit, [s.max_new_tokens for s in sequences]),
             (self.key, [s.key for s in sequences]),
             (self.heeds_eos, [not s.ignore_eos for s in sequences]),
+            (self.ended, [0] * len(sequences)),
         ):
-            tensor[rows] = torch.tensor(values, device=self.device)
+            tensor[rows] = upload(values, self.device, tensor.dtype)
+        self.num_stops += sum(bool(s.stop) for s in sequences)
         for row, s in enumerate(sequences, first):
             s.row = row
             self.running.append(s)
@@ -428,40 +498,59 @@ class Engine:
             self.table[row, : len(s.pages)] = s.pages
             self.page_row[s.pages] = row
             if s.token_ids:
-                self.tokens[row, : len(s.token_ids)] = torch.tensor(s.token_ids, device=self.device)
-                self.logprobs[row, : len(s.token_ids)] = torch.tensor(s.logprobs, device=self.device)
+                self.tokens[row, : len(s.token_ids)] = upload(s.token_ids, self.device)
+                self.logprobs[row, : len(s.token_ids)] = upload(s.logprobs, self.device, torch.float32)
 
     # ---- after the forward -----------------------------------------------------------------------------------
 
-    def _sample(self, logits: Tensor) -> list[Sample]:
-        """Draw the next token of every running row, record it, and take out the sequences that it ends. [n, V]"""
-        n = len(self.running)
-        count = self.count[:n]
-        token, logprob = sample(logits, uniforms(self.key[:n], count), self.sampling)
-        self.last_token[:n] = token
-        self.tokens[:n].scatter_(1, count[:, None], token[:, None])
-        self.logprobs[:n].scatter_(1, count[:, None], logprob[:, None])
-        count += 1
-        stopped = torch.isin(token, self.eos_ids) & self.heeds_eos[:n]
-        if any(s.stop for s in self.running):
-            stopped |= torch.tensor([self._says_stop(s) for s in self.running], device=self.device)
-        ended = (stopped | (count >= self.limit[:n])).nonzero()[:, 0].tolist()  # the step's only read-back
-        finished = []
-        for row in ended:
-            sequence, length = self.running[row], int(count[row])
-            finished.append(
+    def _advance(self, rows: slice, logits: Tensor) -> None:
+        """Draw the next token of each of `rows` that has not ended, record it, mark the rows that it ends. [n, V]"""
+        alive, count = self.ended[rows] == 0, self.count[rows]
+        token, logprob = sample(logits, uniforms(self.key[rows], count), self.sampling)
+        self.tokens[rows].scatter_(1, count[:, None], token[:, None])
+        self.logprobs[rows].scatter_(1, count[:, None], logprob[:, None])
+        self.last_token[rows] = token.where(alive, self.last_token[rows])
+        count += alive
+        stopped = (token[:, None] == self.eos_ids).any(1) & self.heeds_eos[rows]
+        self.ended[rows] += (alive & (stopped | (count >= self.limit[rows]))) * (2 * count + stopped)
+
+    def _settle(self) -> None:
+        """Wait for the steps under way, so that the host knows what the device knows."""
+        while self.flights:
+            self._land()
+
+    def _land(self) -> None:
+        """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
+        ended = {s: flag for s, flag in self.flights.popleft().land() if s.row >= 0}  # else an earlier flight's
+        if self.num_stops:
+            for s in self.running:
+                if s not in ended and self._says_stop(s):
+                    ended[s] = 2 * int(self.count[s.row]) + 1
+        if not ended:
+            return
+        tokens, logprobs = self._read([s.row for s in ended], max(ended.values()) // 2)
+        for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
+            length, reason = flag // 2, "stop" if flag % 2 else "length"
+            self.finished.append(
                 Sample(
-                    prompt_index=sequence.prompt_index,
-                    response_index=sequence.response_index,
-                    epoch=sequence.epoch,
-                    token_ids=tuple(self.tokens[row, :length].tolist()),
-                    logprobs=tuple(self.logprobs[row, :length].tolist()),
-                    finish_reason="stop" if bool(stopped[row]) else "length",
+                    prompt_index=s.prompt_index,
+                    response_index=s.response_index,
+                    epoch=s.epoch,
+                    token_ids=tuple(ids[:length]),
+                    logprobs=tuple(values[:length]),
+                    finish_reason=reason,
                     weights_version=self.version,
                 )
             )
-        self._remove([self.running[row] for row in ended])
-        return finished
+        self._remove(list(ended))
+
+    def _read(self, rows: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Return the tokens and log-probs of rows whose flags have arrived, without waiting for the step under way."""
+        if self.reader:
+            self.reader.wait_event(self.moved)
+        with torch.cuda.stream(self.reader) if self.reader else nullcontext():
+            index = upload(rows, self.device)
+            return self.tokens[index, :longest].tolist(), self.logprobs[index, :longest].tolist()
 
     def _says_stop(self, sequence: Sequence) -> bool:
         """Whether one of the sequence's stop texts stands in its newest tokens."""
@@ -494,19 +583,23 @@ class Engine:
             return
         page_moves = self.pages.release(sequences)
         if page_moves:
-            source, target = (torch.tensor(x, device=self.device) for x in zip(*page_moves, strict=True))
+            source, target = upload(page_moves, self.device).T
             self.pool[:, :, target] = self.pool[:, :, source]
         for source, target in page_moves:
             self.page_row[target] = self.page_row[source]
             holder = self.pages.holder[target]
             if holder.row >= 0:
                 self.table[holder.row, self.pages.start[target] // self.config.page_size] = target
-        row_moves = compact([s.row for s in sequences if s.row >= 0], len(self.running))
-        num_rows = sum(s.row >= 0 for s in sequences)
+        gone = [s.row for s in sequences if s.row >= 0]
+        row_moves = compact(gone, len(self.running))
+        self.num_stops -= sum(bool(s.stop) for s in sequences if s.row >= 0)
         if row_moves:
-            source, target = (torch.tensor(x, device=self.device) for x in zip(*row_moves, strict=True))
+            source, target = upload(row_moves, self.device).T
             for tensor in self.row_state:
                 tensor[target] = tensor[source]
+        self.ended[len(self.running) - len(gone) : len(self.running)] = 1
+        if self.moved:
+            self.moved.record()
         for s in sequences:
             s.row = -1
         for source, target in row_moves:
@@ -516,7 +609,7 @@ class Engine:
             for array in (self.host_length, self.host_pages, self.table):
                 array[target] = array[source]
             self.page_row[moved.pages] = target
-        del self.running[len(self.running) - num_rows :]
+        del self.running[len(self.running) - len(gone) :]
 
 
 class PageAttention:
@@ -540,36 +633,37 @@ class PageAttention:
         return decode_by_page(q, k_pool[: self.used], v_pool[: self.used], self.owner, self.bias)[: self.n]
 
 
-class KernelAttention:
-    """Decode attention of the GPU path: pages are read where they lie, shared ones too."""
-
-    def __init__(self, engine: Engine, n: int):
-        position, page = engine.length[:n], engine.config.page_size
-        width = int(engine.host_pages[:n].max()) if n else 1
-        table = torch.from_numpy(engine.table[:n, :width]).to(engine.device)
-        self.page = table.gather(1, (position // page)[:, None])[:, 0]
-        self.offset = position % page
-        self.table, self.lengths = table.int(), (position + 1).int()
-
-    def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        return kernels.paged_decode(q, k_pool, v_pool, self.table, self.lengths)
-
-
 class _Chunks:
-    """The prefill part of one forward. Chunks that continue a context come first; all others start one."""
+    """The prefill part of one forward. Chunks that continue a context come first; all others start one.
 
-    def __init__(self, chunks: list[tuple[Prefill, int, int]], page: int, device: torch.device):
-        self.continued = [(p.leader.pages, start, end) for p, start, end in chunks if start]
-        ranges = [np.arange(start, end) for _, start, end in chunks]
-        pages = [np.asarray(p.leader.pages)[r // page] for (p, _, _), r in zip(chunks, ranges, strict=True)]
-        self.token_ids = torch.tensor([t for p, start, end in chunks for t in p.context[start:end]], device=device)
-        self.positions = torch.from_numpy(np.concatenate(ranges)).to(device)
-        self.page = torch.from_numpy(np.concatenate(pages)).to(device)
-        fresh = [end for _, start, end in chunks if not start]
+    `gather` is for a GPU: keys and values of all chunks are gathered from their pages for one attention kernel.
+    """
+
+    def __init__(self, chunks: list[tuple[Prefill, int, int]], page: int, device: torch.device, gather: bool):
+        spans = [(np.asarray(p.leader.pages), start, end) for p, start, end in chunks]
+        ranges = [np.arange(start, end) for _, start, end in spans]
+        pages = [own[r // page] for (own, _, _), r in zip(spans, ranges, strict=True)]
+        self.token_ids = upload([t for p, start, end in chunks for t in p.context[start:end]], device)
+        self.positions = upload(np.concatenate(ranges), device)
+        self.page = upload(np.concatenate(pages), device)
+        self.varlen = None
+        if gather:
+            whole = [np.arange(end) for _, _, end in spans]
+            key_pages = [own[r // page] for (own, _, _), r in zip(spans, whole, strict=True)]
+            self.key_page = upload(np.concatenate(key_pages), device)
+            self.key_offset = upload(np.concatenate(whole) % page, device)
+            lengths = [end - start for _, start, end in spans], [end for _, _, end in spans]
+            self.varlen = VarlenAttention(*lengths, device)
+            return
+        self.continued = [span for span in spans if span[1]]
+        fresh = [end for _, start, end in spans if not start]
         self.packed = PackedAttention(fresh, device) if fresh else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """q [T, H, D] and k, v [T, K, D] of the chunks' tokens, already written to the pool -> [T, H, D]"""
+        if self.varlen:
+            key, value = (pool[self.key_page, :, self.key_offset] for pool in (k_pool, v_pool))
+            return self.varlen(q, key, value)
         parts, at = [], 0
         for pages, start, end in self.continued:
             parts.append(attend_to_prefix(q[at : at + end - start], k_pool[pages], v_pool[pages], start))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import kernels
 from config import option
 
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele 2014)
@@ -96,6 +97,8 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Ten
     if config.temperature == 0.0:
         tokens = logits.argmax(-1)
         return tokens, torch.zeros(tokens.shape, device=logits.device)
+    if logits.is_cuda and not config.truncates:
+        return kernels.sample_inverse_cdf(logits, uniform, max(config.temperature, COLDEST))
     logprobs = filter_logits(logits, config).log_softmax(-1)  # [n, V]
     cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]

@@ -1,0 +1,80 @@
+"""The decode step of the GPU path: CUDA graphs, and the flags of finished rows that follow them to the host.
+
+The host launches step after step and learns one step late which rows have ended; an ended row is dead on the device at
+once, so the step in between writes nothing for it. Where there is no GPU (the tests), the same step runs eagerly.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def row_bucket(n: int) -> int:
+    """Return how many rows a graph for n rows has: 1, 2, 4, 8, 16, 24 .. 64, 80 .. 256, 288 .."""
+    if n <= 8:
+        return 1 << (n - 1).bit_length()
+    step = 8 if n <= 64 else 16 if n <= 256 else 32
+    return -(-n // step) * step
+
+
+class DecodeGraphs:
+    """One graph for each (rows, pages of the longest row) that occurs, captured when it first occurs.
+
+    `step(rows, width)` computes one decode step on fixed tensors. `ended` [rows] is 0 for the rows that it may change.
+    """
+
+    def __init__(self, step: Callable[[int, int], None], ended: Tensor, max_rows: int, max_width: int):
+        self.step, self.ended, self.max_rows, self.max_width = step, ended, max_rows, max_width
+        self.graphs: dict[tuple[int, int], Any] = {}
+        self.memory = None  # shared: graphs never run side by side
+
+    def run(self, n: int, width: int) -> None:
+        """Launch one step over at least n rows whose page tables have at least `width` entries in use."""
+        shape = min(row_bucket(n), self.max_rows), min(max(8, 1 << (width - 1).bit_length()), self.max_width)
+        if self.ended.device.type != "cuda":
+            return self.step(*shape)
+        if shape not in self.graphs:
+            self.graphs[shape] = self._capture(*shape)
+        self.graphs[shape].replay()
+
+    def _capture(self, rows: int, width: int) -> Any:
+        ended = self.ended.clone()
+        self.ended.fill_(1)  # steps over dead rows change nothing: they compile kernels and warm libraries up
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.step(rows, width)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog may ask for events in its own thread meanwhile
+        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+            self.step(rows, width)
+        self.memory = self.memory or graph.pool()
+        self.ended.copy_(ended)
+        return graph
+
+
+class Flight:
+    """Flags of one step on their way to the host, with the sequences that the rows were then."""
+
+    def __init__(self, sequences: list[Any], ended: Tensor):
+        self.sequences, self.event = list(sequences), torch.cuda.Event() if ended.is_cuda else None
+        self.host = torch.empty(len(sequences), dtype=ended.dtype, pin_memory=ended.is_cuda)
+        self.host.copy_(ended[: len(sequences)], non_blocking=True)
+        if self.event:
+            self.event.record()
+
+    def land(self) -> list[tuple[Any, int]]:
+        """Wait for the flags; return (sequence, flag) of every row that has ended."""
+        if self.event:
+            self.event.synchronize()
+        return [(s, flag) for s, flag in zip(self.sequences, self.host.tolist()) if flag]
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return host values as a device tensor without waiting for the device."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
