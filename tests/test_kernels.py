@@ -323,7 +323,9 @@ def test_sampling_at_the_edges_of_equal_tokens(runner: str) -> None:
 
 @pytest.mark.skipif(RUNNERS != ["torch"] or not kernels.HAS_TRITON, reason="needs triton, and runs its kernels itself")
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "triton or splits", __file__]
+    engine = f"{Path(__file__).parent}/test_rollout.py::test_other_families_draw_the_same_tokens_by_fused_kernels"
+    tests = ["-k", "triton or splits or qwen3-3-5", __file__, engine]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -556,17 +556,18 @@ def test_what_ended_before_an_abort_is_dropped_with_it_and_kept_without(model, o
     assert set(drain(engine)) == {kept.id, other.id}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_other_families_draw_the_same_tokens_by_fused_kernels(tiny_folder, family: str) -> None:
+@pytest.mark.parametrize("family, count, limit", [("qwen3", 6, LIMIT), ("llama", 6, LIMIT), ("qwen3", 3, 5)])
+def test_other_families_draw_the_same_tokens_by_fused_kernels(tiny_folder, family: str, count: int, limit: int) -> None:
+    """The short case also runs with the Triton kernels themselves, from `test_kernels_in_the_interpreter`."""
     config = json.loads((tiny_folder / "config.json").read_text()) | {"model_type": family, "head_dim": 16}
     other = Model(parse_shape({**config, "tie_word_embeddings": False, "attention_bias": family == "llama"}, family))
     generator = torch.Generator().manual_seed(1)
     for _, tensor, _ in other.hf_tensors():
         tensor.normal_(0.0, 0.3, generator=generator)
-    ours = generate(make_engine(other), make_sequences(6))
-    fused = generate(make_engine(other, kind=FusedEngine), make_sequences(6))
+    ours = generate(make_engine(other), make_sequences(count, limit=limit))
+    fused = generate(make_engine(other, kind=FusedEngine), make_sequences(count, limit=limit))
     assert {i: s.token_ids for i, s in ours.items()} == {i: s.token_ids for i, s in fused.items()}
-    assert len({token for s in ours.values() for token in s.token_ids}) > 50
+    assert len({token for s in ours.values() for token in s.token_ids}) > count * limit / 5
 
 
 def test_changed_weights_are_read_in_place(model, oracle) -> None:
