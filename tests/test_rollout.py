@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import FusedEngine
 from torch import Tensor
 
 from attention import PackedAttention
@@ -69,14 +70,6 @@ def until(tokens: Iterable[int], eos: set[int]) -> tuple[int, ...]:
         if token in eos:
             break
     return tuple(kept)
-
-
-class FusedEngine(Engine):
-    """What an engine does on a GPU, with the kernels' torch twins and no graphs: shared pages, flags a step late."""
-
-    @staticmethod
-    def _is_fused(device: torch.device) -> bool:
-        return True
 
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])

@@ -1,5 +1,6 @@
 """Tensor-parallel engines against one that has the whole model: same weights, same tokens, on every rank."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from conftest import FusedEngine
 
 import parallel
 from checkpoint import load_model, save_model
@@ -62,10 +64,18 @@ def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
     assert (tp.shared is not None) == (size > 1)
     if not shared:
         tp.shared = None
-    for temperature in (0.0, 1.0):
+    for temperature, kind in ((0.0, Engine), (1.0, Engine), (1.0, FusedEngine)):
         sampling = SamplingConfig(temperature)
         whole = generate(Engine(model, CONFIG, sampling, [7]))
-        split = generate(Engine(model, replace(CONFIG, tensor_parallel=size), sampling, [7], parallel=tp))
+        other = copy.deepcopy(model).requires_grad_(False)
+        engine = kind(other, replace(CONFIG, tensor_parallel=size), sampling, [7], parallel=tp)
+        if temperature:
+            other.layers[0].qkv_proj.weight.neg_()
+            engine.load_weights(other, 1)
+            assert {i: s.token_ids for i, s in generate(engine).items()} != {i: s.token_ids for i, s in whole.items()}
+            other.layers[0].qkv_proj.weight.neg_()
+            engine.load_weights(other, 0)
+        split = generate(engine)
         assert {i: s.token_ids for i, s in split.items()} == {i: s.token_ids for i, s in whole.items()}
         assert len({t for s in whole.values() for t in s.token_ids}) > 4
         for i, s in split.items():
