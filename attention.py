@@ -114,11 +114,12 @@ def attend_to_prefix(q: Tensor, k_pages: Tensor, v_pages: Tensor, start: int) ->
     return F.scaled_dot_product_attention(q.transpose(0, 1), key, value, attn_mask=causal).transpose(0, 1)
 
 
-def decode_by_page(q: Tensor, k_pool: Tensor, v_pool: Tensor, owner: Tensor, bias: Tensor) -> Tensor:
+def decode_by_page(q: Tensor, k_pool: Tensor, v_pool: Tensor, owner: Tensor | None, bias: Tensor) -> Tensor:
     """CPU decode attention without a gather: each page is one batch element, pages are merged by their softmax sums.
 
-    q [n, H, D]; pools [P, K, page, D], the pages in use and no others; owner [P] int64, the sequence of each page;
-    bias [P * K, 1, places], 0 on filled places and -inf elsewhere; later places of all pages are empty -> [n, H, D]
+    q [n, H, D]; pools [P, K, page, D], the pages in use and no others; owner [P] int64, the sequence of each page, or
+    None when page i is all of sequence i; bias [P * K, 1, places], 0 on filled places and -inf elsewhere; later places
+    of all pages are empty -> [n, H, D]
 
     Two batched products: 2 to 4 times faster than one call of torch's flash attention for so few queries a page.
     """
@@ -126,20 +127,18 @@ def decode_by_page(q: Tensor, k_pool: Tensor, v_pool: Tensor, owner: Tensor, bia
     pages, num_kv = k_pool.shape[:2]
     places = bias.shape[2]
     keys, values = (pool[:, :, :places].flatten(0, 1) for pool in (k_pool, v_pool))  # views [P * K, places, D]
-    flat = q.reshape(n, num_heads * size)
-    query = flat.index_select(0, owner).view(pages * num_kv, num_heads // num_kv, size)
-    scale = size**-0.5
-    if pages == n:  # one page each: nothing to merge
+    groups, scale, of_page = num_heads // num_kv, size**-0.5, (pages, num_heads)
+    flat = q.reshape(n, -1)
+    query = (flat if owner is None else flat.index_select(0, owner)).view(-1, groups, size)
+    if owner is None:  # nothing to merge: a tenth of a small step
         weights = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale).softmax(-1)
-        out = torch.bmm(weights, values).view(n, num_heads * size)
-        return torch.empty_like(flat).index_copy_(0, owner, out).view(n, num_heads, size)
-    # Powers of two: torch's exp2 takes a third of the time of its exp, more so where scores are -inf.
+        return torch.bmm(weights, values).view(n, num_heads, size)
+    # Powers of two: torch's exp2 takes a third of the time of its exp, less still where scores are -inf.
     scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale * LOG2_E)  # [P * K, G, places]
-    of_page = (pages, num_heads)
     peak = torch.full((n, num_heads), -torch.inf, dtype=q.dtype).scatter_reduce_(
         0, owner[:, None].expand(of_page), scores.amax(-1).view(of_page), "amax"
     )
-    weights = scores.sub_(peak.index_select(0, owner).view(-1, num_heads // num_kv, 1)).exp2_()
+    weights = scores.sub_(peak.index_select(0, owner).view(-1, groups, 1)).exp2_()
     total = torch.zeros_like(peak).index_add_(0, owner, weights.sum(-1).view(of_page))
     out = torch.zeros_like(flat).index_add_(0, owner, torch.bmm(weights, values).view(pages, -1))
     return out.view(n, num_heads, size).div_(total[:, :, None])

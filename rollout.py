@@ -506,7 +506,8 @@ class Engine:
     def _advance(self, rows: slice, logits: Tensor) -> None:
         """Draw the next token of each of `rows` that has not ended, record it, mark the rows that it ends. [n, V]"""
         alive, count = self.ended[rows] == 0, self.count[rows]
-        token, logprob = sample(logits, uniforms(self.key[rows], count), self.sampling)
+        uniform = uniforms(self.key[rows], count) if self.sampling.temperature else None
+        token, logprob = sample(logits, uniform, self.sampling)
         self.tokens[rows].scatter_(1, count[:, None], token[:, None])
         self.logprobs[rows].scatter_(1, count[:, None], logprob[:, None])
         self.last_token[rows] = token.where(alive, self.last_token[rows])
@@ -616,18 +617,18 @@ class PageAttention:
     """Decode attention of the CPU path, with what is the same for all layers computed once."""
 
     def __init__(self, engine: Engine, n: int, beside_prefill: bool):
+        """All but the bias on the host, where these small steps cost a third of what they cost as tensors."""
         used, page = engine.pages.used, engine.config.page_size
-        owner = torch.from_numpy(engine.page_row[:used])
-        position = engine.length[:n]
+        owner, position = engine.page_row[:used], engine.host_length[:n]
+        self.page = torch.from_numpy(engine.table[np.arange(n), position // page])
         if beside_prefill:  # pages in prefill belong to one row too many, whose result is dropped
-            owner, position = owner.clamp(max=n), F.pad(position, (0, 1))
-        filled = (position[owner] + 1 - torch.from_numpy(engine.pages.start[:used])).clamp_(1, page)
-        self.used, self.owner, self.extra, self.n = used, owner, int(beside_prefill), n
-        bias = engine.bias[filled, : int(filled.max())]  # [P, places]: while all pages are young, less is read
-        self.bias = bias[:, None].expand(-1, engine.pool.shape[3], -1).reshape(-1, 1, bias.shape[1])
-        position = engine.length[:n]
-        self.page = torch.from_numpy(engine.table[:n]).gather(1, (position // page)[:, None])[:, 0]
-        self.offset = position % page
+            owner, position = np.minimum(owner, n), np.append(position, 0)
+        filled = (position[owner] + 1 - engine.pages.start[:used]).clip(1, page)
+        is_simple = used == n and bool((owner == np.arange(n)).all())
+        self.used, self.extra, self.n = used, int(beside_prefill), n
+        self.owner = None if is_simple else torch.from_numpy(owner)
+        bias = engine.bias[torch.from_numpy(filled), : int(filled.max())]  # [P, places]: young pages are not read whole
+        self.bias = bias.repeat_interleave(engine.pool.shape[3], 0)[:, None]
 
     def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         q = F.pad(q, (0, 0, 0, 0, 0, self.extra)) if self.extra else q

@@ -89,10 +89,10 @@ def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
     return logits
 
 
-def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniform: Tensor | None, config: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverse CDF. [n, V], [n] float64 -> tokens [n] int64, log-probs [n] float32
 
-    Greedy (temperature 0) draws from a point mass, so its log-probs are 0.
+    Greedy (temperature 0) draws from a point mass: it needs no uniforms, and its log-probs are 0.
     """
     if config.temperature == 0.0:
         tokens = logits.argmax(-1)

@@ -112,6 +112,9 @@ def check_decode(lengths: list[int], page: int, rng: Random, dtype: torch.dtype,
     by_page = decode_by_page(q, k_pool, v_pool, owner, bias)
     torch.testing.assert_close(by_page.double(), exact, **close)
     assert by_page.dtype == by_table.dtype == dtype
+    if torch.equal(owner, torch.arange(len(lengths))):
+        by_row = decode_by_page(q, k_pool, v_pool, None, bias)
+        torch.testing.assert_close(by_row.double(), exact, **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -434,7 +434,7 @@ def test_a_given_length_ignores_the_end_token(model, kind) -> None:
 
 
 def test_prepacked_weights_draw_the_same_tokens_and_follow_the_model(model, oracle, monkeypatch) -> None:
-    monkeypatch.setattr(Packed, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(Packed, "MIN_WORK", 0)
     sequences, changed = make_sequences(8), copy.deepcopy(model)
     engine = make_engine(changed)
     assert all(isinstance(w, Packed) for layer in engine.weights.layers for w in (layer.qkv, layer.out, layer.down))
@@ -565,7 +565,7 @@ def test_other_families_draw_the_same_tokens_by_fused_kernels(tiny_folder, famil
 
 def test_changed_weights_are_read_in_place(model, oracle) -> None:
     changed = copy.deepcopy(model)
-    engine = make_engine(changed, kind=FusedEngine)
+    engine = make_engine(changed, kind=FusedEngine, prepack=False)
     places = [w.data_ptr() for layer in engine.weights.layers for w in layer if w is not None]
     expected = {i: s.token_ids for i, s in generate(engine, make_sequences(8)).items()}
     changed.layers[0].down_proj.weight.data.neg_()

@@ -139,7 +139,7 @@ def test_shards_are_views_where_each_rank_has_a_kv_head() -> None:
     model = random_model("llama")
     tp = TensorParallel(World(0, 1, torch.device("cpu")))
     tp.size, tp.rank = 2, 1
-    shard = Shard(model, tp)
+    shard = Shard(model, tp, prepack=False)
     owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
     tensors = [t for w in shard.layers for t in w if t is not None] + [shard.head]
     assert all(t.untyped_storage().data_ptr() in owned for t in tensors)
