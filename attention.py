@@ -6,10 +6,14 @@ Shapes: T packed tokens, n sequences, P pages in use, H query heads, K key/value
 import inspect
 import math
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from graphs import upload
 
 LOG2_E = math.log2(math.e)
 
@@ -142,3 +146,68 @@ def decode_by_page(q: Tensor, k_pool: Tensor, v_pool: Tensor, owner: Tensor | No
     total = torch.zeros_like(peak).index_add_(0, owner, weights.sum(-1).view(of_page))
     out = torch.zeros_like(flat).index_add_(0, owner, torch.bmm(weights, values).view(pages, -1))
     return out.view(n, num_heads, size).div_(total[:, :, None])
+
+
+# ---- attention of one engine step --------------------------------------------------------------------------------
+
+
+class PageAttention:
+    """Decode attention of the CPU path, with what is the same for all layers computed once."""
+
+    def __init__(self, engine: Any, n: int, beside_prefill: bool):
+        """All but the bias on the host, where these small steps cost a third of what they cost as tensors."""
+        used, page = engine.pages.used, engine.config.page_size
+        owner, position = engine.page_row[:used], engine.host_length[:n]
+        self.page = torch.from_numpy(engine.table[np.arange(n), position // page])
+        if beside_prefill:  # pages in prefill belong to one row too many, whose result is dropped
+            owner, position = np.minimum(owner, n), np.append(position, 0)
+        filled = (position[owner] + 1 - engine.pages.start[:used]).clip(1, page)
+        is_simple = used == n and bool((owner == np.arange(n)).all())
+        self.used, self.extra, self.n = used, int(beside_prefill), n
+        self.owner = None if is_simple else torch.from_numpy(owner)
+        bias = engine.bias[torch.from_numpy(filled), : int(filled.max())]  # [P, places]: young pages are not read whole
+        self.bias = bias.repeat_interleave(engine.pool.shape[3], 0)[:, None]
+
+    def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        q = F.pad(q, (0, 0, 0, 0, 0, self.extra)) if self.extra else q
+        return decode_by_page(q, k_pool[: self.used], v_pool[: self.used], self.owner, self.bias)[: self.n]
+
+
+class Chunks:
+    """The prefill part of one forward. Chunks that continue a context come first; all others start one.
+
+    `gather` is for a GPU: keys and values of all chunks are gathered from their pages for one attention kernel.
+    """
+
+    def __init__(self, chunks: list[tuple[Any, int, int]], page: int, device: torch.device, gather: bool):
+        spans = [(np.asarray(p.leader.pages), start, end) for p, start, end in chunks]
+        ranges = [np.arange(start, end) for _, start, end in spans]
+        pages = [own[r // page] for (own, _, _), r in zip(spans, ranges, strict=True)]
+        self.token_ids = upload([t for p, start, end in chunks for t in p.context[start:end]], device)
+        self.positions = upload(np.concatenate(ranges), device)
+        self.page = upload(np.concatenate(pages), device)
+        self.varlen = None
+        if gather:
+            whole = [np.arange(end) for _, _, end in spans]
+            key_pages = [own[r // page] for (own, _, _), r in zip(spans, whole, strict=True)]
+            self.key_page = upload(np.concatenate(key_pages), device)
+            self.key_offset = upload(np.concatenate(whole) % page, device)
+            lengths = [end - start for _, start, end in spans], [end for _, _, end in spans]
+            self.varlen = VarlenAttention(*lengths, device)
+            return
+        self.continued = [span for span in spans if span[1]]
+        fresh = [end for _, start, end in spans if not start]
+        self.packed = PackedAttention(fresh, device) if fresh else None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """q [T, H, D] and k, v [T, K, D] of the chunks' tokens, already written to the pool -> [T, H, D]"""
+        if self.varlen:
+            key, value = (pool[self.key_page, :, self.key_offset] for pool in (k_pool, v_pool))
+            return self.varlen(q, key, value)
+        parts, at = [], 0
+        for pages, start, end in self.continued:
+            parts.append(attend_to_prefix(q[at : at + end - start], k_pool[pages], v_pool[pages], start))
+            at += end - start
+        if self.packed is not None:
+            parts.append(self.packed(layer, q[at:], k[at:], v[at:]))
+        return torch.cat(parts)

@@ -13,23 +13,23 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import PackedAttention, VarlenAttention, attend_to_prefix, decode_by_page
+from attention import Chunks, PageAttention
 from config import ConfigError, option
-from core import Prompt, Sample
+from core import Sample
 from graphs import DecodeGraphs, Flight, upload
 from model import Model, ModelShape, Shard, Split
 from pages import Pages, compact
 from parallel import TensorParallel, World
 from sampling import SamplingConfig, sample, sample_key, uniforms
+from sequence import Prefill, Sequence
 
 
 @dataclass(frozen=True)
@@ -44,41 +44,6 @@ class RolloutConfig:
     kv_gib: float = option(
         0.25, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory", min=0.0
     )
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """A sample inside an engine."""
-
-    prompt_index: int
-    response_index: int
-    epoch: int
-    prompt_ids: tuple[int, ...]
-    key: int  # sampling stream, from `sample_key`
-    max_new_tokens: int
-    ignore_eos: bool = False  # run to `max_new_tokens`: lengths given by a trace
-    stop: tuple[str, ...] = ()  # texts that end the response, besides the end token
-    token_ids: list[int] = field(default_factory=list)  # generated so far; current only while not running
-    logprobs: list[float] = field(default_factory=list)
-    row: int = -1  # row of the decode state while running
-    admitted: int = -1  # order of admission: the newest is preempted first
-    pages: list[int] = field(default_factory=list)
-
-    @property
-    def id(self) -> tuple[int, int, int]:
-        return (self.epoch, self.prompt_index, self.response_index)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.token_ids)
-
-
-def sequences_for(epoch: int, prompt: Prompt, num_responses: int, seed: int, max_new_tokens: int) -> list[Sequence]:
-    """Return the sequences of one group. Their sampling streams depend on nothing but their names and `seed`."""
-    return [
-        Sequence(prompt.index, r, epoch, prompt.token_ids, sample_key(seed, epoch, prompt.index, r), max_new_tokens)
-        for r in range(num_responses)
-    ]
 
 
 @dataclass(slots=True)
@@ -124,16 +89,6 @@ def num_pages_for(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, 
 
 
 ALONE = TensorParallel(World(0, 1, torch.device("cpu")))
-
-
-@dataclass(slots=True, eq=False)
-class Prefill:
-    """A context on its way into the cache: the leader's, for all who have the same."""
-
-    leader: Sequence
-    context: tuple[int, ...]
-    cached: int = 0
-    followers: list[Sequence] = field(default_factory=list)
 
 
 class Engine:
@@ -366,7 +321,7 @@ class Engine:
             end = min(len(prefill.context), prefill.cached + budget)
             chunks.append((prefill, prefill.cached, end))
             budget -= end - prefill.cached
-        return sorted(chunks, key=lambda chunk: chunk[1] == 0)  # what continues comes first, as _Chunks wants it
+        return sorted(chunks, key=lambda chunk: chunk[1] == 0)  # what continues comes first, as Chunks wants it
 
     def _make_room(self) -> None:
         """Give a page to every row that has filled its last one; when none is left, preempt the newest sequence."""
@@ -425,7 +380,7 @@ class Engine:
         position = self.length[:n]
         decode = PageAttention(self, n, bool(chunks)) if n else None
         if chunks:
-            new = _Chunks(chunks, self.config.page_size, device, gather=self.graphs is not None)
+            new = Chunks(chunks, self.config.page_size, device, gather=self.graphs is not None)
             token_ids, positions, write_page = new.token_ids, new.positions, new.page
             if decode:
                 token_ids = torch.cat((self.last_token[:n], token_ids))
@@ -611,65 +566,3 @@ class Engine:
                 array[target] = array[source]
             self.page_row[moved.pages] = target
         del self.running[len(self.running) - len(gone) :]
-
-
-class PageAttention:
-    """Decode attention of the CPU path, with what is the same for all layers computed once."""
-
-    def __init__(self, engine: Engine, n: int, beside_prefill: bool):
-        """All but the bias on the host, where these small steps cost a third of what they cost as tensors."""
-        used, page = engine.pages.used, engine.config.page_size
-        owner, position = engine.page_row[:used], engine.host_length[:n]
-        self.page = torch.from_numpy(engine.table[np.arange(n), position // page])
-        if beside_prefill:  # pages in prefill belong to one row too many, whose result is dropped
-            owner, position = np.minimum(owner, n), np.append(position, 0)
-        filled = (position[owner] + 1 - engine.pages.start[:used]).clip(1, page)
-        is_simple = used == n and bool((owner == np.arange(n)).all())
-        self.used, self.extra, self.n = used, int(beside_prefill), n
-        self.owner = None if is_simple else torch.from_numpy(owner)
-        bias = engine.bias[torch.from_numpy(filled), : int(filled.max())]  # [P, places]: young pages are not read whole
-        self.bias = bias.repeat_interleave(engine.pool.shape[3], 0)[:, None]
-
-    def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        q = F.pad(q, (0, 0, 0, 0, 0, self.extra)) if self.extra else q
-        return decode_by_page(q, k_pool[: self.used], v_pool[: self.used], self.owner, self.bias)[: self.n]
-
-
-class _Chunks:
-    """The prefill part of one forward. Chunks that continue a context come first; all others start one.
-
-    `gather` is for a GPU: keys and values of all chunks are gathered from their pages for one attention kernel.
-    """
-
-    def __init__(self, chunks: list[tuple[Prefill, int, int]], page: int, device: torch.device, gather: bool):
-        spans = [(np.asarray(p.leader.pages), start, end) for p, start, end in chunks]
-        ranges = [np.arange(start, end) for _, start, end in spans]
-        pages = [own[r // page] for (own, _, _), r in zip(spans, ranges, strict=True)]
-        self.token_ids = upload([t for p, start, end in chunks for t in p.context[start:end]], device)
-        self.positions = upload(np.concatenate(ranges), device)
-        self.page = upload(np.concatenate(pages), device)
-        self.varlen = None
-        if gather:
-            whole = [np.arange(end) for _, _, end in spans]
-            key_pages = [own[r // page] for (own, _, _), r in zip(spans, whole, strict=True)]
-            self.key_page = upload(np.concatenate(key_pages), device)
-            self.key_offset = upload(np.concatenate(whole) % page, device)
-            lengths = [end - start for _, start, end in spans], [end for _, _, end in spans]
-            self.varlen = VarlenAttention(*lengths, device)
-            return
-        self.continued = [span for span in spans if span[1]]
-        fresh = [end for _, start, end in spans if not start]
-        self.packed = PackedAttention(fresh, device) if fresh else None
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """q [T, H, D] and k, v [T, K, D] of the chunks' tokens, already written to the pool -> [T, H, D]"""
-        if self.varlen:
-            key, value = (pool[self.key_page, :, self.key_offset] for pool in (k_pool, v_pool))
-            return self.varlen(q, key, value)
-        parts, at = [], 0
-        for pages, start, end in self.continued:
-            parts.append(attend_to_prefix(q[at : at + end - start], k_pool[pages], v_pool[pages], start))
-            at += end - start
-        if self.packed is not None:
-            parts.append(self.packed(layer, q[at:], k[at:], v[at:]))
-        return torch.cat(parts)

@@ -22,8 +22,9 @@ from config import ConfigError
 from core import Prompt, Sample
 from graphs import row_bucket
 from model import Model, Packed, parse_shape
-from rollout import Engine, RolloutConfig, Sequence, kv_page_bytes, num_pages_for, sequences_for
+from rollout import Engine, RolloutConfig, kv_page_bytes, num_pages_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
+from sequence import Sequence, sequences_for
 
 CPU = torch.device("cpu")
 GREEDY = SamplingConfig(temperature=0.0)
