@@ -29,6 +29,7 @@ def decode_engine(model: Model, pages: int, rows: int, context: int, sampling: S
 
 def occupy(engine: Engine, rows: int, context: int) -> None:
     """Have `rows` sequences decode, up to `context` tokens, without prefill: time does not ask what the cache holds."""
+    engine.abort([s.id for s in engine.running])  # of a case that failed
     prompt = (5,) * (context - LIMIT)
     sequences = [Sequence(i, 0, 0, prompt, sample_key(i), LIMIT, ignore_eos=True) for i in range(rows)]
     for s in sequences:
