@@ -5,6 +5,8 @@ Shapes: T packed tokens, n sequences, P pages in use, H query heads, K key/value
 
 import inspect
 import math
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,20 +23,23 @@ LOG2_E = math.log2(math.e)
 class PackedAttention:
     """Causal attention inside each of several sequences that lie one after another. [T, H, D] -> [T, H, D]
 
-    On a GPU one kernel takes them as they lie. On a CPU sequences of similar length are padded to one batch, so that a
-    call costs a few operations and not some a sequence; every other layer works on the packed tokens.
+    On a GPU, in half precision, one kernel takes them as they lie. Else sequences of similar length are padded to one
+    batch, so that a call costs a few operations and not some a sequence; all other layers work on the packed tokens.
     """
 
     def __init__(self, lengths: list[int], device: torch.device):
+        self.lengths, self.device = lengths, device
         self.varlen = VarlenAttention(lengths, lengths, device) if device.type == "cuda" else None
-        if self.varlen:
-            return
+        self.batches: list[Tensor] = []  # each [n, L]: the packed row of every padded place
+
+    def _pad(self) -> None:
+        """Group the sequences into padded batches."""
+        lengths = self.lengths
         starts, start = [], 0
         for length in lengths:
             starts.append(start)
             start += length
         order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-        self.batches: list[Tensor] = []  # each [n, L]: the packed row of every padded place
         inverse = torch.empty(start, dtype=torch.int64)
         done = offset = 0
         while done < len(order):
@@ -50,14 +55,16 @@ class PackedAttention:
                 column, own - 1
             )  # [n, L]; padding repeats the last token, nobody attends to it
             inverse[rows[column < own]] = torch.arange(rows.numel()).view_as(rows)[column < own] + offset
-            self.batches.append(rows.to(device))
+            self.batches.append(rows.to(self.device))
             offset += rows.numel()
             done = end
-        self.inverse = inverse.to(device)
+        self.inverse = inverse.to(self.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.varlen:
+        if self.varlen and q.dtype != torch.float32:
             return self.varlen(q, k, v)
+        if not self.batches:
+            self._pad()
         groups = q.shape[1] // k.shape[1]
         outputs = []
         for rows in self.batches:
@@ -81,28 +88,27 @@ class VarlenAttention:
     def __init__(self, query_lengths: list[int], key_lengths: list[int], device: torch.device):
         self.lengths = (query_lengths, key_lengths)
         self.longest = [max(lengths) for lengths in self.lengths]
-        self.bounds = [
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in self.lengths
-        ]
+        self.bounds = [upload([0, *accumulate(lengths)], device, torch.int32) for lengths in self.lengths]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         if q.is_cuda and q.dtype != torch.float32:
-            return _flash_varlen(q, k, v, *self.bounds, *self.longest)
+            return _flash_varlen()(q, k, v, *self.bounds, *self.longest)
         parts = []
         for query, key, value in zip(q.split(self.lengths[0]), k.split(self.lengths[1]), v.split(self.lengths[1])):
             mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
-            heads_first = (x.transpose(0, 1) for x in (query, key, value))
-            parts.append(F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(0, 1))
+            heads_first = (x.transpose(0, 1)[None] for x in (query, key, value))
+            parts.append(F.scaled_dot_product_attention(*heads_first, attn_mask=mask)[0].transpose(0, 1))
         return torch.cat(parts)
 
 
-def _flash_varlen(*args: Tensor | int) -> Tensor:
+@cache
+def _flash_varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn  # not on CPU builds of every torch
 
     is_old = "is_causal" in inspect.signature(varlen_attn).parameters  # torch 2.10
-    return varlen_attn(*args, **({"is_causal": True} if is_old else {"window_size": (-1, 0)}))
+    return partial(varlen_attn, **({"is_causal": True} if is_old else {"window_size": (-1, 0)}))
 
 
 def attend_to_prefix(q: Tensor, k_pages: Tensor, v_pages: Tensor, start: int) -> Tensor:

@@ -503,7 +503,8 @@ class Shard:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size] on every rank"""
-        part = F.pad(linear(hidden, self.head, None), (0, self.missing))
+        part = linear(hidden, self.head, None)
+        part = F.pad(part, (0, self.missing)) if self.missing else part
         return self.parallel.gather(part)[:, : self.shape.vocab_size]
 
 

@@ -120,6 +120,8 @@ class Engine:
         shape, weight = model.shape, model.embed.weight
         self.device = weight.device
         fused = self._is_fused(self.device)
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            raise ValueError(f"the model is on {self.device}; call torch.cuda.set_device({self.device.index}) first")
         rows, page = config.max_running, config.page_size
         num_pages = num_pages_for(config, shape, weight.dtype, self.device)
         self.pages = Pages(num_pages, page, dense=not fused)
@@ -154,7 +156,7 @@ class Engine:
         on_gpu = self.device.type == "cuda"
         self.reader = torch.cuda.Stream() if on_gpu else None
         self.moved = torch.cuda.Event() if on_gpu else None  # after the last moves of rows
-        self.graphs = DecodeGraphs(self._decode_step, self.ended, rows, per_sequence) if fused else None
+        self.graphs = DecodeGraphs(self.ended, rows, per_sequence) if fused else None
         if fused:
             self.device_table = state(rows, per_sequence, dtype=torch.int32)
             # Two, in turns: the copy of the step before may still be on its way.
@@ -186,7 +188,7 @@ class Engine:
             return
         self.weights = Shard(model, self.parallel, self.config.prepack)
         if self.graphs:
-            self.graphs.graphs.clear()
+            self.graphs.clear()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
@@ -356,7 +358,7 @@ class Engine:
         self.sent_tables.rotate()
         table = self.sent_tables[0][:n].copy_(torch.from_numpy(self.table[:n]))
         self.device_table[:n].copy_(table, non_blocking=True)
-        self.graphs.run(n, int(self.host_pages[:n].max()))
+        self.graphs.run(self._decode_step, n, int(self.host_pages[:n].max()))
         self._count_decoded(n)
 
     def _decode_step(self, rows: int, width: int) -> None:
@@ -479,11 +481,11 @@ class Engine:
         """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
         ended = {s: flag for s, flag in self.flights.popleft().land() if s.row >= 0}  # else an earlier flight's
         if self.num_stops:
-            for s in self.running:
-                if s not in ended and self._says_stop(s):
-                    ended[s] = 2 * int(self.count[s.row]) + 1
+            ended |= {s: 2 * self._num_drawn(s) + 1 for s in self._stopped_by_text() if s not in ended}
         if not ended:
             return
+        if self.flights:
+            self.stats.decoded_tokens -= len(ended)  # the step under way draws nothing for them
         tokens, logprobs = self._read([s.row for s in ended], max(ended.values()) // 2)
         for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
             length, reason = flag // 2, "stop" if flag % 2 else "length"
@@ -508,22 +510,31 @@ class Engine:
             index = upload(rows, self.device)
             return self.tokens[index, :longest].tolist(), self.logprobs[index, :longest].tolist()
 
-    def _says_stop(self, sequence: Sequence) -> bool:
-        """Whether one of the sequence's stop texts stands in its newest tokens."""
-        if not sequence.stop:
-            return False
-        window = 4 * max(map(len, sequence.stop)) + 8  # a character is at most 4 tokens
-        count = int(self.count[sequence.row])
-        text = self.tokenizer.decode(self.tokens[sequence.row, max(count - window, 0) : count].tolist())
-        return any(stop in text for stop in sequence.stop)
+    def _num_drawn(self, sequence: Sequence) -> int:
+        """Return the response tokens of a running sequence; the newest is not in the cache."""
+        return int(self.host_length[sequence.row]) - len(sequence.prompt_ids) + 1
+
+    def _stopped_by_text(self) -> list[Sequence]:
+        """Return the running sequences that have one of their stop texts in their newest tokens."""
+        asking = [s for s in self.running if s.stop]
+        windows = [4 * max(map(len, s.stop)) + 8 for s in asking]  # a character is at most 4 tokens
+        counts = np.array([self._num_drawn(s) for s in asking])
+        columns = (counts[:, None] - max(windows) + np.arange(max(windows))).clip(0)
+        rows = upload([[s.row] for s in asking], self.device)
+        newest = self.tokens[rows, upload(columns, self.device)].tolist()
+        stopped = []
+        for s, ids, window, count in zip(asking, newest, windows, counts.tolist(), strict=True):
+            text = self.tokenizer.decode(ids[-min(window, count) :])
+            stopped += [s] if any(stop in text for stop in s.stop) else []
+        return stopped
 
     def _evict(self, sequences: list[Sequence]) -> None:
         """Take admitted sequences out unfinished; they keep their tokens, their KV is dropped."""
-        for s in sequences:
-            if s.row >= 0:
-                count = int(self.count[s.row])
-                s.token_ids = self.tokens[s.row, :count].tolist()
-                s.logprobs = self.logprobs[s.row, :count].tolist()
+        running = [s for s in sequences if s.row >= 0]
+        counts = [self._num_drawn(s) for s in running]
+        tokens, logprobs = self._read([s.row for s in running], max(counts, default=0))
+        for s, count, ids, values in zip(running, counts, tokens, logprobs, strict=True):
+            s.token_ids, s.logprobs = ids[:count], values[:count]
         leaderless: list[Sequence] = []
         for prefill in list(self.prefills.values()):
             prefill.followers = [s for s in prefill.followers if s not in sequences]

@@ -68,7 +68,7 @@ def graph_seconds(engine: Engine) -> float:
     @torch.inference_mode()
     def five() -> None:
         for _ in range(5):
-            engine.graphs.run(n, width)
+            engine.graphs.run(engine._decode_step, n, width)
 
     return seconds_of(five, engine.device, turns=1) / 5
 
