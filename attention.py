@@ -31,6 +31,8 @@ class PackedAttention:
         self.lengths, self.device = lengths, device
         self.varlen = VarlenAttention(lengths, lengths, device) if device.type == "cuda" else None
         self.batches: list[Tensor] = []  # each [n, L]: the packed row of every padded place
+        if not self.varlen:
+            self._pad()
 
     def _pad(self) -> None:
         """Group the sequences into padded batches."""
