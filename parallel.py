@@ -111,17 +111,6 @@ def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def assign_by_load(loads: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Spread items over ranks: the heaviest first, each to the lightest rank. Pure, the same on every rank."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    totals = [0] * num_ranks
-    for i in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
-        rank = totals.index(min(totals))
-        shares[rank].append(i)
-        totals[rank] += loads[i]
-    return shares
-
-
 # ---- tensor parallelism of the rollout ---------------------------------------------------------------------------
 
 

@@ -15,7 +15,8 @@ from conftest import ALONE
 from torch import Tensor
 
 import parallel
-from parallel import World, assign_by_load
+from parallel import World
+from placement import assign_by_load
 
 # ---- collectives -------------------------------------------------------------------------------------------------
 
