@@ -22,6 +22,9 @@ from rollout import Engine, sequences_for
 from settings import Config
 
 
+RELAXED = 8  # windows are so much longer where only the balance of replicas waits for them
+
+
 class Judge(Protocol):
     """What decides a round: a policy with a round open, or a bare `Race`."""
 
@@ -92,12 +95,11 @@ class Round:
 
     def _decode(self) -> list[Finished]:
         """Take one window's steps, have what finishes graded, and return the events."""
-        c, events = self.config.scheduler, []
-        waits = self.plan.kind == "long" and not c.dynamic_sampling and not self._may_migrate
-        limit = math.inf if waits or c.window_seconds else c.window_iterations
-        deadline = time.perf_counter() + c.window_seconds if c.window_seconds and not waits else math.inf
+        events: list[Finished] = []
+        iterations, seconds = self._window()
+        deadline = time.perf_counter() + seconds
         steps = 0
-        while not self.engine.is_idle and steps < limit and (time.perf_counter() < deadline or not steps):
+        while not self.engine.is_idle and steps < iterations and (time.perf_counter() < deadline or not steps):
             steps += 1
             samples = self._step()
             for sample in samples if self.speaks else ():
@@ -108,8 +110,17 @@ class Round:
                 events.append(Finished(self.iteration + steps, sample.id, len(sample.token_ids)))
             self.rewards.update(self.pool.poll())
         # A replica that ran dry counts on, so that iterations mean the same on all.
-        self.iteration += steps if limit == math.inf else c.window_iterations
+        self.iteration += steps if iterations == math.inf else iterations
         return events
+
+    def _window(self) -> tuple[float, float]:
+        """Return how many iterations and how many seconds the next window has."""
+        c = self.config.scheduler
+        races = self.plan.kind == "short" or c.dynamic_sampling
+        if not races and not self._may_migrate:
+            return math.inf, math.inf  # nothing is decided before the end
+        stretch = 1 if races else RELAXED
+        return (math.inf, c.window_seconds * stretch) if c.window_seconds else (c.window_iterations * stretch, math.inf)
 
     def _step(self) -> list[Sample]:
         before, start = self.engine.stats.prefilled_tokens, time.perf_counter()

@@ -279,8 +279,8 @@ def build(config: Config, world: World, resume: bool) -> Run:
     pool = RewardPool(config.reward, {p.task for p in prompts} | {p.task for p in held_out})
     settings = {key: value for key, (value, _) in flatten(config).items()}
     recorder = Recorder(folder, config.log, settings, step, config.run.steps, world.is_main)
-    if checkpoints:
-        recorder.say(f"resumed from {checkpoints[-1]}")
+    if resume:
+        recorder.say(f"resumed from {checkpoints[-1]}" if checkpoints else f"no checkpoint in {folder}: starts afresh")
     return Run(
         config, world, folder, source, tokenizer, engine, trainer, pool, stream, policy, held_out, recorder, step
     )
@@ -376,7 +376,7 @@ usage: torchrun --nproc_per_node=N train.py [--config FILE.toml] [--section.key=
 
   --config FILE   settings from a TOML file; see configs/
   --check         validate config, data, graders and model folder, then exit
-  --resume        continue the run in run.dir from its newest checkpoint
+  --resume        continue the run in run.dir from its newest checkpoint, or begin it if there is none
   --help          this text
 
 Every key, its default and its meaning:
