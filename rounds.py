@@ -21,8 +21,7 @@ from reward import RewardPool, overlong_penalty
 from rollout import Engine, sequences_for
 from settings import Config
 
-
-RELAXED = 8  # windows are so much longer where only the balance of replicas waits for them
+RELAXED = 8  # windows are so much longer where only the balance of replicas depends on them
 
 
 class Judge(Protocol):
