@@ -59,6 +59,13 @@ def test_groups_stay_together_and_the_longest_expected_start_first() -> None:
     assert placement.launch([(1, 9)], 3, [1.0]) == [[], [0]]
 
 
+def test_newcomers_of_unknown_length_are_spread_like_the_others() -> None:
+    placement = Placement(2)
+    placement.launch([(0, i) for i in range(4)], 2, [100.0] * 4)
+    placement.remove([(0, 0, 0), (0, 0, 1)])
+    assert placement.launch([(0, i) for i in range(5, 10)], 2) == [[0, 1, 3], [2, 4]]
+
+
 def test_with_nothing_known_prompts_are_dealt_in_turn() -> None:
     assert Placement(3).launch([(0, i) for i in range(7)], 4) == [[0, 3, 6], [1, 4], [2, 5]]
 
