@@ -56,10 +56,56 @@ class Group:
         return sum(len(sample.token_ids) for sample in self.samples)
 
 
+PromptId = tuple[int, int]  # (epoch, prompt index)
+SampleId = tuple[int, int, int]  # (epoch, prompt index, response index)
+
+
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
     """Which prompts a round launches and how much of it is kept. (RollPacker, section 3)"""
 
-    kind: str  # "long": no speculation, every response is awaited
+    kind: str  # "long": no speculation, every response is awaited; "short": a race
     prompts: tuple[tuple[int, Prompt], ...]  # (epoch, prompt) in launch order
-    num_responses: int
+    num_responses: int  # launched per prompt
+    keep_prompts: int
+    keep_responses: int  # per kept prompt
+    expected: tuple[float, ...] = ()  # tokens of one response, by prompt; empty: nothing is known
+    audit: bool = False  # nothing is aborted: for measuring what a race censors
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A response has ended. All ranks put these events into the same order: (iteration, id)."""
+
+    iteration: int  # engine steps since the round began
+    id: SampleId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What every rank does at the end of a window."""
+
+    abort: tuple[SampleId, ...] = ()
+    launch: tuple[tuple[int, Prompt], ...] = ()  # as in a plan, with its `num_responses`
+    grade: tuple[SampleId, ...] = ()  # whose rewards the next window's events bring along
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStats:
+    """What one round came to, for the records."""
+
+    kind: str
+    audit: bool
+    prompts: int  # launched, replacements included
+    responses: int  # launched
+    aborted: int  # responses that were stopped
+    requeued: int  # prompts that went to the long-prompt queue
+    queue: int  # prompts in it afterwards
+    oldest: int  # rounds that the first of them has waited
+    wasted_tokens: int  # decoded, not trained
+    wasted_tokens_total: int  # of the whole run
+    longest: int  # tokens of the longest trained response
+    zero_variance: int  # prompts that dynamic sampling replaced
+    padded: int  # of those, trained all the same because max_draws was reached

@@ -26,13 +26,25 @@ class LogConfig:
         False, "also write TensorBoard files into the run folder (needs the tensorboard package)"
     )
     wandb: str = option("", "also log to this Weights & Biases project (needs the wandb package)")
+    trace: bool = option(False, "write trace.json: when each replica did what; open it in ui.perfetto.dev")
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of time of one rank, in seconds since 1970."""
+
+    name: str
+    start: float
+    end: float
 
 
 class Clock:
-    """Adds up the seconds of named stages until they are taken."""
+    """Adds up the seconds of named stages until they are taken; with `trace`, also keeps when each was."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.spans: list[Span] = []
+        self.trace, self.zero = trace, time.time() - time.perf_counter()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -40,10 +52,25 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            self.add(name, start, time.perf_counter())
+
+    def add(self, name: str, start: float, end: float) -> None:
+        """Count a stage from and to a `perf_counter`. In a trace, one that follows its like at once prolongs it."""
+        self.seconds[name] += end - start
+        if not self.trace:
+            return
+        start, end = start + self.zero, end + self.zero
+        if self.spans and self.spans[-1].name == name and start - self.spans[-1].end < 1e-3:
+            self.spans[-1].end = end
+        else:
+            self.spans.append(Span(name, start, end))
 
     def take(self) -> dict[str, float]:
         taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+    def take_spans(self) -> list[Span]:
+        taken, self.spans = self.spans, []
         return taken
 
 
@@ -64,6 +91,7 @@ class Recorder:
         self.file = open(self.path, "a", encoding="utf-8")
         self.tensorboard = _tensorboard(run) if config.tensorboard else None
         self.wandb = _wandb(config.wandb, run, settings) if config.wandb else None
+        self.trace = Trace(run / "trace.json", first_step) if config.trace else None
 
     def say(self, text: str) -> None:
         """Print one line above the progress bar."""
@@ -93,7 +121,7 @@ class Recorder:
     def step(self, record: dict[str, Any]) -> None:
         """Show one finished step, and its evaluation when it has one."""
         length, train, seconds = record["length"], record["train"], record["seconds"]
-        parts = (
+        parts = [
             f"step {record['step']:4d}",
             f"reward {record['reward']:.3f}",
             f"length {length['mean']:.0f} max {length['max']:.0f}",
@@ -101,7 +129,10 @@ class Recorder:
             f"log-prob diff {train['logprob_diff_max']:.0e}",
             f"rollout {seconds['rollout']:.2f} s train {seconds['train']:.2f} s",
             f"{record['tokens_per_second']:,.0f} tokens/s",
-        )
+        ]
+        if played := record.get("round"):
+            share = played["wasted_tokens"] / (played["wasted_tokens"] + record["tokens"])
+            parts.insert(1, f"{played['kind']} queue {played['queue']} aborted {played['aborted']} wasted {share:.0%}")
         self.say(" | ".join(parts))
         if train["skipped"]:
             self.say(f"WARNING: step {record['step']}: update skipped: {train['skipped']}")
@@ -109,8 +140,19 @@ class Recorder:
             first = record["first_reward_error"]
             self.say(f"WARNING: step {record['step']}: {record['reward_errors']} rewards failed and count 0: {first}")
         self.bar.update()
+        if played and played["padded"]:
+            self.say(
+                f"WARNING: step {record['step']}: dynamic sampling found {played['zero_variance']} of "
+                f"{played['prompts']} prompts with equal rewards and trains {played['padded']} of them, because "
+                "scheduler.max_draws is reached; raise it, or take prompts that are less easy or less hard"
+            )
         if "eval" in record:
             self.evaluation(record["step"], record["eval"])
+
+    def timeline(self, step: int, tracks: Sequence[Sequence[Span]]) -> None:
+        """Add one step's spans of every replica to the trace."""
+        if self.active and self.trace:
+            self.trace.write(step, tracks)
 
     def evaluation(self, step: int, result: dict[str, Any]) -> None:
         if result:
@@ -124,6 +166,8 @@ class Recorder:
         if not self.active:
             return
         self.file.close()
+        if self.trace:
+            self.trace.close()
         if self.tensorboard:
             self.tensorboard.close()
         if self.wandb:
@@ -146,6 +190,35 @@ class Recorder:
             print(f"\nstopped after step {step} of {steps}; continue with --resume")
         model = run / "checkpoints" / f"step_{step:06d}"
         print(f"\nrecords {self.path}, transcripts {run / 'samples'}, model {model if model.exists() else 'not yet'}")
+
+
+class Trace:
+    """A timeline in Chrome's trace format, one track a replica. It can be opened at any time, the run need not end."""
+
+    def __init__(self, path: Path, first_step: int):
+        kept = []
+        if path.exists() and first_step:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if line.endswith("},") and _trace_step(line) <= first_step]
+        path.write_text("".join(f"{line}\n" for line in ("[", *kept)), encoding="utf-8")
+        self.file = open(path, "a", encoding="utf-8")
+
+    def write(self, step: int, tracks: Sequence[Sequence[Span]]) -> None:
+        for replica, spans in enumerate(tracks):
+            for span in spans:
+                times = {"ts": round(span.start * 1e6), "dur": round((span.end - span.start) * 1e6)}
+                event = {"name": span.name, "ph": "X", **times, "pid": 0, "tid": replica, "args": {"step": step}}
+                self.file.write(json.dumps(event) + ",\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        name = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "replicas"}}
+        self.file.write(json.dumps(name) + "\n]\n")
+        self.file.close()
+
+
+def _trace_step(line: str) -> int:
+    return json.loads(line.removesuffix(","))["args"]["step"]
 
 
 def check_loggers(config: LogConfig) -> None:

@@ -5,6 +5,7 @@ Every function here is collective over all ranks unless it says otherwise, and e
 """
 
 import os
+import pickle
 import platform
 import tempfile
 import time
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 64 * 2**20
+FRAME_BYTES, HEAD_BYTES = 8 * 2**10, 8  # of the first collective of `gather_objects`, and its count of bytes
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,13 @@ def start(device: str, timeout_seconds: float) -> World:
     if size == 1:
         return World(rank, size, torch_device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(
-        "nccl" if use_cuda else "gloo", timeout=timeout, device_id=torch_device if use_cuda else None
-    )
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun keeps one store over restarts, where ranks would find the ports of those that died (pytorch issue
+        # 135712). On one node all know the same count; on several set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend, device_id = ("nccl", torch_device) if use_cuda else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     objects = dist.new_group(backend="gloo", timeout=timeout) if use_cuda else dist.group.WORLD
     return World(rank, size, torch_device, objects)
 
@@ -64,12 +70,31 @@ def barrier(world: World) -> None:
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:
-    """Return every rank's value, by rank, on every rank."""
+    """Return every rank's value, by rank, on every rank. Small ones cost a single collective."""
     if world.size == 1:
         return [value]
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value, group=world.objects)
-    return values
+    data = pickle.dumps(value)
+    sizes, firsts = zip(*(_unframe(part) for part in _gather_bytes(world, _frame(data), FRAME_BYTES)), strict=True)
+    if max(sizes) <= FRAME_BYTES - HEAD_BYTES:
+        return [pickle.loads(part) for part in firsts]
+    return [pickle.loads(part[:size]) for size, part in zip(sizes, _gather_bytes(world, data, max(sizes)), strict=True)]
+
+
+def _frame(data: bytes) -> bytes:
+    return len(data).to_bytes(HEAD_BYTES, "little") + data[: FRAME_BYTES - HEAD_BYTES]
+
+
+def _unframe(frame: memoryview) -> tuple[int, memoryview]:
+    return int.from_bytes(frame[:HEAD_BYTES], "little"), frame[HEAD_BYTES:]
+
+
+def _gather_bytes(world: World, data: bytes, size: int) -> list[memoryview]:
+    """Return every rank's bytes, padded to `size`."""
+    own = torch.zeros(size, dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(parts, own, group=world.objects)
+    return [memoryview(part.numpy()) for part in parts]
 
 
 def broadcast_object(world: World, value: Any) -> Any:
@@ -109,17 +134,6 @@ def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
     if world.size > 1:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
-
-
-def assign_by_load(loads: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Spread items over ranks: the heaviest first, each to the lightest rank. Pure, the same on every rank."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    totals = [0] * num_ranks
-    for i in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
-        rank = totals.index(min(totals))
-        shares[rank].append(i)
-        totals[rank] += loads[i]
-    return shares
 
 
 # ---- tensor parallelism of the rollout ---------------------------------------------------------------------------

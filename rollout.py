@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from attention import Chunks, PageAttention
 from config import ConfigError, option
-from core import Sample
+from core import Sample, SampleId
 from graphs import DecodeGraphs, Flight, upload
 from model import Model, ModelShape, Shard, Split
 from pages import Pages, compact
@@ -232,15 +232,15 @@ class Engine:
         finished, self.finished = self.finished, []
         return finished
 
-    def abort(self, ids: Iterable[tuple[int, int, int]]) -> int:
-        """Drop sequences by id, free their pages at once and return how many response tokens were thrown away."""
+    def abort(self, ids: Iterable[SampleId]) -> dict[SampleId, int]:
+        """Drop sequences by id, free their pages at once and return how many response tokens each had."""
         ids = set(ids)
-        thrown = sum(len(sequence.token_ids) for sequence in self.export(ids))
-        thrown += sum(len(sample.token_ids) for sample in self.finished if sample.id in ids)
+        thrown = {sequence.id: len(sequence.token_ids) for sequence in self.export(ids)}
+        thrown |= {sample.id: len(sample.token_ids) for sample in self.finished if sample.id in ids}
         self.finished = [sample for sample in self.finished if sample.id not in ids]
         return thrown
 
-    def export(self, ids: Iterable[tuple[int, int, int]]) -> list[Sequence]:
+    def export(self, ids: Iterable[SampleId]) -> list[Sequence]:
         """Take sequences out with all they need to continue, token by token the same, in another engine's `add`."""
         ids = set(ids)
         self._settle()

@@ -1,38 +1,273 @@
-"""Round policies: which prompts a step launches. Pure state machines, no torch.
+"""Round policies: which prompts a step launches, who wins the race, what waits for a long round. Pure, no torch.
+
+A policy is a state machine that every rank feeds with the same events in the same order, so all ranks come to the
+same decisions without asking anybody. The engine and a simulation drive the same classes:
+
+    plan = policy.plan(take, steps_left)
+    while not (decision := policy.observe(events of one window)).done: carry the decision out, decode a window
+    stats = policy.close(tokens of what was aborted)
 
 One entry in POLICIES for each; a policy sees the data set only through `take`, so it cannot lose a prompt.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
 
 from config import option
-from core import Prompt, RoundPlan
+from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
 
 Take = Callable[[int], list[tuple[int, Prompt]]]
 
 
-class Synchronous:
+class Race:
+    """One round: who was first, what is aborted, when it is over. (RollPacker, section 3)
+
+    The first `keep_responses` responses complete a prompt, the first `keep_prompts` prompts complete the round, both in
+    the order of (iteration, id). Generation counts, not the grader's speed.
+
+    With `take`, dynamic sampling (DAPO, section 3.2): only prompts whose kept responses differ in reward count. Each of
+    the others is replaced by a new prompt while fewer than `max_prompts` have been launched; after that they fill up.
+    """
+
+    def __init__(self, plan: RoundPlan, take: Take | None = None, max_prompts: int = 0):
+        self.plan, self.take, self.max_prompts = plan, take, max_prompts
+        self.prompts: dict[PromptId, tuple[int, Prompt]] = {}
+        self.live: dict[SampleId, None] = {}  # in launch order
+        self.kept: dict[PromptId, list[SampleId]] = {}  # the first responses of each prompt
+        self.tokens: dict[SampleId, int] = {}  # of every response that has ended
+        self.complete: list[PromptId] = []
+        self.ungraded: list[PromptId] = []  # complete since the last window: dynamic sampling asks for their rewards
+        self.varied: dict[PromptId, bool] = {}  # complete and graded: whether rewards differ
+        self.accepted: list[PromptId] = []
+        self.padded = 0
+        self._launch(plan.prompts)
+
+    @property
+    def decided(self) -> bool:
+        return len(self.accepted) == self.plan.keep_prompts
+
+    @property
+    def zero_variance(self) -> list[PromptId]:
+        return [id for id in self.complete if not self.varied.get(id, True)]
+
+    def accepted_ids(self) -> list[SampleId]:
+        """Return the samples to train, prompt by prompt."""
+        return [id for prompt in self.accepted for id in sorted(self.kept[prompt])]
+
+    def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float]) -> Decision:
+        """Take in one window's events, and the rewards that the decision before asked for."""
+        for id in self.ungraded:
+            self.varied[id] = len({rewards[sample] for sample in self.kept[id]}) > 1
+        num_replaced = sum(not self.varied[id] for id in self.ungraded)
+        self.ungraded = []
+        for event in sorted(finished, key=lambda event: (event.iteration, event.id)):
+            self._finish(event)
+        launch: tuple[tuple[int, Prompt], ...] = ()
+        if not self.decided:
+            self.accepted = [id for id in self.complete if self.varied.get(id)][: self.plan.keep_prompts]
+        if self.take and not self.decided:
+            launch = tuple(self.take(min(num_replaced, self.max_prompts - len(self.prompts))))
+            self._launch(launch)
+            if not self.live and not self.ungraded:  # max_prompts is reached
+                self.padded = self.plan.keep_prompts - len(self.accepted)
+                self.accepted += self.zero_variance[: self.padded]
+        abort = () if self.plan.audit else tuple(id for id in self.live if self.decided or self._is_complete(id[:2]))
+        for id in abort:
+            del self.live[id]
+        if self.decided:
+            self.ungraded = []
+        grade = tuple(id for prompt in self.ungraded for id in self.kept[prompt])
+        return Decision(abort, launch, grade, done=self.decided and not self.live)
+
+    def _launch(self, prompts: Sequence[tuple[int, Prompt]]) -> None:
+        for epoch, prompt in prompts:
+            id = epoch, prompt.index
+            assert id not in self.prompts, f"prompt {id} was launched twice"
+            self.prompts[id], self.kept[id] = (epoch, prompt), []
+            self.live.update(dict.fromkeys((*id, r) for r in range(self.plan.num_responses)))
+
+    def _is_complete(self, prompt: PromptId) -> bool:
+        return len(self.kept[prompt]) == self.plan.keep_responses
+
+    def _finish(self, event: Finished) -> None:
+        prompt = event.id[:2]
+        del self.live[event.id]
+        self.tokens[event.id] = event.num_tokens
+        if self._is_complete(prompt):
+            return  # a window goes on past the response that completes a prompt
+        self.kept[prompt].append(event.id)
+        if self._is_complete(prompt):
+            self.complete.append(prompt)
+            if self.take:
+                self.ungraded.append(prompt)
+            else:
+                self.varied[prompt] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A prompt in the long-prompt queue."""
+
+    epoch: int
+    prompt: Prompt
+    since: int  # round that first aborted it
+    expected: float  # tokens of one response: what its aborted responses came to, so at least this
+
+    @property
+    def id(self) -> PromptId:
+        return self.epoch, self.prompt.index
+
+
+class TailBatching:
+    """Short rounds that race, a queue for what they abort, long rounds that wait. (RollPacker, section 3)
+
+    Whatever is drawn is trained exactly once: `plan` never draws more than the rest of the run can train, so the last
+    rounds empty the queue. (With dynamic sampling: is trained or found to have zero variance.) A queued prompt keeps
+    its name, so its responses come from the same random streams, by newer weights.
+    """
+
+    def __init__(self, config: "SchedulerConfig", seed: int = 0):
+        self.config, self.seed = config, seed
+        self.queue: list[Waiting] = []  # oldest first
+        self.rounds = 0
+        self.wasted_tokens = 0
+        self.typical = 1.0  # tokens of a trained response in the newest short round
+        self.race: Race | None = None
+        self._queued: dict[PromptId, Waiting] = {}  # those of this round that come from the queue
+
+    def plan(self, take: Take, steps_left: int) -> RoundPlan:
+        """Begin a round, the first of `steps_left`. `take(n)` draws n new (epoch, prompt)."""
+        c = self.config
+        assert self.race is None, "the round before was not closed"
+        launch = self.num_launched(c.num_prompts, c.eta_prompts)
+        drawn: list[tuple[int, Prompt]] = []
+        if len(self.queue) >= c.num_prompts:
+            launch = c.num_prompts
+        else:
+            drawn = take(min(launch, steps_left * c.num_prompts - len(self.queue)))
+        old, self.queue = self.queue[: launch - len(drawn)], self.queue[launch - len(drawn) :]
+        self._queued = {w.id: w for w in old}
+        num_responses = self.num_launched(c.num_responses, c.eta_responses) if drawn else c.num_responses
+        speculates = len(drawn) + len(old) > c.num_prompts or num_responses > c.num_responses
+        plan = RoundPlan(
+            kind="short" if speculates else "long",
+            prompts=(*((w.epoch, w.prompt) for w in old), *drawn),
+            num_responses=num_responses,
+            keep_prompts=c.num_prompts,
+            keep_responses=c.num_responses,
+            expected=(*(w.expected for w in old), *(self.typical for _ in drawn)),
+            audit=speculates and Random(f"audit {self.seed} {self.rounds}").random() < c.audit,
+        )
+        max_prompts = max(int(c.max_draws * c.num_prompts), len(plan.prompts))
+        self.race = Race(plan, take if c.dynamic_sampling else None, max_prompts)
+        self.rounds += 1
+        return plan
+
+    @staticmethod
+    def num_launched(kept: int, eta: float) -> int:
+        return math.ceil(kept * eta - 1e-9)  # 10 * 1.1 is 11
+
+    def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float] | None = None) -> Decision:
+        return self.race.observe(finished, rewards or {})
+
+    def accepted_ids(self) -> list[SampleId]:
+        """Return the samples to train, prompt by prompt."""
+        return self.race.accepted_ids()
+
+    def close(self, aborted: Mapping[SampleId, int]) -> RoundStats:
+        """End the round. `aborted`: tokens that each aborted response had, from all ranks."""
+        race, self.race = self.race, None
+        tokens = race.tokens | dict(aborted)
+        assert len(tokens) == len(race.prompts) * race.plan.num_responses, "a response ended twice or not at all"
+        trained = [tokens[id] for id in race.accepted_ids()]
+        wasted = sum(tokens.values()) - sum(trained)
+        self.wasted_tokens += wasted
+        if race.plan.kind == "short":
+            self.typical = max(sum(trained) / len(trained), 1.0)
+        gone = {*race.accepted, *race.zero_variance}
+        losers = [self._wait(id, race, tokens) for id in race.prompts if id not in gone]
+        self.queue = sorted(losers + self.queue, key=lambda w: w.since)  # stable: who was first stays
+        return RoundStats(
+            kind=race.plan.kind,
+            audit=race.plan.audit,
+            prompts=len(race.prompts),
+            responses=len(tokens),
+            aborted=len(aborted),
+            requeued=len(losers),
+            queue=len(self.queue),
+            oldest=self.rounds - self.queue[0].since if self.queue else 0,
+            wasted_tokens=wasted,
+            wasted_tokens_total=self.wasted_tokens,
+            longest=max(trained),
+            zero_variance=len(race.zero_variance),
+            padded=race.padded,
+        )
+
+    def _wait(self, id: PromptId, race: Race, tokens: Mapping[SampleId, int]) -> Waiting:
+        seen = sum(tokens[*id, r] for r in range(race.plan.num_responses)) / race.plan.num_responses
+        before = self._queued.get(id)
+        since = before.since if before else self.rounds
+        return Waiting(*race.prompts[id], since, max(seen, before.expected if before else 1.0))
+
+    def state_dict(self) -> dict:
+        """Return plain values: the state between two rounds."""
+        assert self.race is None, "a round is open"
+        queue = [(w.epoch, w.prompt.index, w.since, w.expected) for w in self.queue]
+        return {
+            "queue": queue,
+            "rounds": self.rounds,
+            "wasted_tokens": self.wasted_tokens,
+            "typical": self.typical,
+        }
+
+    def load_state_dict(self, state: dict, prompts: Sequence[Prompt]) -> None:
+        self.queue = [Waiting(epoch, prompts[i], since, expected) for epoch, i, since, expected in state["queue"]]
+        self.rounds, self.wasted_tokens, self.typical = state["rounds"], state["wasted_tokens"], state["typical"]
+
+
+class Synchronous(TailBatching):
     """The baseline: every step launches exactly P0 prompts with R0 responses each and waits for all of them."""
 
-    def __init__(self, config: "SchedulerConfig"):
-        self.config = config
-
-    def plan(self, take: Take) -> RoundPlan:
-        return RoundPlan("long", tuple(take(self.config.num_prompts)), self.config.num_responses)
+    def __init__(self, config: "SchedulerConfig", seed: int = 0):
+        super().__init__(replace(config, eta_prompts=1.0, eta_responses=1.0), seed)
 
 
-POLICIES = {"synchronous": Synchronous}
+POLICIES = {"tail_batching": TailBatching, "synchronous": Synchronous}
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     policy: str = option(
-        "synchronous", "round policy: synchronous (launch P0 x R0, wait for all)", choices=tuple(POLICIES)
+        "tail_batching",
+        "tail_batching (short rounds race, what they abort is trained in long rounds) or synchronous (wait for all)",
+        choices=tuple(POLICIES),
     )
     num_prompts: int = option(
         32, "prompts trained per step over all ranks (P0); a multiple of the number of ranks", min=1
     )
     num_responses: int = option(
         8, "responses trained per prompt (R0); a step trains num_prompts x num_responses samples", min=2
+    )
+    eta_prompts: float = option(1.25, "a short round launches this many times num_prompts", min=1.0, max=16.0)
+    eta_responses: float = option(
+        1.25,
+        "and this many times num_responses of each; 1 keeps every response, so no length is censored",
+        min=1.0,
+        max=16.0,
+    )
+    window_iterations: int = option(
+        16, "engine steps between two exchanges of events; more waits less and aborts later", min=1
+    )
+    window_seconds: float = option(
+        0.0, "seconds between two exchanges instead; runs of one seed then differ; 0: window_iterations", min=0.0
+    )
+    migrate: bool = option(True, "replicas that run dry take sequences over from others")
+    dynamic_sampling: bool = option(
+        False, "replace prompts whose rewards are all equal by new ones (DAPO, section 3.2)"
+    )
+    max_draws: float = option(4.0, "dynamic sampling launches at most this many times num_prompts in a step", min=1.0)
+    audit: float = option(
+        0.0, "share of short rounds that finish every response, to record what the race leaves out", min=0.0, max=1.0
     )

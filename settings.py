@@ -89,6 +89,7 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
         raise ConfigError(
             "run.device = cuda, but torch sees no GPU; take run.device = auto, or install torch with CUDA"
         )
+    check_scheduler(c.scheduler, tp)
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo, gspo or cispo")
     if c.trainer.updates_per_step > c.scheduler.num_prompts:
@@ -150,6 +151,25 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
         )
 
 
+def check_scheduler(c: SchedulerConfig, tensor_parallel: int) -> None:
+    """Refuse combinations of which one half would do nothing, or that ranks could not agree on."""
+    if c.window_seconds and tensor_parallel > 1:
+        raise ConfigError(
+            f"scheduler.window_seconds = {c.window_seconds}: the {tensor_parallel} ranks of a replica must end windows "
+            "after the same step; take scheduler.window_iterations (and window_seconds = 0), or tensor_parallel = 1"
+        )
+    if c.audit and (c.policy == "synchronous" or c.eta_prompts == c.eta_responses == 1):
+        raise ConfigError(
+            f"scheduler.audit = {c.audit}: without a race nothing is left out; take scheduler.policy = tail_batching "
+            "with eta_prompts or eta_responses over 1, or audit = 0"
+        )
+    if c.dynamic_sampling and c.policy == "tail_batching" and c.max_draws < c.eta_prompts:
+        raise ConfigError(
+            f"scheduler.max_draws = {c.max_draws} is under scheduler.eta_prompts = {c.eta_prompts}, which a round "
+            "launches to begin with; raise it"
+        )
+
+
 FREE_TO_CHANGE = (
     "run.steps",
     "run.eval_every",
@@ -170,10 +190,8 @@ def check_run_folder(config: Config, resume: bool) -> None:
         raise ConfigError(
             f"run.dir = {str(folder)!r} already holds a run; continue it with --resume, or choose another run.dir"
         )
-    if not resume:
-        return
     if not saved.exists():
-        raise ConfigError(f"--resume: run.dir = {str(folder)!r} holds no run; start it without --resume")
+        return  # with --resume too: what restarts a run gives it one command line for the first start and the others
     before = flatten(load_config(Config, str(saved), []))
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith("log.")

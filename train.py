@@ -19,15 +19,16 @@ import torch
 import checkpoint
 import parallel
 from config import ConfigError, describe, dump_toml, flatten, load_config
-from core import Group, Prompt, Reward, Sample
+from core import Group, Prompt, RoundPlan
 from data import PromptStream, dump_groups, load_groups, load_prompts
 from loss import ADVANTAGES
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from parallel import World
-from reward import RewardPool, overlong_penalty
+from placement import assign_by_load
+from reward import RewardPool
 from rollout import Engine, EngineStats
-from scheduler import POLICIES
-from sequence import sequences_for
+from rounds import Judge, Round, shaped_reward
+from scheduler import POLICIES, Race, TailBatching
 from settings import MODELS, Config, check, model_dtype
 from trainer import Example, NonFiniteError, Trainer
 from warm_start import ensure_model
@@ -40,7 +41,7 @@ EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their 
 
 def train(config: Config, world: World, resume: bool) -> None:
     """Run the whole training. Every rank runs this, in step with the others."""
-    clock = Clock()
+    clock = Clock(config.log.trace)
     with clock.span("start"):
         run = build(config, world, resume)
     engine, trainer, recorder = run.engine, run.trainer, run.recorder
@@ -53,29 +54,27 @@ def train(config: Config, world: World, resume: bool) -> None:
         while run.step < config.run.steps and not stopping:
             start = time.perf_counter()
             if config.run.replay:
+                played = {}
                 with clock.span("rollout"):
                     groups = load_groups(Path(config.run.replay), run.step + 1)
             else:
-                plan = run.policy.plan(run.stream.take)
-                with clock.span("rollout"):
-                    groups = roll_out(run, plan.prompts, plan.num_responses, clock)
-                with clock.span("wait"):
-                    parallel.barrier(world)
-                with clock.span("exchange"):
-                    groups = exchange(groups, world)
+                plan = run.policy.plan(run.stream.take, config.run.steps - run.step)
+                groups, current = roll_out(run, plan, run.policy, clock)
+                played = asdict(run.policy.close(current.aborted)) | current.record
             with clock.span("train"):
                 advantages = group_advantages(groups, config)
                 updates = learn(trainer, groups, advantages, config)
             with clock.span("sync"):
                 run.step += 1
                 engine.load_weights(trainer.model, run.step)
-            record = step_record(run, groups, updates, clock, time.perf_counter() - start)
+            record = step_record(run, groups, played, updates, clock, time.perf_counter() - start)
 
             is_last = run.step == config.run.steps
             if config.run.dump_rollouts and world.is_main:
                 dump_groups(run.folder / "rollouts", run.step, groups, advantages)
             if is_last or due(run.step, config.run.eval_every):
-                record["eval"] = evaluate(run)
+                with clock.span("evaluate"):
+                    record["eval"] = evaluate(run)
             recorder.write(record)
             recorder.step(record)
             stopping = stop.agreed(world)
@@ -88,58 +87,18 @@ def train(config: Config, world: World, resume: bool) -> None:
 # ---- pieces of one step ------------------------------------------------------------------------------------------
 
 
-def roll_out(run: "Run", prompts: Sequence[tuple[int, Prompt]], num_responses: int, clock: Clock) -> list[Group]:
-    """Generate this replica's share of `prompts`; each finished sample is graded while others decode.
-
-    Returns the groups on one rank of each replica and nothing on the others.
-    """
-    config, engine, pool = run.config, run.engine, run.pool
-    prompts = prompts[engine.parallel.replica :: engine.parallel.num_replicas]
-    owners = {(epoch, prompt.index): prompt for epoch, prompt in prompts}
-    for epoch, prompt in prompts:
-        for sequence in sequences_for(
-            epoch, prompt, num_responses, config.run.seed, config.rollout.max_response_tokens
-        ):
-            engine.add(sequence)
-    samples: dict[tuple, Sample] = {}
-    rewards: dict[tuple, Reward] = {}
-    while not engine.is_idle:
-        run.recorder.progress("generated", len(samples), len(prompts) * num_responses)
-        for sample in engine.step():
-            if engine.parallel.rank:
-                continue  # another rank of this replica has the same sample
-            prompt = owners[sample.epoch, sample.prompt_index]
-            samples[sample.id] = sample
-            text = run.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-            pool.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
-        rewards.update(pool.poll())
-    with clock.span("reward"):
-        rewards.update(pool.drain())
-    if engine.parallel.rank:
-        return []
-    groups = []
-    for epoch, prompt in prompts:
-        ids = [(epoch, prompt.index, r) for r in range(num_responses)]
-        groups.append(Group(prompt, epoch, tuple(samples[i] for i in ids), tuple(rewards[i] for i in ids)))
-    return groups
-
-
-def exchange(groups: list[Group], world: World) -> list[Group]:
-    """Return the groups of all ranks in one order that does not depend on the number of ranks."""
-    everyone = [group for part in parallel.gather_objects(world, groups) for group in part]
-    return sorted(everyone, key=lambda group: (group.epoch, group.prompt.index))
+def roll_out(run: "Run", plan: RoundPlan, judge: Judge, clock: Clock) -> tuple[list[Group], Round]:
+    """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
+    current = Round(run.config, run.engine, run.pool, run.tokenizer, run.world, clock, run.recorder.progress)
+    with clock.span("rollout"):
+        current.play(plan, judge)
+    with clock.span("exchange"):
+        return current.collect(), current
 
 
 def group_advantages(groups: Sequence[Group], config: Config) -> torch.Tensor:
     """Return advantages [P, R] float64 from the graders' rewards and the penalty for overlong answers."""
-    limit, buffer = config.rollout.max_response_tokens, config.reward.overlong_buffer
-    rewards = [
-        [
-            reward.value + overlong_penalty(len(sample.token_ids), limit, buffer)
-            for sample, reward in zip(g.samples, g.rewards)
-        ]
-        for g in groups
-    ]
+    rewards = [[shaped_reward(config, *graded) for graded in zip(g.samples, g.rewards)] for g in groups]
     return ADVANTAGES[config.loss.advantage](torch.tensor(rewards, dtype=torch.float64))
 
 
@@ -154,7 +113,7 @@ def learn(trainer: Trainer, groups: Sequence[Group], advantages: torch.Tensor, c
             for sample, advantage in zip(group.samples, row)
             if not (config.loss.mask_truncated and sample.finish_reason == "length")
         ]
-        share = parallel.assign_by_load([e.num_tokens for e in examples], world.size)[world.rank]
+        share = assign_by_load([e.num_tokens for e in examples], world.size)[world.rank]
         shares.append([examples[i] for i in share])
     if config.loss.old_logprobs == "trainer" and num_updates > 1:
         shares = [trainer.with_old_logprobs(share) for share in shares]
@@ -171,8 +130,9 @@ def evaluate(run: "Run") -> dict[str, Any]:
     if not run.held_out:
         return {}
     start = time.perf_counter()
-    prompts = [(EVAL_EPOCH, prompt) for prompt in run.held_out]
-    groups = exchange(roll_out(run, prompts, k, Clock()), run.world)
+    prompts = tuple((EVAL_EPOCH, prompt) for prompt in run.held_out)
+    plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
+    groups, _ = roll_out(run, plan, Race(plan), Clock())
     run.engine.stats = EngineStats()  # the next step's record starts from zero
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt = rewards.mean(1)
@@ -197,13 +157,16 @@ def due(step: int, every: int) -> bool:
 
 
 def step_record(
-    run: "Run", groups: Sequence[Group], updates: list[dict], clock: Clock, seconds: float
+    run: "Run", groups: Sequence[Group], played: dict[str, Any], updates: list[dict], clock: Clock, seconds: float
 ) -> dict[str, Any]:
     """Return the JSON record of one step. Collective: adds up what only each rank knows."""
     stats = run.engine.stats
-    own = asdict(stats), clock.take(), peak_memory()
+    own = asdict(stats), clock.take(), peak_memory(), clock.take_spans()
     run.engine.stats = EngineStats()
-    engines, spans, memories = zip(*parallel.gather_objects(run.world, own), strict=True)
+    engines, spans, memories, tracks = zip(*parallel.gather_objects(run.world, own), strict=True)
+    run.recorder.timeline(run.step, tracks[:: run.engine.parallel.size])
+    if played:
+        played["window_wait"] = sum(s.get("window_wait", 0.0) for s in spans) / len(spans)
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [len(sample.token_ids) for sample in samples]
@@ -224,6 +187,7 @@ def step_record(
         "mixed_groups": sum(len({r.value for r in g.rewards}) > 1 for g in groups) / len(groups),
         "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "length": quantiles(lengths),
+        **({"round": played} if played else {}),
         "train": {
             # Later updates of a step are off-policy on purpose; only the first compares rollout and trainer.
             **{k: sum(u[k] for u in updates) / len(updates) for k in updates[0] if k != "skipped"},
@@ -260,7 +224,7 @@ class Run:
     trainer: Trainer
     pool: RewardPool
     stream: PromptStream
-    policy: Any
+    policy: TailBatching
     held_out: list[Prompt]
     recorder: Recorder
     step: int = 0
@@ -297,28 +261,36 @@ def build(config: Config, world: World, resume: bool) -> Run:
         model, config.rollout, config.sampling, checkpoint.eos_ids(source, tokenizer), tokenizer, tensor_parallel
     )
     stream = PromptStream(prompts, config.run.seed)
+    policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
     step = 0
     if checkpoints:
         state = checkpoint.load_state(checkpoints[-1], world.device)
         trainer.load_state_dict(state["trainer"])
         stream.load_state_dict(state["stream"])
         step = state["step"]
+        policy.load_state_dict(state["policy"], prompts)
+        waiting, places = len(policy.queue), (config.run.steps - step) * config.scheduler.num_prompts
+        if waiting > places:
+            raise ConfigError(
+                f"run.steps = {config.run.steps} leaves {waiting - places} prompts of the long-prompt queue untrained; "
+                f"take at least {step + -(-waiting // config.scheduler.num_prompts)}"
+            )
         engine.load_weights(model, step)
     pool = RewardPool(config.reward, {p.task for p in prompts} | {p.task for p in held_out})
-    policy = POLICIES[config.scheduler.policy](config.scheduler)
     settings = {key: value for key, (value, _) in flatten(config).items()}
     recorder = Recorder(folder, config.log, settings, step, config.run.steps, world.is_main)
-    if checkpoints:
-        recorder.say(f"resumed from {checkpoints[-1]}")
+    if resume:
+        recorder.say(f"resumed from {checkpoints[-1]}" if checkpoints else f"no checkpoint in {folder}: starts afresh")
     return Run(
         config, world, folder, source, tokenizer, engine, trainer, pool, stream, policy, held_out, recorder, step
     )
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint: model, optimizer, cursor, step. Sampling is counter-based: there is no other random state."""
+    """Write a checkpoint. Sampling is counter-based, so there is no random state in it."""
     if run.world.is_main:
-        state = {"step": run.step, "trainer": run.trainer.state_dict(), "stream": run.stream.state_dict()}
+        state = {"step": run.step, "trainer": run.trainer.state_dict()}
+        state |= {"stream": run.stream.state_dict(), "policy": run.policy.state_dict()}
         keep = run.config.run.keep_checkpoints
         checkpoint.save_checkpoint(run.folder, run.step, run.trainer.model, run.source, state, keep)
     parallel.barrier(run.world)
@@ -404,7 +376,7 @@ usage: torchrun --nproc_per_node=N train.py [--config FILE.toml] [--section.key=
 
   --config FILE   settings from a TOML file; see configs/
   --check         validate config, data, graders and model folder, then exit
-  --resume        continue the run in run.dir from its newest checkpoint
+  --resume        continue the run in run.dir from its newest checkpoint, or begin it if there is none
   --help          this text
 
 Every key, its default and its meaning:

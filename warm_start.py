@@ -22,6 +22,7 @@ from config import ConfigError, option
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
+from placement import assign_by_load
 from sampling import SamplingConfig
 from tasks import TASKS, is_held_out
 from trainer import Example, Trainer, TrainerConfig
@@ -102,7 +103,7 @@ def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -
     bar = tqdm(range(config.steps), desc="warm start", disable=None if world.is_main else True, leave=False)
     for step in bar:
         batch = _examples(config, task, numbers, step, tokenizer)
-        share = parallel.assign_by_load([e.num_tokens for e in batch], world.size)[world.rank]
+        share = assign_by_load([e.num_tokens for e in batch], world.size)[world.rank]
         trainer.accumulate([batch[i] for i in share])
         stats = trainer.update()
         bar.set_postfix(loss=f"{stats['loss']:.3f}")

@@ -296,10 +296,12 @@ def test_abort_frees_running_sequences_at_once_and_counts_their_tokens(model, or
         engine.step()
     victims = [sequences[i] for i in (0, 3, 4, 9)]
     held, used = sum(len(s.pages) for s in victims), engine.pages_used
-    assert engine.abort([s.id for s in victims]) == 4 * 9  # one token of the prefill, eight of decoding
+    assert engine.abort([s.id for s in victims]) == dict.fromkeys(
+        [s.id for s in victims], 9
+    )  # one token of the prefill, eight of decoding
     assert engine.pages_used == used - held and len(engine.running) == 6
     check_invariants(engine)
-    assert engine.abort([s.id for s in victims]) == 0 == engine.abort([])
+    assert engine.abort([s.id for s in victims]) == {} == engine.abort([])
     samples = drain(engine)
     assert {i: s.token_ids for i, s in samples.items()} == {
         s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in sequences if s not in victims
@@ -315,7 +317,7 @@ def test_abort_drops_waiting_sequences_and_counts_the_tokens_of_preempted_ones(m
         engine.step()
     preempt(engine, sequences[1])
     used = engine.pages_used
-    assert engine.abort([sequences[1].id, sequences[4].id]) == 5  # all of them the preempted one's
+    assert engine.abort([sequences[1].id, sequences[4].id]) == {sequences[1].id: 5, sequences[4].id: 0}
     assert engine.pages_used == used and len(engine.waiting) == 2
     samples = drain(engine)
     assert {i: s.token_ids for i, s in samples.items()} == {
@@ -335,7 +337,7 @@ def test_followers_outlive_a_leader_that_is_aborted_in_its_prefill(model, oracle
         engine.add(s)
     engine.step()
     assert [p.cached for p in engine.prefills.values()] == [16]
-    assert engine.abort([group[0].id]) == 0
+    assert engine.abort([group[0].id]) == {group[0].id: 0}
     check_invariants(engine)
     assert list(engine.waiting) == [*group[1:], other] and engine.pages_used == 0  # in their order, ahead of newer ones
     samples = drain(engine, check_invariants)
@@ -545,7 +547,7 @@ def test_what_ended_before_an_abort_is_dropped_with_it_and_kept_without(model, o
         engine.add(s)
     for _ in range(3):
         engine.step()  # two have ended; the host has not heard
-    assert engine.abort([gone.id]) == 3
+    assert engine.abort([gone.id]) == {gone.id: 3}
     assert engine.pages_used == len(other.pages)
     assert set(drain(engine)) == {kept.id, other.id}
 

@@ -1,0 +1,61 @@
+"""Who computes what: work spread over ranks and moved between them. Pure functions, the same on every rank."""
+
+from collections.abc import Iterable, Sequence
+
+from core import PromptId, SampleId
+
+MARGIN = 8  # sequences; fewer are not worth the recomputation that a move costs
+
+
+def assign_by_load(loads: Sequence[float], num_ranks: int, held: Sequence[float] = ()) -> list[list[int]]:
+    """Spread items over ranks: the heaviest first, each to the lightest rank. `held` is what ranks have already."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    totals = list(held) or [0] * num_ranks
+    for i in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
+        rank = totals.index(min(totals))
+        shares[rank].append(i)
+        totals[rank] += loads[i]
+    return shares
+
+
+class Placement:
+    """Which replica decodes which sequence. Every rank keeps a copy, fed with what all ranks know."""
+
+    def __init__(self, num_replicas: int):
+        self.live: list[dict[SampleId, float]] = [{} for _ in range(num_replicas)]  # expected tokens, newest last
+
+    def launch(self, ids: Sequence[PromptId], num_responses: int, expected: Sequence[float] = ()) -> list[list[int]]:
+        """Return the positions in `ids` that each replica starts, the longest expected first.
+
+        A prompt's responses stay together: they share its prefill. With no `expected`, all are like those that run.
+        """
+        held = [sum(live.values()) for live in self.live]
+        num_live = sum(map(len, self.live))
+        expected = expected or [sum(held) / num_live if num_live else 1.0] * len(ids)
+        shares = assign_by_load([e * num_responses for e in expected], len(self.live), held)
+        for live, share in zip(self.live, shares, strict=True):
+            live.update({(*ids[i], r): expected[i] for i in share for r in range(num_responses)})
+        return shares
+
+    def remove(self, ids: Iterable[SampleId]) -> None:
+        for id in ids:
+            for live in self.live:
+                live.pop(id, None)
+
+    def handovers(self) -> list[tuple[SampleId, int, int]]:
+        """Return moves (sequence, from, to) that level the replicas once one runs dry, else nothing.
+
+        The newest sequences go: they still wait, or have the least to compute again.
+        """
+        counts = [len(live) for live in self.live]
+        if max(counts) - min(counts) < MARGIN or 2 * min(counts) > max(counts):
+            return []
+        moves = []
+        while max(counts) - min(counts) > 1:
+            source, target = counts.index(max(counts)), counts.index(min(counts))
+            id, expected = self.live[source].popitem()
+            self.live[target][id] = expected
+            counts[source] -= 1
+            counts[target] += 1
+            moves.append((id, source, target))
+        return moves

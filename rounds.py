@@ -1,0 +1,231 @@
+"""One round on the real engines: windows of engine steps, an exchange of events after each, grading beside them.
+
+Every rank runs the same lines. After a window all ranks learn all events by one small collective, feed them to their
+own copy of the policy in the same order, and carry out the same decision. Nobody is asked, nobody waits for a master.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+import parallel
+from core import Decision, Finished, Group, Prompt, PromptId, Reward, RoundPlan, Sample, SampleId
+from loss import ADVANTAGES
+from metrics import Clock, quantiles
+from parallel import World
+from placement import Placement
+from reward import RewardPool, overlong_penalty
+from rollout import Engine
+from sequence import sequences_for
+from settings import Config
+
+RELAXED = 8  # windows are so much longer where only the balance of replicas depends on them
+
+
+class Judge(Protocol):
+    """What decides a round: a policy with a round open, or a bare `Race`."""
+
+    def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float]) -> Decision: ...
+
+    def accepted_ids(self) -> list[SampleId]: ...
+
+
+class Round:
+    """Generates and grades what a plan launches: `play`, then `collect`. Both are collective."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        pool: RewardPool,
+        tokenizer: Any,
+        world: World,
+        clock: Clock,
+        progress: Callable[[str, int, int], None],
+    ):
+        self.config, self.engine, self.pool, self.tokenizer = config, engine, pool, tokenizer
+        self.world, self.clock, self.progress = world, clock, progress
+        self.speaks = engine.parallel.rank == 0  # the other ranks of a replica have the same samples
+        self.placement = Placement(engine.parallel.num_replicas)
+        self.prompts: dict[PromptId, tuple[int, Prompt]] = {}
+        self.samples: dict[SampleId, Sample] = {}  # finished on this rank
+        self.rewards: dict[SampleId, Reward] = {}  # graded on this rank
+        self.aborted: dict[SampleId, int] = {}  # tokens of the responses that were stopped on this rank
+        self.iteration = self.windows = self.migrated = 0
+        self.record: dict[str, Any] = {}
+
+    # ---- the round -------------------------------------------------------------------------------------------
+
+    def play(self, plan: RoundPlan, judge: Judge) -> None:
+        """Decode until the judge says that the round is done, and wait for the grades that are needed."""
+        self.plan, self.judge = plan, judge
+        self._launch(plan.prompts, plan.expected)
+        decision = Decision()
+        while not decision.done:
+            events = self._decode()
+            rewards = self._rewards_of(decision.grade)
+            with self.clock.span("idle" if self.engine.is_idle else "window_wait"):
+                everyone = parallel.gather_objects(self.world, (events, rewards))
+            finished = [event for part, _ in everyone for event in part]
+            decision = judge.observe(finished, {id: r for _, part in everyone for id, r in part.items()})
+            self.placement.remove([*(event.id for event in finished), *decision.abort])
+            self._abort(decision.abort)
+            self._launch(decision.launch)
+            if self.config.scheduler.migrate:
+                self._hand_over(self.placement.handovers())
+            self.windows += 1
+        if not plan.audit:
+            self.pool.forget(keep=judge.accepted_ids())
+        with self.clock.span("reward"):
+            self.rewards.update(self.pool.drain())
+
+    def _launch(self, prompts: Sequence[tuple[int, Prompt]], expected: Sequence[float] = ()) -> None:
+        c = self.config
+        self.prompts.update({(epoch, prompt.index): (epoch, prompt) for epoch, prompt in prompts})
+        ids = [(epoch, prompt.index) for epoch, prompt in prompts]
+        shares = self.placement.launch(ids, self.plan.num_responses, expected)
+        for i in shares[self.engine.parallel.replica]:
+            for sequence in sequences_for(
+                *prompts[i], self.plan.num_responses, c.run.seed, c.rollout.max_response_tokens
+            ):
+                self.engine.add(sequence)
+
+    def _decode(self) -> list[Finished]:
+        """Take one window's steps, have what finishes graded, and return the events."""
+        events: list[Finished] = []
+        iterations, seconds = self._window()
+        deadline = time.perf_counter() + seconds
+        steps = 0
+        while not self.engine.is_idle and steps < iterations and (time.perf_counter() < deadline or not steps):
+            steps += 1
+            samples = self._step()
+            for sample in samples if self.speaks else ():
+                self.samples[sample.id] = sample
+                _, prompt = self.prompts[sample.id[:2]]
+                text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+                self.pool.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
+                events.append(Finished(self.iteration + steps, sample.id, len(sample.token_ids)))
+            self.rewards.update(self.pool.poll())
+        # A replica that ran dry counts on, so that iterations mean the same on all.
+        self.iteration += steps if iterations == math.inf else iterations
+        return events
+
+    def _window(self) -> tuple[float, float]:
+        """Return how many iterations and how many seconds the next window has."""
+        c = self.config.scheduler
+        races = self.plan.kind == "short" or c.dynamic_sampling
+        if not races and not self._may_migrate:
+            return math.inf, math.inf  # nothing is decided before the end
+        stretch = 1 if races else RELAXED
+        return (math.inf, c.window_seconds * stretch) if c.window_seconds else (c.window_iterations * stretch, math.inf)
+
+    def _step(self) -> list[Sample]:
+        before, start = self.engine.stats.prefilled_tokens, time.perf_counter()
+        samples = self.engine.step()
+        stage = "prefill" if self.engine.stats.prefilled_tokens > before else "decode"
+        self.clock.add(stage, start, time.perf_counter())
+        self.progress("generated", len(self.samples), len(self.prompts) * self.plan.num_responses)
+        return samples
+
+    @property
+    def _may_migrate(self) -> bool:
+        return self.config.scheduler.migrate and self.engine.parallel.num_replicas > 1
+
+    def _rewards_of(self, ids: Collection[SampleId]) -> dict[SampleId, float]:
+        """Wait for the grades of those of `ids` that finished here."""
+        mine = [id for id in ids if id in self.samples]
+        if mine:
+            with self.clock.span("reward"):
+                self.rewards.update(self.pool.wait(mine))
+        return {id: self._shaped(id) for id in mine}
+
+    def _abort(self, ids: Collection[SampleId]) -> None:
+        stopped = self.engine.abort(ids) if ids else {}
+        if self.speaks:
+            self.aborted.update(stopped)
+
+    def _hand_over(self, moves: Sequence[tuple[SampleId, int, int]]) -> None:
+        """Carry sequences from replica to replica; they go on token by token the same."""
+        if not moves:
+            return
+        replica = self.engine.parallel.replica
+        leaving = self.engine.export({id for id, source, _ in moves if source == replica})
+        with self.clock.span("hand_over"):
+            everyone = parallel.gather_objects(self.world, leaving if self.speaks else [])
+        travelling = {sequence.id: sequence for part in everyone for sequence in part}
+        for id, _, target in moves:
+            if target == replica:
+                self.engine.add(travelling[id])
+        self.migrated += len(moves)
+
+    # ---- what came of it -------------------------------------------------------------------------------------
+
+    def collect(self) -> list[Group]:
+        """Return the accepted groups, the same on every rank, in an order that does not depend on how many there are.
+
+        After this `aborted` holds the tokens of every rank's aborted responses, `record` what the records want.
+        """
+        accepted = self.judge.accepted_ids()
+        mine = {id: (self.samples[id], self.rewards[id]) for id in accepted if id in self.samples}
+        seen = {}
+        if self.plan.audit:
+            seen = {id: (len(s.token_ids), self._shaped(id)) for id, s in self.samples.items()}
+        trained: dict[SampleId, tuple[Sample, Reward]] = {}
+        for part, aborted, audited in parallel.gather_objects(self.world, (mine, self.aborted, seen)):
+            trained |= part
+            self.aborted |= aborted
+            seen |= audited
+        self.record = {"windows": self.windows, "migrated": self.migrated}
+        if self.plan.audit:
+            self.record["audited"] = audit_report(accepted, seen, ADVANTAGES[self.config.loss.advantage])
+        groups: dict[PromptId, list[tuple[Sample, Reward]]] = {id[:2]: [] for id in sorted(accepted)}
+        for id in sorted(accepted):
+            groups[id[:2]].append(trained[id])
+        return [self._group(id, rows) for id, rows in groups.items()]
+
+    def _group(self, id: PromptId, rows: Sequence[tuple[Sample, Reward]]) -> Group:
+        epoch, prompt = self.prompts[id]
+        samples, rewards = zip(*rows, strict=True)
+        return Group(prompt, epoch, samples, rewards)
+
+    def _shaped(self, id: SampleId) -> float:
+        return shaped_reward(self.config, self.samples[id], self.rewards[id])
+
+
+def shaped_reward(config: Config, sample: Sample, reward: Reward) -> float:
+    """Return what advantages are made of: the grader's reward and the penalty for overlong answers."""
+    limit, buffer = config.rollout.max_response_tokens, config.reward.overlong_buffer
+    return reward.value + overlong_penalty(len(sample.token_ids), limit, buffer)
+
+
+def audit_report(
+    accepted: Sequence[SampleId], responses: Mapping[SampleId, tuple[int, float]], advantage: Callable
+) -> dict[str, Any]:
+    """Compare what a race keeps with what it leaves out, all having run to their end.
+
+    `responses`: (tokens, reward) of every launched response. Advantages are those within all launched responses of a
+    prompt. Sets: `accepted` is trained; `censored_responses`, of the same prompts, are lost and bias the groups towards
+    short responses; the responses of `censored_prompts` are only put off to another round.
+    """
+    ids = sorted(responses)
+    prompts = sorted({id[:2] for id in ids})
+    rewards = torch.tensor([responses[id][1] for id in ids], dtype=torch.float64).view(len(prompts), -1)  # [P, R]
+    advantages = dict(zip(ids, advantage(rewards).flatten().tolist(), strict=True))
+    kept, kept_prompts = set(accepted), {id[:2] for id in accepted}
+    sets = {
+        "accepted": [id for id in ids if id in kept],
+        "censored_responses": [id for id in ids if id not in kept and id[:2] in kept_prompts],
+        "censored_prompts": [id for id in ids if id[:2] not in kept_prompts],
+    }
+    return {
+        name: {
+            "responses": len(part),
+            "length": quantiles([responses[id][0] for id in part]),
+            "reward": quantiles([responses[id][1] for id in part]),
+            "advantage": quantiles([advantages[id] for id in part]),
+        }
+        for name, part in sets.items()
+    }
