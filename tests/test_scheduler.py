@@ -300,7 +300,9 @@ def stream_name(i: int) -> tuple[int, int]:
 def test_eta_one_is_the_synchronous_baseline(seed: int) -> None:
     config, steps, toy, num_prompts = random_case(seed, eta_prompts=1.0, eta_responses=1.0, audit=0.5)
     story = run(config, steps, toy, num_prompts)[0]
-    baseline = run(replace(config, policy="synchronous", eta_prompts=1.7), steps, toy, num_prompts)[0]
+    baseline = run(replace(config, policy="synchronous", eta_prompts=1.7, eta_responses=1.7), steps, toy, num_prompts)[
+        0
+    ]
     assert story == baseline
     stream = PromptStream(PROMPTS[:num_prompts], toy.seed)
     for plan, stats in zip(story.plans, story.stats, strict=True):
