@@ -34,6 +34,7 @@ from sequence import Sequence  # noqa: E402
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPT = 16  # tokens
+ROLLOUT = RolloutConfig(max_prompt_tokens=PROMPT, max_response_tokens=512, max_running=128, kv_gib=1.0)
 SHAPES = {
     "tiny": dict(vocab_size=258, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4),
     "half": dict(
@@ -51,6 +52,10 @@ class Case:
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def is_long_tailed(self) -> bool:
+        return len(set(self.lengths)) > 1
 
 
 def long_tailed(count: int, median: int, seed: int = 0) -> list[int]:
@@ -102,7 +107,6 @@ def run_generate(model: Qwen2ForCausalLM, case: Case) -> float:
             part,
             attention_mask=torch.ones_like(part),
             do_sample=False,
-            min_new_tokens=length,
             max_new_tokens=length,
             pad_token_id=0,
             eos_token_id=None,
@@ -179,63 +183,75 @@ def measure_decode(engine: Engine, batch: int, steps: int) -> float:
 # ---- the table ---------------------------------------------------------------------------------------------------
 
 
+def cases_for(name: str, quick: bool) -> list[Case]:
+    tiny = name == "tiny"
+    length = 64 if tiny else (6 if quick else 24)
+    batches = (1, 8, 32, 128) if tiny or not quick else (1, 8, 32)
+    cases = [Case(name, b, [length] * b) for b in batches]
+    if tiny:
+        cases.append(Case(name, 64 if quick else 128, long_tailed(64 if quick else 256, 24)))
+    elif not quick:
+        cases.append(Case(name, 32, long_tailed(64, 4)))
+    return cases
+
+
+def race(case: Case, engine: Engine, theirs: Qwen2ForCausalLM, turns: int) -> dict[str, float]:
+    """Return useful tokens per second of each contender and print them."""
+    runs = {"ours": lambda: run_ours(engine, case), "generate": lambda: run_generate(theirs, case)}
+    if case.is_long_tailed:
+        runs["generate_batch"] = lambda: run_generate_batch(theirs, case)
+    seconds: dict[str, list[float]] = {key: [] for key in runs}
+    for _ in range(turns):
+        for key, run in runs.items():
+            seconds[key].append(run())
+    speed = {key: case.tokens / min(times) for key, times in seconds.items()}
+    spread = statistics.median(seconds["ours"]) / min(seconds["ours"])
+    row = "  ".join(f"{key} {value:,.0f}" for key, value in speed.items())
+    kind = "long-tailed" if case.is_long_tailed else "equal"
+    tqdm.write(f"{case.model:5} B {case.batch:3} {kind:11} tokens/s: {row}   (median/best of ours {spread:.2f})")
+    return speed
+
+
+def roofline(model: Model, engine: Engine, quick: bool) -> dict[str, float]:
+    """Return the fraction of the roofline at each batch size. The machine is measured before and after the steps."""
+    before = machine()
+    steps = {b: measure_decode(engine, b, 5 if quick else 10) for b in (1, 8, 32, 128)}
+    bandwidth, rate = map(max, zip(before, machine()))
+    tqdm.write(f"machine: {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s")
+    fractions = {}
+    for b, step in steps.items():
+        floor = decode_step_floor(model, b, PROMPT + 5, bandwidth, rate)
+        fractions[f"roofline_fraction_b{b}"] = round(floor / step, 3)
+        tqdm.write(
+            f"half  B {b:3} decode step {1000 * step:.1f} ms, roofline {1000 * floor:.1f} ms: {floor / step:.0%}"
+        )
+    return fractions
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter cases: under 2 minutes on 2 cores")
     quick = parser.parse_args().quick
     torch.set_num_threads(int(THREADS))
     torch.set_flush_denormal(True)
-    turns = 1 if quick else 3
-    batches = (1, 8, 32) if quick else (1, 8, 32, 128)
     metrics: dict[str, float | str] = {"name": "engine"}
     equal_ratios = []
     for name in ("tiny", "half"):
         ours, theirs = build(name)
-        small = name == "tiny"
-        config = RolloutConfig(
-            max_prompt_tokens=PROMPT,
-            max_response_tokens=2048,
-            max_running=128,
-            page_size=64,
-            kv_gib=0.5 if small else 2.0,
-        )
-        engine = Engine(ours, config, GREEDY, [])
-        length = 64 if small else (6 if quick else 24)
-        cases = [Case(name, b, [length] * b) for b in batches]
-        median = 24 if small else 4
-        if small or not quick:
-            tail = long_tailed(256 if small and not quick else 64, median)
-            cases.append(Case(name, 64 if small else 32, tail))
-        engine.config = config
-        for case in tqdm(cases, desc=name, disable=None):
-            long = len(set(case.lengths)) > 1
-            contenders = {"ours": (run_ours, engine), "generate": (run_generate, theirs)}
-            if long:
-                contenders["generate_batch"] = (run_generate_batch, theirs)
-            seconds: dict[str, list[float]] = {key: [] for key in contenders}
-            for _ in range(turns):
-                for key, (run, subject) in contenders.items():
-                    seconds[key].append(run(subject, case))
-            speed = {key: case.tokens / min(times) for key, times in seconds.items()}
-            spread = statistics.median(seconds["ours"]) / min(seconds["ours"])
-            row = "  ".join(f"{key} {value:,.0f}" for key, value in speed.items())
-            kind = "long-tailed" if long else "equal"
-            tqdm.write(f"{name:5} B {case.batch:3} {kind:11} tokens/s: {row}   (median/best {spread:.2f})")
-            if long:
-                metrics[f"ratio_generate_longtail_{name}"] = round(speed["ours"] / speed["generate"], 2)
-                metrics[f"ratio_generate_batch_longtail_{name}"] = round(speed["ours"] / speed["generate_batch"], 2)
+        engine = Engine(ours, ROLLOUT, GREEDY, [])
+        turns = 3 if name == "tiny" or not quick else 1
+        for case in tqdm(cases_for(name, quick), desc=name, disable=None):
+            speed = race(case, engine, theirs, min(turns, 2) if quick and case.is_long_tailed else turns)
+            ratio = speed["ours"] / speed["generate"]
+            if case.is_long_tailed:
+                suffix = "" if name == "tiny" else "_half"
+                metrics[f"ratio_generate_longtail{suffix}"] = round(ratio, 2)
+                batch_ratio = speed["ours"] / speed["generate_batch"]
+                metrics[f"ratio_generate_batch_longtail{suffix}"] = round(batch_ratio, 2)
             else:
-                equal_ratios.append(speed["ours"] / speed["generate"])
-        if not small:
-            bandwidth, rate = machine()
-            tqdm.write(f"machine: {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s")
-            for b in batches:
-                step = measure_decode(engine, b, 4 if quick else 10)
-                floor = decode_step_floor(ours, b, PROMPT + 5, bandwidth, rate)
-                metrics[f"roofline_fraction_b{b}"] = round(floor / step, 3)
-                tqdm.write(f"half  B {b:3} decode step {1000 * step:.1f} ms, roofline {1000 * floor:.1f} ms")
-    metrics["ratio_generate_longtail"] = metrics["ratio_generate_longtail_tiny"]
-    metrics["ratio_generate_batch_longtail"] = metrics["ratio_generate_batch_longtail_tiny"]
+                equal_ratios.append(ratio)
+        if name == "half":
+            metrics |= roofline(ours, engine, quick)
     metrics["ratio_generate_equal_min"] = round(min(equal_ratios), 2)
     print(json.dumps(metrics))
 
