@@ -316,8 +316,9 @@ def build(config: Config, world: World, resume: bool) -> Run:
 
 def save(run: Run) -> None:
     """Write a checkpoint: model, optimizer, cursor, step. Sampling is counter-based: there is no other random state."""
+    trainer = run.trainer.state_dict()  # collective when it is sharded
     if run.world.is_main:
-        state = {"step": run.step, "trainer": run.trainer.state_dict(), "stream": run.stream.state_dict()}
+        state = {"step": run.step, "trainer": trainer, "stream": run.stream.state_dict()}
         keep = run.config.run.keep_checkpoints
         checkpoint.save_checkpoint(run.folder, run.step, run.trainer.model, run.source, state, keep)
     parallel.barrier(run.world)
