@@ -329,7 +329,7 @@ class Trainer:
         """Take over what `state_dict` returned. The model holds the weights of that moment."""
         optimizer = state["optimizer"]
         moments = {
-            i: {k: parallel.part_like(x, self.masters[i]) if x.dim() else x for k, x in s.items()}
+            i: {k: parallel.part_like(x.clone(), self.masters[i]) if x.dim() else x for k, x in s.items()}
             for i, s in optimizer["state"].items()
         }
         self.optimizer.load_state_dict({**optimizer, "state": moments})
