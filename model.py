@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import kernels
 from config import ConfigError
@@ -347,13 +348,17 @@ class Model(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
         self.head = None if shape.tied else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self._rope: tuple[Tensor, Tensor] | None = None
+        self.recompute = False  # in the backward pass, instead of keeping what a layer computed
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return final hidden states. [T] int64, [T] int64 -> [T, hidden_size]"""
         cos, sin = self.rope(positions)
         x = self.embed(token_ids)
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, attend)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

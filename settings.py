@@ -85,6 +85,11 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
             f"scheduler.num_prompts = {c.scheduler.num_prompts} is not a multiple of the {replicas}; "
             f"take {near} prompts, or another --nproc_per_node"
         )
+    if world_size % c.trainer.shard:
+        raise ConfigError(
+            f"trainer.shard = {c.trainer.shard} does not divide the {world_size} ranks; possible here: "
+            f"{[n for n in range(1, world_size + 1) if world_size % n == 0]}"
+        )
     if c.run.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "run.device = cuda, but torch sees no GPU; take run.device = auto, or install torch with CUDA"

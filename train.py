@@ -288,8 +288,9 @@ def build(config: Config, world: World, resume: bool) -> Run:
 
 def save(run: Run) -> None:
     """Write a checkpoint. Sampling is counter-based, so there is no random state in it."""
+    trainer = run.trainer.state_dict()  # collective when it is sharded
     if run.world.is_main:
-        state = {"step": run.step, "trainer": run.trainer.state_dict()}
+        state = {"step": run.step, "trainer": trainer}
         state |= {"stream": run.stream.state_dict(), "policy": run.policy.state_dict()}
         keep = run.config.run.keep_checkpoints
         checkpoint.save_checkpoint(run.folder, run.step, run.trainer.model, run.source, state, keep)

@@ -5,7 +5,8 @@ reduces, divides and steps: the result is the gradient of the plain, unpacked, s
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import parallel
+import sharding
 from attention import PackedAttention
 from config import option
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
@@ -40,6 +42,11 @@ class TrainerConfig:
         min=1,
     )
     tokens_per_logits: int = option(4096, "response tokens whose logits are held at once; more are recomputed", min=1)
+    shard: int = option(
+        1, "neighbouring ranks that share masters, gradients and optimizer state (FSDP); 1: every rank has all", min=1
+    )
+    recompute: bool = option(False, "keep only the input of each layer for the backward pass and compute it again")
+    offload_optimizer: bool = option(False, "keep the optimizer's state in host memory but for the update itself")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,9 @@ SUMS = ("loss", "count", "tokens", "entropy", "clipped", "kl", "logprob_diff")
 class Trainer:
     """Owns optimizer state and gradient sums of one model replica; every rank holds the same weights.
 
-    A bf16 model is trained through fp32 masters, kept here with fp32 gradient sums; the model itself stays bf16 and is
-    the very module that the engine decodes with.
+    `model` is the very module that the engine decodes with. A bf16 one is trained through fp32 masters, kept here with
+    fp32 gradient sums. With `shard` ranks to a shard group the masters are those of a second module, the learner, which
+    lies over the group's ranks and computes in the model's dtype (torch's FSDP2); after an update `model` follows it.
     """
 
     def __init__(
@@ -84,15 +92,23 @@ class Trainer:
     ):
         self.model, self.config, self.loss, self.sampling, self.world = model, config, loss, sampling, world
         self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
-        self.params = list(model.parameters())
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
-        for param, master in zip(self.params, self.masters, strict=True):
-            if param is not master:
-                param.register_post_accumulate_grad_hook(_add_to(master))
+        self.params, self.learner = list(model.parameters()), model
+        self.mesh = sharding.shard_mesh(world, config.shard) if config.shard > 1 else None
+        if self.mesh:
+            self.learner = sharding.shard_model(model, self.mesh)
+            self.masters = list(self.learner.parameters())
+            model.requires_grad_(False)
+        else:
+            self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
+            for param, master in zip(self.params, self.masters, strict=True):
+                if param is not master:
+                    param.register_post_accumulate_grad_hook(_add_to(master))
+        self.learner.recompute = config.recompute
         betas = (config.beta1, config.beta2)
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True
         )
+        self.host: list[tuple[Tensor, Tensor]] = []  # offloaded: (emptied tensor, its copy in host memory)
         self.num_updates = 0
         self.bad_updates = 0  # in a row
         self._reset()
@@ -102,7 +118,7 @@ class Trainer:
         self.worst_diff = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for param, master in zip(self.params, self.masters, strict=True):
             param.grad = None
-            master.grad = torch.zeros_like(master)
+            master.grad = None if self.mesh else torch.zeros_like(master)
 
     def lr_at(self, update: int) -> float:
         warm = min(1.0, (update + 1) / self.config.lr_warmup_updates) if self.config.lr_warmup_updates else 1.0
@@ -112,13 +128,31 @@ class Trainer:
     # ---- gradient sums ---------------------------------------------------------------------------------------
 
     def accumulate(self, examples: Sequence[Example]) -> None:
-        """Add the gradient sums of `examples`, this rank's share. Not collective; no update."""
-        for batch in pack(examples, self.config.tokens_per_microbatch):
-            self._add_gradients(batch)
+        """Add the gradient sums of `examples`, this rank's share. No update. Collective in a shard group, else not."""
+        for batch in self._batches(examples):
+            if batch:
+                self._add_gradients(batch)
+            else:
+                self._add_nothing()
+
+    def _batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """Return micro-batches, as many on each rank of a shard group: every forward gathers weights from all."""
+        batches = pack(examples, self.config.tokens_per_microbatch)
+        if self.mesh:
+            most = torch.tensor(len(batches), device=self.world.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
+            batches += [[] for _ in range(int(most) - len(batches))]
+        return batches
+
+    def _add_nothing(self) -> None:
+        """Take part in the shard group's forward and backward."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.world.device)
+        hidden = self.learner(token, token, PackedAttention([1], self.world.device))
+        self.learner.logits(hidden).mul(0.0).sum().backward()
 
     def _add_gradients(self, batch: Sequence[Example]) -> None:
         device = self.world.device
-        logprobs, entropy = self._score(self.model, batch)  # [T], [T]
+        logprobs, entropy = self._score(self.learner, batch)  # [T], [T]
         lengths = torch.tensor([len(e.token_ids) for e in batch], device=device)
         sample = torch.repeat_interleave(torch.arange(len(batch), device=device), lengths)
         advantages = torch.tensor([e.advantage for e in batch], device=device)[sample]
@@ -196,7 +230,7 @@ class Trainer:
         """Return `examples` with the current policy's log-probs as the old ones, ahead of several updates."""
         done = []
         for batch in pack(examples, self.config.tokens_per_microbatch):
-            logprobs, _ = self._score(self.model, batch)
+            logprobs, _ = self._score(self.model, batch)  # all of it is here, whatever the learner's sharding
             parts = logprobs.split([len(e.token_ids) for e in batch])
             done += [replace(e, old_logprobs=tuple(part.tolist())) for e, part in zip(batch, parts, strict=True)]
         return done
@@ -209,14 +243,18 @@ class Trainer:
         Returns the update's statistics. An update whose loss or gradient is not finite, or that has nothing to learn
         from, is skipped and says so under "skipped"; three non-finite ones in a row raise NonFiniteError.
         """
+        if self.mesh:  # the gradients are reduced by a backward that adds nothing
+            self.learner.set_requires_gradient_sync(True)
+            self._add_nothing()
+            self.learner.set_requires_gradient_sync(False)
         gradients = [master.grad for master in self.masters]
-        parallel.sum_tensors(self.world, [*gradients, self.sums])
+        parallel.sum_tensors(self.world, [self.sums] if self.mesh else [*gradients, self.sums])
         if self.world.size > 1:
             dist.all_reduce(self.worst_diff, op=dist.ReduceOp.MAX)
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         count, tokens = max(sums["count"], 1.0), max(sums["tokens"], 1.0)
         torch._foreach_div_(gradients, count)
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.config.grad_clip or math.inf).item()
+        norm = sharding.whole(torch.nn.utils.clip_grad_norm_(self.masters, self.config.grad_clip or math.inf)).item()
         stats = {
             "loss": sums["loss"] / count,
             "entropy": sums["entropy"] / tokens,
@@ -249,30 +287,61 @@ class Trainer:
     def _step(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        with self._optimizer_state():
+            self.optimizer.step()
         with torch.no_grad():
             for param, master in zip(self.params, self.masters, strict=True):
                 if param is not master:
-                    param.copy_(master)
+                    param.copy_(sharding.whole(master))  # one at a time: no second model is ever whole
+
+    @contextmanager
+    def _optimizer_state(self) -> Iterator[None]:
+        """Have the optimizer's state on the device while inside."""
+        for tensor, copy in self.host:
+            tensor.untyped_storage().resize_(copy.nbytes)
+            tensor.copy_(copy, non_blocking=True)
+        yield
+        if self.config.offload_optimizer:
+            moments = [s[k] for s in self.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+            self.host = [(m, m.to("cpu", copy=True)) for m in (x.to_local() if self.mesh else x for x in moments)]
+            for tensor, _ in self.host:
+                tensor.untyped_storage().resize_(0)
 
     # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        masters = [master for param, master in zip(self.params, self.masters, strict=True) if param is not master]
+        """Return whole tensors on rank 0, whatever the sharding: any number of ranks can go on. Collective."""
+
+        def keep(tensor: Tensor) -> Tensor | None:
+            tensor = sharding.whole(tensor.detach())
+            return tensor.to("cpu", copy=self.config.offload_optimizer) if self.world.is_main else None
+
+        with self._optimizer_state():
+            state = self.optimizer.state_dict()
+            moments = {i: {k: keep(x) for k, x in s.items()} for i, s in state["state"].items()}
         return {
-            "optimizer": self.optimizer.state_dict(),
-            "masters": masters,
+            "optimizer": {"state": moments, "param_groups": state["param_groups"]},
+            "masters": [keep(master) for master in self._own_masters()],
             "num_updates": self.num_updates,
             "bad_updates": self.bad_updates,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        own = [master for param, master in zip(self.params, self.masters, strict=True) if param is not master]
-        with torch.no_grad():
-            for master, saved in zip(own, state["masters"], strict=True):
-                master.copy_(saved)
+        """Take over what `state_dict` returned. The model holds the weights of that moment."""
+        optimizer = state["optimizer"]
+        moments = {
+            i: {k: sharding.part_like(x.clone(), self.masters[i]) if x.dim() else x for k, x in s.items()}
+            for i, s in optimizer["state"].items()
+        }
+        self.optimizer.load_state_dict({**optimizer, "state": moments})
+        with torch.no_grad(), self._optimizer_state():  # offloads what was loaded
+            for master, saved in zip(self._own_masters(), state["masters"], strict=True):
+                master.copy_(sharding.part_like(saved, master))
         self.num_updates, self.bad_updates = state["num_updates"], state["bad_updates"]
+
+    def _own_masters(self) -> list[Tensor]:
+        """Return the masters that hold more than the model does."""
+        return [m for p, m in zip(self.params, self.masters, strict=True) if p.dtype != m.dtype]
 
 
 def _add_to(master: Tensor):

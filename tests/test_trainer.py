@@ -13,6 +13,7 @@ import torch
 from conftest import ALONE
 from torch import Tensor
 
+import sharding
 from attention import PackedAttention
 from checkpoint import load_model
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
@@ -60,7 +61,7 @@ def make_trainer(
 
 
 def gradient(trainer: Trainer) -> Tensor:
-    return torch.cat([master.grad.flatten() for master in trainer.masters])
+    return torch.cat([sharding.whole(master.grad).flatten() for master in trainer.masters])
 
 
 def weights(trainer: Trainer) -> Tensor:
@@ -166,9 +167,9 @@ def test_gradients_equal_transformers_on_a_padded_batch(tiny_model, tiny_folder,
 # ---- over ranks --------------------------------------------------------------------------------------------------
 
 
-def train_share(world: World, model_folder: Path, examples: list[Example], result: Path) -> None:
+def train_share(world: World, model_folder: Path, examples: list[Example], result: Path, settings: dict) -> None:
     """Two updates on uneven shares: rank 0 has most samples; in the first update the last rank has none."""
-    trainer = make_trainer(load_model(model_folder, CPU, torch.float32), world=world)
+    trainer = make_trainer(load_model(model_folder, CPU, torch.float32), world=world, **settings)
     gradients, step = [], trainer._step
     trainer._step = lambda lr: (gradients.append(gradient(trainer).clone()), step(lr))
     stats = []
@@ -180,10 +181,15 @@ def train_share(world: World, model_folder: Path, examples: list[Example], resul
     torch.save((gradients, weights(trainer), stats), f"{result}.{world.rank}")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_any_number_of_ranks_makes_the_same_update(run_ranks, tiny_folder, examples, tmp_path, size: int) -> None:
-    train_share(ALONE, tiny_folder, examples, tmp_path / "alone")
-    run_ranks(size, train_share, tiny_folder, examples, tmp_path / "rank")
+SHARDED = {"shard": 2, "recompute": True, "offload_optimizer": True, "tokens_per_microbatch": 128}
+
+
+@pytest.mark.parametrize("size, settings", [(2, {}), (4, {}), (2, SHARDED), (4, SHARDED), (4, {"shard": 4})])
+def test_any_number_of_ranks_makes_the_same_update(
+    run_ranks, tiny_folder, examples, tmp_path, size: int, settings: dict
+) -> None:
+    train_share(ALONE, tiny_folder, examples, tmp_path / "alone", {})
+    run_ranks(size, train_share, tiny_folder, examples, tmp_path / "rank", settings)
     alone, *ranks = (torch.load(tmp_path / name) for name in ("alone.0", *(f"rank.{i}" for i in range(size))))
     for gradients, weight, stats in ranks:
         for mine, expected in zip(gradients, alone[0], strict=True):
@@ -422,6 +428,7 @@ def test_bf16_gradients_add_up_in_fp32(tiny_model, examples) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_restored_trainer_continues_bit_by_bit(tiny_model, examples, dtype: torch.dtype) -> None:
     settings = {"lr_warmup_updates": 3, "lr_schedule": "linear", "weight_decay": 0.1, "grad_clip": 0.5}
+    settings["offload_optimizer"] = dtype == torch.bfloat16
 
     def train(trainer: Trainer, updates: int) -> list[dict]:
         done = []
@@ -444,6 +451,46 @@ def test_a_restored_trainer_continues_bit_by_bit(tiny_model, examples, dtype: to
     assert train(resumed, 3) == expected
     assert torch.equal(weights(resumed), weights(straight))
     assert all(torch.equal(a, b) for a, b in zip(resumed.masters, straight.masters, strict=True))
+
+
+def train_and_save(world: World, model_folder: Path, examples: list[Example], result: Path, settings: dict) -> None:
+    """Two updates, resumed when there is something to resume from, and everything that goes on from there."""
+    model = load_model(model_folder, CPU, torch.float32).to(settings.pop("dtype"))
+    before = torch.load(result.with_suffix(".before")) if result.with_suffix(".before").exists() else None
+    if before:
+        model.load_state_dict(before["model"])
+    trainer = make_trainer(model, world=world, **settings)
+    if before:
+        trainer.load_state_dict(before["trainer"])
+    for _ in range(2):
+        trainer.accumulate(examples[world.rank :: world.size])
+        trainer.update()
+    state = {"model": trainer.model.state_dict(), "trainer": trainer.state_dict()}
+    if world.is_main:
+        torch.save(state, result)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_run_goes_on_with_another_sharding(run_ranks, tiny_folder, examples, tmp_path, dtype: torch.dtype) -> None:
+    plain, sharded = {"dtype": dtype}, {"dtype": dtype, "shard": 2, "offload_optimizer": True}
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(2, train_and_save, tiny_folder, examples, first, dict(sharded))
+    second.with_suffix(".before").write_bytes(first.read_bytes())
+    train_and_save(ALONE, tiny_folder, examples, second, dict(plain))
+    third = tmp_path / "third"
+    third.with_suffix(".before").write_bytes(first.read_bytes())
+    (tmp_path / "store").unlink()
+    run_ranks(4, train_and_save, tiny_folder, examples, third, dict(sharded))
+    alone, together = torch.load(second), torch.load(third)
+    limit = 1e-5 if dtype == torch.float32 else 0.01
+    for a, b in zip(alone["model"].values(), together["model"].values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=limit)
+    assert alone["trainer"]["num_updates"] == together["trainer"]["num_updates"] == 4
+    assert len(together["trainer"]["masters"]) == (0 if dtype == torch.float32 else len(alone["model"]))
+    moments = zip(alone["trainer"]["optimizer"]["state"].values(), together["trainer"]["optimizer"]["state"].values())
+    for a, b in moments:
+        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=0.05 if limit > 1e-3 else 1e-4, atol=limit)
+        assert a["step"] == b["step"] == 4
 
 
 def test_bad_updates_are_counted_across_a_restart(tiny_model, examples) -> None:

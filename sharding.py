@@ -1,0 +1,53 @@
+"""Training weights that lie over several ranks: torch's FSDP2, set up to add exact sums."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from parallel import World
+
+
+def shard_mesh(world: World, size: int) -> DeviceMesh:
+    """Return the (replicate, shard) mesh whose shard groups are `size` neighbouring ranks."""
+    return init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_model(model: Any, mesh: DeviceMesh) -> Any:
+    """Return a second module like `model` whose fp32 weights lie over the shard group's ranks.
+
+    It computes in the model's dtype and adds gradients up in fp32, as sums, and reduces them only when told to
+    (`set_requires_gradient_sync`). Every rank has the whole `model` and takes its part without communication.
+    """
+    dtype = next(model.parameters()).dtype
+    with torch.device("meta"):
+        learner = type(model)(model.shape).float()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if dtype == torch.float32:
+        policy = MixedPrecisionPolicy()
+    for module in (*learner.layers, learner):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
+        module.set_gradient_divide_factor(1.0)
+    learner.to_empty(device=next(model.parameters()).device)
+    with torch.no_grad():
+        for own, whole in zip(learner.parameters(), model.parameters(), strict=True):
+            own.copy_(part_like(whole.detach().float(), own))
+    learner.set_requires_gradient_sync(False)
+    return learner
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor whole on every rank, any other as it is. Collective in the shard group."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that every rank has, sharded as `like` is."""
+    tensor = tensor.to(like.device)
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
