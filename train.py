@@ -21,10 +21,11 @@ import parallel
 from config import ConfigError, describe, dump_toml, flatten, load_config
 from core import Group, Prompt, Reward, Sample
 from data import PromptStream, dump_groups, load_groups, load_prompts
+from judge import Graders, judge_record, open_graders
 from loss import ADVANTAGES
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from parallel import World
-from reward import RewardPool, overlong_penalty
+from reward import overlong_penalty
 from rollout import Engine, EngineStats, sequences_for
 from scheduler import POLICIES
 from settings import MODELS, Config, check, model_dtype
@@ -173,6 +174,7 @@ def evaluate(run: "Run") -> dict[str, Any]:
     prompts = [(EVAL_EPOCH, prompt) for prompt in run.held_out]
     groups = exchange(roll_out(run, prompts, k, Clock()), run.world)
     run.engine.stats = EngineStats()  # the next step's record starts from zero
+    run.pool.take_judge_stats()
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt = rewards.mean(1)
     if run.world.is_main:
@@ -200,9 +202,9 @@ def step_record(
 ) -> dict[str, Any]:
     """Return the JSON record of one step. Collective: adds up what only each rank knows."""
     stats = run.engine.stats
-    own = asdict(stats), clock.take(), peak_memory()
+    own = asdict(stats), clock.take(), peak_memory(), run.pool.take_judge_stats()
     run.engine.stats = EngineStats()
-    engines, spans, memories = zip(*parallel.gather_objects(run.world, own), strict=True)
+    engines, spans, memories, judges = zip(*parallel.gather_objects(run.world, own), strict=True)
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [len(sample.token_ids) for sample in samples]
@@ -239,6 +241,7 @@ def step_record(
             "peak_pages": max(e["peak_pages"] for e in engines),
             "pages": run.engine.pages.size,
         },
+        "judge": judge_record(judges),
         "memory": {name: sum(m.get(name, 0.0) for m in memories) for name in memories[0]},
     }
 
@@ -257,7 +260,7 @@ class Run:
     tokenizer: Any
     engine: Engine
     trainer: Trainer
-    pool: RewardPool
+    pool: Graders
     stream: PromptStream
     policy: Any
     held_out: list[Prompt]
@@ -303,7 +306,9 @@ def build(config: Config, world: World, resume: bool) -> Run:
         stream.load_state_dict(state["stream"])
         step = state["step"]
         engine.load_weights(model, step)
-    pool = RewardPool(config.reward, {p.task for p in prompts} | {p.task for p in held_out})
+    # The first rank of a replica has its samples graded.
+    tasks = set() if tensor_parallel.rank else {p.task for p in (*prompts, *held_out)}
+    pool = open_graders(config.reward, config.judge, tasks, world.device, dtype)
     policy = POLICIES[config.scheduler.policy](config.scheduler)
     settings = {key: value for key, (value, _) in flatten(config).items()}
     recorder = Recorder(folder, config.log, settings, step, config.run.steps, world.is_main)
