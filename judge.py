@@ -45,7 +45,9 @@ Answer:"""
 @dataclass(frozen=True)
 class JudgeConfig:
     path: str = option("", "local Hugging Face folder: a causal model or a ...ForSequenceClassification reward model")
-    template: str = option(TEMPLATE, "what the judge reads, with {question}, {answer} and {response}")
+    template: str = option(
+        "", "what the judge reads, with {question}, {answer} and {response}; empty: TEMPLATE of judge.py"
+    )
     chat: bool = option(
         True, "use its chat template if it has one: the text as the user's; for a reward model the conversation itself"
     )
@@ -79,7 +81,7 @@ class Reader:
     """Turns a response and its data row into the token ids that the judge reads."""
 
     def __init__(self, config: JudgeConfig, tokenizer: Any, is_reward_model: bool, pad_id: int | None):
-        self.template, self.tokenizer, self.is_reward_model = config.template, tokenizer, is_reward_model
+        self.template, self.tokenizer, self.is_reward_model = config.template or TEMPLATE, tokenizer, is_reward_model
         self.pad_id = pad_id
         self.chat = config.chat and bool(tokenizer.chat_template)
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -133,7 +135,7 @@ def check_judge(config: JudgeConfig, dtype: torch.dtype) -> None:
     """Raise ConfigError on everything that can be known without loading the weights."""
     if not config.path:
         raise ConfigError(f"data rows have the task {TASK}, but judge.path is empty; give a local Hugging Face folder")
-    if "{response}" not in config.template:
+    if "{response}" not in (config.template or TEMPLATE):
         raise ConfigError(f"judge.template = {config.template!r} does not contain {{response}}")
     checkpoint.check_model(config.path, "judge.path", rewards=True)
     settings, tokenizer = checkpoint.read_config(config.path), checkpoint.load_tokenizer(config.path)
@@ -231,16 +233,23 @@ class JudgeModel:
         return output[right] - others.logsumexp(0).item()
 
 
-def background_stream(device: torch.device, sm_share: float) -> tuple[Any, Any]:
-    """Return a stream for work beside the decoding, and what must live as long: a partition of the multiprocessors."""
+def background_stream(device: torch.device, sm_share: float) -> tuple[Any, Any, str]:
+    """Return a stream for work beside the decoding, what must live as long, and what to call it.
+
+    The stream has a partition of the multiprocessors where torch can make one; decoding may still use all of them.
+    """
     if sm_share:
         from torch.cuda import green_contexts  # torch >= 2.10; its contexts give streams from 2.12 on
 
         if green_contexts.SUPPORTED and hasattr(green_contexts.GreenContext, "Stream"):
             count = torch.cuda.get_device_properties(device).multi_processor_count
-            context = green_contexts.GreenContext.create(num_sms=max(int(sm_share * count), 8), device_id=device.index)
-            return context.Stream(), context
-    return torch.cuda.Stream(device, priority=0), None  # 0 is the lowest
+            wanted = max(int(sm_share * count), 8)
+            try:
+                context = green_contexts.GreenContext.create(num_sms=wanted, device_id=device.index)
+                return context.Stream(), context, f"on {wanted} of {count} multiprocessors"
+            except RuntimeError:  # a driver or a GPU that has no partitions
+                pass
+    return torch.cuda.Stream(device, priority=0), None, "in a stream of the lowest priority"
 
 
 # ---- grading -----------------------------------------------------------------------------------------------------
@@ -300,8 +309,12 @@ class Judge:
     def __init__(self, config: JudgeConfig, device: torch.device, dtype: torch.dtype):
         self.config, self.device = config, device
         self.model = JudgeModel(config, device, dtype)
-        on_gpu = device.type == "cuda"
-        self.stream, self._context = background_stream(device, config.sm_share) if on_gpu else (None, None)
+        self.stream, self._context, how = None, None, "between decode steps"
+        if device.type == "cuda":
+            self.stream, self._context, how = background_stream(device, config.sm_share)
+        kind = "reward model" if self.model.is_reward_model else "judge"
+        size = len(self.model.layers) * self.model.layers.layer_bytes / 2**30
+        self.about = f"{kind} {config.path}: {len(self.model.layers)} layers of {size:.3g} GiB in all, run {how}"
         self.stats = JudgeStats()
         self._queue: deque[_Text] = deque()
         self._queued_tokens = 0
@@ -319,7 +332,7 @@ class Judge:
         try:
             ids = self.model.reader(response, answer, row)
         except Exception as error:  # a chat template is a program of the model's author and raises what it likes
-            return self._fail(key, f"the judge's chat template refuses this text: {error}")
+            return self._fail(key, f"the judge cannot read this text: {type(error).__name__}: {error}")
         if len(ids) > self.model.max_tokens:
             return self._fail(
                 key,

@@ -312,6 +312,8 @@ def build(config: Config, world: World, resume: bool) -> Run:
     policy = POLICIES[config.scheduler.policy](config.scheduler)
     settings = {key: value for key, (value, _) in flatten(config).items()}
     recorder = Recorder(folder, config.log, settings, step, config.run.steps, world.is_main)
+    if pool.judge:
+        recorder.say(pool.judge.about)
     if checkpoints:
         recorder.say(f"resumed from {checkpoints[-1]}")
     return Run(

@@ -185,7 +185,8 @@ def test_a_response_cannot_speak_for_the_judge_or_fill_in_the_template(writer):
     assert tokenizer.decode(ids) == "2+3=5|a<|endo ftext|>b?"
 
 
-CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<go>{% endif %}"
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<go>{% endif %}"
 
 
 def test_chat_templates_wrap_the_question_to_a_writer_and_the_conversation_for_a_scorer(writer):
@@ -418,7 +419,8 @@ def settings(writer: Path, tiny_folder: Path, tmp_path: Path):
 
 @torch.no_grad()
 def test_a_run_with_a_judge_on_two_ranks(settings, torchrun, tmp_path, writer):
-    torchrun(2, *settings())
+    done = torchrun(2, *settings())
+    assert f"judge {writer}: {LAYERS} layers" in done.stdout
     run = tmp_path / "run"
     records = [record for record in read_records(run / "steps.jsonl") if record["step"]]
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(writer), load_tokenizer(writer)
