@@ -145,7 +145,7 @@ class Layers:
         """Keep `count` layers on the device from now on. Wants an idle device."""
         if count == self.placed:
             return
-        self.copies.finish()  # of what was to come, into buffers that now get other layers
+        self.copies.finish()  # into buffers that may be dropped now
         self.placed, kept, computed = count, set(self.order[:count]), self.copies.mark()
         self.resident = {i: block for i, block in self.resident.items() if i in kept}
         for i in sorted(kept - self.resident.keys()):

@@ -92,6 +92,9 @@ def test_verdicts_are_the_logprobs_of_transformers(family, tied, tiny_folder, tm
     verdicts = tokenizer.encode("y") + tokenizer.encode("n")
     expected = torch.stack([theirs(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[verdicts] for ids in texts])
     torch.testing.assert_close(model(texts), expected, rtol=0, atol=2e-5)
+    many = model(texts * 9)
+    assert len(many) > 64, "read out in several parts"
+    torch.testing.assert_close(many, expected.repeat(9, 1), rtol=0, atol=2e-5)
     assert expected.std() > 0.5, "equal verdicts would compare nothing"
     assert tokenizer.decode(texts[1]) == "2+3=5|55 55?"
 
