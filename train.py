@@ -26,8 +26,9 @@ from loss import ADVANTAGES
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from parallel import World
 from reward import overlong_penalty
-from rollout import Engine, EngineStats, sequences_for
+from rollout import Engine, EngineStats
 from scheduler import POLICIES
+from sequence import sequences_for
 from settings import MODELS, Config, check, model_dtype
 from trainer import Example, NonFiniteError, Trainer
 from warm_start import ensure_model
