@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,25 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from config import ConfigError
-from model import Model, parse_shape
+from model import Model, ModelShape, parse_shape
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STATE = "state.pt"
+SCORE = "score.weight"  # the head of a reward model
 
 
 # ---- Hugging Face folders ----------------------------------------------------------------------------------------
 
 
-def read_config(folder: str | Path) -> dict:
-    """Return `config.json` of a model folder. Raises ConfigError when it is not one."""
+def read_config(folder: str | Path, key: str = "model.path") -> dict:
+    """Return `config.json` of the model folder that `key` names. Raises ConfigError when it is not one."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise ConfigError(
-            f"model.path = {str(folder)!r}: no such folder; give a local Hugging Face folder, or leave it empty"
+            f"{key} = {str(folder)!r}: no such folder; give a local Hugging Face folder, or leave it empty"
         )
     return _read_json(path)
 
@@ -76,12 +79,28 @@ def eos_ids(folder: str | Path, tokenizer: Any) -> set[int]:
     return ids
 
 
-def check_model(folder: str | Path) -> dict[str, Path]:
-    """Return which file holds each weight of the decoder. Raises ConfigError on anything missing or misshapen."""
+def num_labels(config: dict) -> int:
+    """Return how many numbers a reward model (...ForSequenceClassification) gives; 0 for a model that generates."""
+    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        return 0
+    return config.get("num_labels") or len(config.get("id2label") or ("0", "1"))
+
+
+def check_model(folder: str | Path, key: str = "model.path", rewards: bool = False) -> dict[str, Path]:
+    """Return which file holds each weight. Raises ConfigError on anything missing or misshapen.
+
+    `rewards`: reward models will do too; the decoder of one has no language head of its own, but there is SCORE.
+    """
     folder = Path(folder)
-    shape = parse_shape(read_config(folder), str(folder / "config.json"))
-    with torch.device("meta"):
-        wanted = {name: list(tensor.shape) for name, tensor in Model(shape).export().items()}
+    config = read_config(folder, key)
+    shape, labels = parse_shape(config, str(folder / "config.json")), num_labels(config)
+    if labels and not rewards:
+        raise ConfigError(
+            f"{key} = {str(folder)!r} is a reward model ({config['architectures'][0]}); it writes no text"
+        )
+    wanted = _expected_weights(replace(shape, tied=True) if labels else shape)
+    if labels:
+        wanted[SCORE] = [labels, shape.hidden_size]
     found: dict[str, Path] = {}
     for path in _weight_files(folder):
         try:
@@ -98,18 +117,37 @@ def check_model(folder: str | Path) -> dict[str, Path]:
     return found
 
 
+def _expected_weights(shape: ModelShape) -> dict[str, list[int]]:
+    with torch.device("meta"):
+        return {name: list(tensor.shape) for name, tensor in Model(shape).export().items()}
+
+
 def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Model:
     """Build the decoder of a Hugging Face folder and fill it. Raises ConfigError as `check_model` does."""
-    files = check_model(folder)
+    return _load(folder, device, dtype, check_model(folder), 0)[0]
+
+
+def load_judge(folder: str | Path, device: torch.device, dtype: torch.dtype) -> tuple[Model, Tensor | None]:
+    """As `load_model`, of `judge.path`; with a reward model's head [labels, hidden_size], None for one that writes."""
+    files = check_model(folder, "judge.path", rewards=True)
+    return _load(folder, device, dtype, files, num_labels(read_config(folder)))
+
+
+def _load(
+    folder: str | Path, device: torch.device, dtype: torch.dtype, files: dict[str, Path], labels: int
+) -> tuple[Model, Tensor | None]:
+    shape = parse_shape(read_config(folder), str(folder))
     with torch.device("meta"):
-        model = Model(parse_shape(read_config(folder), str(folder)))
+        model = Model(replace(shape, tied=True) if labels else shape)
     model = model.to(dtype).to_empty(device=device)
     targets = {name: view for name, view, _ in model.hf_tensors()}
+    if labels:
+        targets[SCORE] = torch.empty(labels, shape.hidden_size, dtype=dtype, device=device)
     for path in sorted(set(files.values())):
         with safe_open(path, "pt") as file:
             for name in (n for n, holder in files.items() if holder == path):
                 targets[name].copy_(file.get_tensor(name).view(targets[name].shape))
-    return model
+    return model, targets.get(SCORE)
 
 
 def _weight_files(folder: Path) -> list[Path]:

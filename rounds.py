@@ -13,11 +13,12 @@ import torch
 
 import parallel
 from core import Decision, Finished, Group, Prompt, PromptId, Reward, RoundPlan, Sample, SampleId
+from judge import Graders
 from loss import ADVANTAGES
 from metrics import Clock, quantiles
 from parallel import World
 from placement import Placement
-from reward import RewardPool, overlong_penalty
+from reward import overlong_penalty
 from rollout import Engine
 from sequence import sequences_for
 from settings import Config
@@ -25,7 +26,7 @@ from settings import Config
 RELAXED = 8  # windows are so much longer where only the balance of replicas depends on them
 
 
-class Judge(Protocol):
+class Referee(Protocol):
     """What decides a round: a policy with a round open, or a bare `Race`."""
 
     def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float]) -> Decision: ...
@@ -40,7 +41,7 @@ class Round:
         self,
         config: Config,
         engine: Engine,
-        pool: RewardPool,
+        pool: Graders,
         tokenizer: Any,
         world: World,
         clock: Clock,
@@ -59,9 +60,9 @@ class Round:
 
     # ---- the round -------------------------------------------------------------------------------------------
 
-    def play(self, plan: RoundPlan, judge: Judge) -> None:
-        """Decode until the judge says that the round is done, and wait for the grades that are needed."""
-        self.plan, self.judge = plan, judge
+    def play(self, plan: RoundPlan, referee: Referee) -> None:
+        """Decode until the referee says that the round is done, and wait for the grades that are needed."""
+        self.plan, self.referee = plan, referee
         self._launch(plan.prompts, plan.expected)
         decision = Decision()
         while not decision.done:
@@ -70,7 +71,7 @@ class Round:
             with self.clock.span("idle" if self.engine.is_idle else "window_wait"):
                 everyone = parallel.gather_objects(self.world, (events, rewards))
             finished = [event for part, _ in everyone for event in part]
-            decision = judge.observe(finished, {id: r for _, part in everyone for id, r in part.items()})
+            decision = referee.observe(finished, {id: r for _, part in everyone for id, r in part.items()})
             self.placement.remove([*(event.id for event in finished), *decision.abort])
             self._abort(decision.abort)
             self._launch(decision.launch)
@@ -78,7 +79,7 @@ class Round:
                 self._hand_over(self.placement.handovers())
             self.windows += 1
         if not plan.audit:
-            self.pool.forget(keep=judge.accepted_ids())
+            self.pool.forget(keep=referee.accepted_ids())
         with self.clock.span("reward"):
             self.rewards.update(self.pool.drain())
 
@@ -168,7 +169,7 @@ class Round:
 
         After this `aborted` holds the tokens of every rank's aborted responses, `record` what the records want.
         """
-        accepted = self.judge.accepted_ids()
+        accepted = self.referee.accepted_ids()
         mine = {id: (self.samples[id], self.rewards[id]) for id in accepted if id in self.samples}
         seen = {}
         if self.plan.audit:

@@ -8,6 +8,7 @@ import torch
 import checkpoint
 from config import ConfigError, flatten, load_config, option
 from data import DataConfig, load_prompts
+from judge import TASK, JudgeConfig, check_judge
 from loss import LossConfig
 from metrics import LogConfig, check_loggers
 from model import check_split, parse_shape
@@ -54,6 +55,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -142,13 +144,18 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     num_pages_for(c.rollout, shape, model_dtype(config, device.type), device)
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
     first = {p.task: p.where for p in reversed(prompts + held_out)}
+    if TASK in first:
+        check_judge(c.judge, model_dtype(config, device.type))
+    elif c.judge.path:
+        raise ConfigError(f"judge.path = {c.judge.path!r}, but no data row has the task {TASK}; set data.task = {TASK}")
     for task, where in sorted(first.items()):
         try:
-            check_grader(task)
+            if task != TASK:
+                check_grader(task)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     if is_main:
-        try_graders(c.reward, first)
+        try_graders(c.reward, first.keys() - {TASK})
     if len(prompts) < c.scheduler.num_prompts:
         raise ConfigError(
             f"data.train has {len(prompts)} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}; "

@@ -21,13 +21,13 @@ import parallel
 from config import ConfigError, describe, dump_toml, flatten, load_config
 from core import Group, Prompt, RoundPlan
 from data import PromptStream, dump_groups, load_groups, load_prompts
+from judge import Graders, judge_record, open_graders
 from loss import ADVANTAGES
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from parallel import World
 from placement import assign_by_load
-from reward import RewardPool
 from rollout import Engine, EngineStats
-from rounds import Judge, Round, shaped_reward
+from rounds import Referee, Round, shaped_reward
 from scheduler import POLICIES, Race, TailBatching
 from settings import MODELS, Config, check, model_dtype
 from trainer import Example, NonFiniteError, Trainer
@@ -87,11 +87,11 @@ def train(config: Config, world: World, resume: bool) -> None:
 # ---- pieces of one step ------------------------------------------------------------------------------------------
 
 
-def roll_out(run: "Run", plan: RoundPlan, judge: Judge, clock: Clock) -> tuple[list[Group], Round]:
+def roll_out(run: "Run", plan: RoundPlan, referee: Referee, clock: Clock) -> tuple[list[Group], Round]:
     """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
     current = Round(run.config, run.engine, run.pool, run.tokenizer, run.world, clock, run.recorder.progress)
     with clock.span("rollout"):
-        current.play(plan, judge)
+        current.play(plan, referee)
     with clock.span("exchange"):
         return current.collect(), current
 
@@ -134,6 +134,7 @@ def evaluate(run: "Run") -> dict[str, Any]:
     plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
     groups, _ = roll_out(run, plan, Race(plan), Clock())
     run.engine.stats = EngineStats()  # the next step's record starts from zero
+    run.pool.take_judge_stats()
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt = rewards.mean(1)
     if run.world.is_main:
@@ -161,9 +162,9 @@ def step_record(
 ) -> dict[str, Any]:
     """Return the JSON record of one step. Collective: adds up what only each rank knows."""
     stats = run.engine.stats
-    own = asdict(stats), clock.take(), peak_memory(), clock.take_spans()
+    own = asdict(stats), clock.take(), peak_memory(), clock.take_spans(), run.pool.take_judge_stats()
     run.engine.stats = EngineStats()
-    engines, spans, memories, tracks = zip(*parallel.gather_objects(run.world, own), strict=True)
+    engines, spans, memories, tracks, judges = zip(*parallel.gather_objects(run.world, own), strict=True)
     run.recorder.timeline(run.step, tracks[:: run.engine.parallel.size])
     if played:
         played["window_wait"] = sum(s.get("window_wait", 0.0) for s in spans) / len(spans)
@@ -204,6 +205,7 @@ def step_record(
             "peak_pages": max(e["peak_pages"] for e in engines),
             "pages": run.engine.pages.size,
         },
+        "judge": judge_record(judges),
         "memory": {name: sum(m.get(name, 0.0) for m in memories) for name in memories[0]},
     }
 
@@ -222,7 +224,7 @@ class Run:
     tokenizer: Any
     engine: Engine
     trainer: Trainer
-    pool: RewardPool
+    pool: Graders
     stream: PromptStream
     policy: TailBatching
     held_out: list[Prompt]
@@ -276,9 +278,13 @@ def build(config: Config, world: World, resume: bool) -> Run:
                 f"take at least {step + -(-waiting // config.scheduler.num_prompts)}"
             )
         engine.load_weights(model, step)
-    pool = RewardPool(config.reward, {p.task for p in prompts} | {p.task for p in held_out})
+    # The first rank of a replica has its samples graded.
+    tasks = set() if tensor_parallel.rank else {p.task for p in (*prompts, *held_out)}
+    pool = open_graders(config.reward, config.judge, tasks, world.device, dtype)
     settings = {key: value for key, (value, _) in flatten(config).items()}
     recorder = Recorder(folder, config.log, settings, step, config.run.steps, world.is_main)
+    if pool.judge:
+        recorder.say(pool.judge.about)
     if resume:
         recorder.say(f"resumed from {checkpoints[-1]}" if checkpoints else f"no checkpoint in {folder}: starts afresh")
     return Run(

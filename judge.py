@@ -1,0 +1,528 @@
+"""A judge on the ranks that decode: one packed forward grades many responses, between and beside decode windows.
+
+Two kinds of model, both local Hugging Face folders: a causal model that is asked for a verdict in one token, and a
+reward model (...ForSequenceClassification), whose head reads the last token. Layers that do not fit on the device stay
+in host memory and stream through two buffers while other layers compute. (RollPacker, section 4.3)
+"""
+
+import itertools
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import checkpoint
+from attention import PackedAttention
+from config import ConfigError, option
+from core import Reward
+from graphs import upload
+from model import Model, Split, parse_shape, rms_norm, run_layer
+from reward import RewardConfig, RewardPool
+from streaming import Layers, num_resident, token_bytes
+
+TASK = "judge"  # rows with this grader come here
+TEMPLATE = """Question:
+{question}
+
+Reference answer:
+{answer}
+
+Response to be graded:
+{response}
+
+Does the response reach the reference answer? Answer yes or no.
+Answer:"""
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    path: str = option("", "local Hugging Face folder: a causal model or a ...ForSequenceClassification reward model")
+    template: str = option(
+        "", "what the judge reads, with {question}, {answer} and {response}; empty: TEMPLATE of judge.py"
+    )
+    chat: bool = option(
+        True, "use its chat template if it has one: the text as the user's; for a reward model the conversation itself"
+    )
+    accept: str = option(" yes", "the verdict on a right response, one token")
+    reject: str = option(" no", "the verdict on a wrong response, one token")
+    label: int = option(1, "of a reward model with several labels: the one that means right", min=0)
+    reward: str = option(
+        "probability",
+        "probability (of accept against reject), hard (0 or 1) or score (log-odds, or a reward model's own number)",
+        choices=("probability", "hard", "score"),
+    )
+    batch_tokens: int = option(8192, "tokens of one forward, and of the longest text", min=16)
+    max_wait_seconds: float = option(0.5, "longest wait of a response for others to fill its forward", min=0.0)
+    memory_gib: float = option(
+        0.0,
+        "device memory of the judge in GiB, other layers stream from the host; 0: what is free (on CPU: all)",
+        min=0.0,
+    )
+    sm_share: float = option(
+        0.25,
+        "share of a GPU's multiprocessors (green context, torch >= 2.12); 0: a stream among others",
+        min=0.0,
+        max=1.0,
+    )
+
+
+# ---- what the judge reads ----------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Turns a response and its data row into the token ids that the judge reads."""
+
+    def __init__(self, config: JudgeConfig, tokenizer: Any, is_reward_model: bool, pad_id: int | None):
+        self.template, self.tokenizer, self.is_reward_model = config.template or TEMPLATE, tokenizer, is_reward_model
+        self.pad_id = pad_id
+        self.chat = config.chat and bool(tokenizer.chat_template)
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+
+    def __call__(self, response: str, answer: str, row: dict) -> list[int]:
+        # A response that spells the judge's own control tokens could end its turn and speak the verdict.
+        response = self.special.sub(" ", response)
+        prompt = row["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.chat and self.is_reward_model:
+            return self._last_read(self._converse([*messages, {"role": "assistant", "content": response}], False))
+        question = messages[0]["content"]
+        if len(messages) > 1:
+            question = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        fields = {"question": question, "answer": answer, "response": response}
+        text = re.sub(r"\{(question|answer|response)\}", lambda match: fields[match[1]], self.template)
+        if self.chat:
+            return self._converse([{"role": "user", "content": text}], True)
+        ids = self.tokenizer.encode(text)
+        return self._last_read(ids) if self.is_reward_model else ids
+
+    def _converse(self, messages: list[dict], generation: bool) -> list[int]:
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=generation, return_dict=False)
+
+    def _last_read(self, ids: list[int]) -> list[int]:
+        """Reward models of transformers read out the last token that is no padding, even where padding is the end."""
+        while len(ids) > 1 and ids[-1] == self.pad_id:
+            ids = ids[:-1]
+        return ids
+
+
+def verdict_ids(config: JudgeConfig, tokenizer: Any) -> list[int]:
+    """Return the token of `accept` and that of `reject`. Raises ConfigError unless each is one token."""
+    ids = []
+    for key in ("accept", "reject"):
+        word = getattr(config, key)
+        tokens = tokenizer.encode(word, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise ConfigError(
+                f"judge.{key} = {word!r} is {len(tokens)} tokens for the judge; a verdict is one token: choose another "
+                "word, or one with or without the space before it"
+            )
+        ids += tokens
+    if ids[0] == ids[1]:
+        raise ConfigError(f"judge.accept and judge.reject are the same token: {config.accept!r}")
+    return ids
+
+
+def check_judge(config: JudgeConfig, dtype: torch.dtype) -> None:
+    """Raise ConfigError on everything that can be known without loading the weights."""
+    if not config.path:
+        raise ConfigError(f"data rows have the task {TASK}, but judge.path is empty; give a local Hugging Face folder")
+    if "{response}" not in (config.template or TEMPLATE):
+        raise ConfigError(f"judge.template = {config.template!r} does not contain {{response}}")
+    checkpoint.check_model(config.path, "judge.path", rewards=True)
+    settings, tokenizer = checkpoint.read_config(config.path), checkpoint.load_tokenizer(config.path)
+    labels = checkpoint.num_labels(settings)
+    if not labels:
+        verdict_ids(config, tokenizer)
+    elif labels > 1 and config.label >= labels:
+        raise ConfigError(f"judge.label = {config.label}: {config.path} has the labels 0 to {labels - 1}")
+    shape = parse_shape(settings, config.path)
+    with torch.device("meta"):
+        model = Model(replace(shape, tied=True) if labels else shape)
+    layer = sum(p.numel() for p in model.layers[0].parameters()) * dtype.itemsize
+    fixed = sum(p.numel() for p in model.parameters()) * dtype.itemsize - layer * shape.num_layers
+    needed = fixed + 2 * layer + config.batch_tokens * token_bytes(shape, dtype)
+    if config.memory_gib and config.memory_gib * 2**30 < needed:
+        raise ConfigError(
+            f"judge.memory_gib = {config.memory_gib} is too small for embeddings, two layers and a forward of "
+            f"judge.batch_tokens = {config.batch_tokens}: at least {math.ceil(needed / 2**30 * 1e6) / 1e6}; raise it, "
+            "or lower judge.batch_tokens"
+        )
+
+
+# ---- the forward -------------------------------------------------------------------------------------------------
+
+
+class JudgeModel:
+    """The weights of a judge and its one forward over packed texts."""
+
+    LOGIT_ROWS = 64  # texts read out together: [64, vocabulary] and not [texts, vocabulary]
+
+    def __init__(self, config: JudgeConfig, device: torch.device, dtype: torch.dtype):
+        """Raises ConfigError as `check_judge` does."""
+        check_judge(config, dtype)
+        self.config, self.device, self.dtype = config, device, dtype
+        self.model, score = checkpoint.load_judge(config.path, torch.device("cpu"), dtype)
+        self.model.requires_grad_(False)
+        self.shape, self.split = self.model.shape, Split(self.model.shape)
+        tokenizer = checkpoint.load_tokenizer(config.path)
+        self.is_reward_model = score is not None
+        pad_id = checkpoint.read_config(config.path).get("pad_token_id")
+        self.reader = Reader(config, tokenizer, self.is_reward_model, pad_id)
+        self.layers = Layers(self.model, device)
+        self.model.to(device)
+        self.fixed_bytes = sum(p.nbytes for p in self.model.parameters())
+        if self.is_reward_model:
+            self.head = score.to(device)
+        else:
+            self.head, self.verdicts = self.model.head_weight, upload(verdict_ids(config, tokenizer), device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what follows runs in other streams
+
+    @property
+    def max_tokens(self) -> int:
+        return min(self.shape.max_positions, self.config.batch_tokens)
+
+    def place(self, num_tokens: int) -> None:
+        """Keep as many layers on the device as its memory holds beside a forward of `num_tokens`."""
+        c, layers = self.config, self.layers
+        if c.memory_gib:
+            free = c.memory_gib * 2**30 - self.fixed_bytes
+        elif self.device.type == "cuda":
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            # A part is left for others, and for what lies in pieces.
+            free = layers.device_bytes + 0.8 * (torch.cuda.mem_get_info(self.device)[0] + unused)
+        else:
+            free = math.inf
+        per_token = token_bytes(self.shape, self.dtype)
+        layers.place(num_resident(len(layers), layers.layer_bytes, per_token, num_tokens, free))
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return log-probs of accept and reject [n, 2], or a reward model's numbers [n, labels]; float32."""
+        lengths = [len(text) for text in texts]
+        ids = upload([token for text in texts for token in text], self.device)  # [T]
+        positions = upload([position for length in lengths for position in range(length)], self.device)
+        attend = PackedAttention(lengths, self.device)
+        cos, sin = self.model.rope(positions)
+        x = self.model.embed(ids)
+        for index, weights in enumerate(self.layers):
+            x = run_layer(weights, self.split, index, x, cos, sin, attend, lambda part: part)
+        last = upload([end - 1 for end in itertools.accumulate(lengths)], self.device)
+        hidden = rms_norm(x[last], self.model.norm.weight, self.shape.norm_eps)
+        return torch.cat([self._read_out(rows) for rows in hidden.split(self.LOGIT_ROWS)])
+
+    def _read_out(self, hidden: Tensor) -> Tensor:
+        logits = F.linear(hidden, self.head).float()
+        return logits if self.is_reward_model else logits.log_softmax(-1)[:, self.verdicts]
+
+    def score(self, output: Sequence[float]) -> float:
+        """Return one text's log-odds of being right, or the number of a reward model that has only one."""
+        if len(output) == 1:
+            return output[0]
+        right = 0 if not self.is_reward_model else self.config.label
+        others = torch.tensor([value for i, value in enumerate(output) if i != right], dtype=torch.float64)
+        return output[right] - others.logsumexp(0).item()
+
+
+def background_stream(device: torch.device, sm_share: float) -> tuple[Any, Any, str]:
+    """Return a stream for work beside the decoding, what must live as long, and what to call it.
+
+    The stream has a partition of the multiprocessors where torch can make one; decoding may still use all of them.
+    """
+    if sm_share:
+        from torch.cuda import green_contexts  # torch >= 2.10; its contexts give streams from 2.12 on
+
+        if green_contexts.SUPPORTED and hasattr(green_contexts.GreenContext, "Stream"):
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+            wanted = max(int(sm_share * count), 8)
+            try:
+                context = green_contexts.GreenContext.create(num_sms=wanted, device_id=device.index)
+                return context.Stream(), context, f"on {wanted} of {count} multiprocessors"
+            except RuntimeError:  # a driver or a GPU that has no partitions
+                pass
+    return torch.cuda.Stream(device, priority=0), None, "in a stream of the lowest priority"
+
+
+# ---- grading -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class JudgeStats:
+    """Counters since they were last taken."""
+
+    texts: int = 0
+    tokens: int = 0
+    batches: int = 0
+    seconds: float = 0.0  # of forwards, from launch to result
+    wait_seconds: float = 0.0  # of all texts together, from `submit` to launch
+    peak_queue: int = 0
+    streamed_bytes: int = 0
+    resident_layers: int = 0  # summed over forwards
+    verdict_mass: float = 0.0  # summed probability that the answer was accept or reject: near 0, it understood nothing
+
+
+@dataclass(slots=True)
+class _Text:
+    key: Hashable
+    ids: list[int]
+    since: float
+    wanted: bool = True
+
+
+class _Flight:
+    """One forward whose result is on its way to the host."""
+
+    def __init__(self, texts: list[_Text], output: Tensor, start: float):
+        self.texts, self.start = texts, start
+        self.event = torch.cuda.Event() if output.is_cuda else None
+        self.host = torch.empty(output.shape, pin_memory=output.is_cuda)
+        self.host.copy_(output, non_blocking=True)
+        if self.event:
+            self.event.record()
+
+    @property
+    def is_done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def land(self) -> list[list[float]]:
+        if self.event:
+            self.event.synchronize()
+        return self.host.tolist()
+
+
+class Judge:
+    """Grades as a `RewardPool` does: `submit` never waits, `poll` and `drain` hand rewards back.
+
+    `poll` starts at most one forward: on a GPU it runs beside what follows, on a CPU before `poll` returns. A text that
+    cannot be judged is a Reward of 0 with the cause in `error`. Raises ConfigError as `check_judge` does.
+    """
+
+    def __init__(self, config: JudgeConfig, device: torch.device, dtype: torch.dtype):
+        self.config, self.device = config, device
+        self.model = JudgeModel(config, device, dtype)
+        self.stream, self._context, how = None, None, "between decode steps"
+        if device.type == "cuda":
+            self.stream, self._context, how = background_stream(device, config.sm_share)
+        kind = "reward model" if self.model.is_reward_model else "judge"
+        size = len(self.model.layers) * self.model.layers.layer_bytes / 2**30
+        self.about = f"{kind} {config.path}: {len(self.model.layers)} layers of {size:.3g} GiB in all, run {how}"
+        self.stats = JudgeStats()
+        self._queue: deque[_Text] = deque()
+        self._queued_tokens = 0
+        self._flight: _Flight | None = None
+        self._results: list[tuple[Hashable, Reward]] = []
+
+    @property
+    def num_pending(self) -> int:
+        """How many were submitted and not yet handed back."""
+        in_flight = sum(text.wanted for text in self._flight.texts) if self._flight else 0
+        return len(self._queue) + in_flight + len(self._results)
+
+    def submit(self, key: Hashable, task: str, response: str, answer: str, row: dict) -> None:
+        """Have a response judged. `row` is its data row: its `prompt` is the question."""
+        try:
+            ids = self.model.reader(response, answer, row)
+        except Exception as error:  # a chat template is a program of the model's author and raises what it likes
+            return self._fail(key, f"the judge cannot read this text: {type(error).__name__}: {error}")
+        if len(ids) > self.model.max_tokens:
+            return self._fail(
+                key,
+                f"{len(ids)} tokens for the judge, over {self.model.max_tokens}, the smaller of judge.batch_tokens = "
+                f"{self.config.batch_tokens} and its context of {self.model.shape.max_positions}",
+            )
+        self._queue.append(_Text(key, ids, time.perf_counter()))
+        self._queued_tokens += len(ids)
+        self.stats.peak_queue = max(self.stats.peak_queue, len(self._queue))
+
+    def poll(self) -> list[tuple[Hashable, Reward]]:
+        """Return what has been judged since the last call. Never waits for a GPU."""
+        self._land(wait=False)
+        if not self._flight and self._is_due():
+            self._launch()
+            self._land(wait=False)
+        return self._take_results()
+
+    def drain(self) -> list[tuple[Hashable, Reward]]:
+        """Judge everything outstanding, and return it; then give the GPU's free memory back to the trainer."""
+        while self._queue or self._flight:
+            self._advance()
+        if self.device.type == "cuda" and not self.config.memory_gib:
+            self.model.layers.release()
+            torch.cuda.empty_cache()
+        return self._take_results()
+
+    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, Reward]]:
+        """Wait for those of `keys` that are outstanding; return them and whatever else is judged by then."""
+        keys = set(keys)
+        while any(text.key in keys for text in (*self._queue, *(self._flight.texts if self._flight else ()))):
+            self._advance()
+        return self._take_results()
+
+    def forget(self, keep: Iterable[Hashable]) -> None:
+        """Hand back nothing but `keep` of what is outstanding; the others, if not begun, are never judged."""
+        keep = set(keep)
+        self._queue = deque(text for text in self._queue if text.key in keep)
+        self._queued_tokens = sum(len(text.ids) for text in self._queue)
+        self._results = [(key, reward) for key, reward in self._results if key in keep]
+        for text in self._flight.texts if self._flight else ():
+            text.wanted = text.wanted and text.key in keep
+
+    def close(self) -> None:
+        """Drop what is outstanding."""
+        self.forget(())
+        self._land(wait=True)
+        self.model.layers.close()
+
+    def take_stats(self) -> JudgeStats:
+        taken, self.stats = self.stats, JudgeStats()
+        taken.streamed_bytes, self.model.layers.streamed_bytes = self.model.layers.streamed_bytes, 0
+        return taken
+
+    # ---- inside ----------------------------------------------------------------------------------------------
+
+    def _fail(self, key: Hashable, error: str) -> None:
+        self._results.append((key, Reward(0.0, error=f"{error} (task {TASK}, sample {key})"[:500])))
+
+    def _take_results(self) -> list[tuple[Hashable, Reward]]:
+        taken, self._results = self._results, []
+        return taken
+
+    def _is_due(self) -> bool:
+        """Whether a forward is full, or its first text has waited long enough."""
+        if self._queued_tokens >= self.config.batch_tokens:
+            return True
+        return bool(self._queue) and time.perf_counter() - self._queue[0].since >= self.config.max_wait_seconds
+
+    def _advance(self) -> None:
+        if not self._flight:
+            self._launch()
+        self._land(wait=True)
+
+    def _launch(self) -> None:
+        """Start a forward of the first texts that fit into it."""
+        texts, num_tokens, start = [], 0, time.perf_counter()
+        while self._queue and num_tokens + len(self._queue[0].ids) <= self.config.batch_tokens:
+            texts.append(self._queue.popleft())
+            num_tokens += len(texts[-1].ids)
+        self._queued_tokens -= num_tokens
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            self.model.place(num_tokens)
+            self._flight = _Flight(texts, self.model([text.ids for text in texts]), start)
+        stats = self.stats
+        stats.texts, stats.tokens, stats.batches = (
+            stats.texts + len(texts),
+            stats.tokens + num_tokens,
+            stats.batches + 1,
+        )
+        stats.wait_seconds += sum(start - text.since for text in texts)
+        stats.resident_layers += len(self.model.layers.resident)
+
+    def _land(self, wait: bool) -> None:
+        """Turn a forward that is done into rewards."""
+        if not self._flight or not (wait or self._flight.is_done):
+            return
+        flight, self._flight = self._flight, None
+        outputs = flight.land()
+        seconds = time.perf_counter() - flight.start
+        self.stats.seconds += seconds
+        for text, output in zip(flight.texts, outputs, strict=True):
+            if not self.model.is_reward_model:
+                self.stats.verdict_mass += sum(map(math.exp, output))
+            if text.wanted:
+                self._grade(text, self.model.score(output), seconds / len(outputs))
+
+    def _grade(self, text: _Text, score: float, seconds: float) -> None:
+        if math.isfinite(score):
+            self._results.append((text.key, Reward(reward_of(score, self.config.reward), seconds)))
+        else:
+            self._fail(text.key, f"the judge computed {score}")
+
+
+def reward_of(score: float, kind: str) -> float:
+    """Turn log-odds into a reward: their probability, 1 if it is over one half else 0, or the log-odds themselves."""
+    if kind == "score":
+        return score
+    if kind == "hard":
+        return float(score > 0)
+    odds = math.exp(-abs(score))  # never overflows
+    return (1.0 if score > 0 else odds) / (1 + odds)
+
+
+class Graders:
+    """Every way of grading behind the interface of one `RewardPool`: each task goes to its own."""
+
+    def __init__(self, pool: RewardPool, judge: Judge | None):
+        self.pool, self.judge = pool, judge
+        self.parts = [judge, pool] if judge else [pool]  # the pool's processes go on while the judge computes
+
+    def __enter__(self) -> "Graders":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_pending(self) -> int:
+        return sum(part.num_pending for part in self.parts)
+
+    def submit(self, key: Hashable, task: str, response: str, answer: str, row: dict) -> None:
+        (self.judge if task == TASK else self.pool).submit(key, task, response, answer, row)
+
+    def poll(self) -> list[tuple[Hashable, Reward]]:
+        return [graded for part in self.parts for graded in part.poll()]
+
+    def drain(self) -> list[tuple[Hashable, Reward]]:
+        return [graded for part in self.parts for graded in part.drain()]
+
+    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, Reward]]:
+        keys = set(keys)
+        return [graded for part in self.parts for graded in part.wait(keys)]
+
+    def forget(self, keep: Iterable[Hashable]) -> None:
+        keep = set(keep)
+        for part in self.parts:
+            part.forget(keep)
+
+    def take_judge_stats(self) -> JudgeStats:
+        return self.judge.take_stats() if self.judge else JudgeStats()
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+def open_graders(
+    reward: RewardConfig, judge: JudgeConfig, tasks: Iterable[str], device: torch.device, dtype: torch.dtype
+) -> Graders:
+    """Start what grades `tasks`. Raises ConfigError as `RewardPool` and `Judge` do."""
+    tasks = set(tasks)
+    model = Judge(judge, device, dtype) if TASK in tasks else None
+    return Graders(RewardPool(reward, tasks - {TASK}), model)
+
+
+def judge_record(stats: Sequence[JudgeStats]) -> dict[str, float]:
+    """Return what the records say of all ranks' judges; nothing when they judged nothing."""
+    texts, mass = sum(s.texts for s in stats), sum(s.verdict_mass for s in stats)
+    if not texts:
+        return {}
+    batches = sum(s.batches for s in stats)
+    return {
+        "texts": texts,
+        "tokens": sum(s.tokens for s in stats),
+        "batches": batches,
+        "seconds": max(s.seconds for s in stats),
+        "mean_wait_seconds": sum(s.wait_seconds for s in stats) / texts,
+        "peak_queue": max(s.peak_queue for s in stats),
+        "streamed_gib": sum(s.streamed_bytes for s in stats) / 2**30,
+        "mean_resident_layers": sum(s.resident_layers for s in stats) / batches,
+        **({"verdict_mass": mass / texts} if mass else {}),  # a reward model speaks no verdict
+    }

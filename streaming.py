@@ -1,0 +1,194 @@
+"""A decoder's layers in host memory: some on the device too, the others streaming through two buffers there.
+
+The copy of a layer waits until the computation has left its buffer, the computation waits for the copy; so while one
+layer computes, the next arrives. (RollPacker, section 4.3)
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model import LayerWeights, Model, ModelShape
+
+
+def token_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Return the activation bytes of one token at the peak of a layer: in its MLP, or in its attention."""
+    mlp = 3 * shape.intermediate_size + 3 * shape.hidden_size
+    attention = 3 * shape.hidden_size + (5 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
+    return max(mlp, attention) * dtype.itemsize
+
+
+def num_resident(num_layers: int, layer_bytes: int, token_bytes: int, num_tokens: int, free_bytes: float) -> int:
+    """Return how many layers stay on the device beside a forward of `num_tokens`: all, or what two buffers leave."""
+    room = (free_bytes - token_bytes * num_tokens) / layer_bytes
+    return num_layers if room >= num_layers else max(int(room) - 2, 0)
+
+
+def residence_order(num_layers: int) -> list[int]:
+    """Return layers in the order in which they become resident: every prefix is spread evenly over the depth.
+
+    So between two copies there are resident layers to compute, and one more or less moves no other.
+    """
+    width = (num_layers - 1).bit_length()
+    return sorted(range(num_layers), key=lambda i: f"{i:0{width}b}"[::-1])
+
+
+class ThreadCopies:
+    """Copies on a CPU: in one thread, in order, while the caller computes."""
+
+    def __init__(self) -> None:
+        self.thread, self.last = ThreadPoolExecutor(1), None
+
+    def mark(self) -> None:
+        """On a CPU what has been called has been computed."""
+
+    def start(self, target: Tensor, source: Tensor, after: None) -> Future:
+        # numpy's copy stays in its thread; torch's would bring a second team of threads, who fight for the cores
+        self.last = self.thread.submit(np.copyto, target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+        return self.last
+
+    def wait(self, copied: Future) -> None:
+        copied.result()
+
+    def finish(self) -> None:
+        if self.last is not None:
+            self.last.result()
+
+    def close(self) -> None:
+        self.thread.shutdown()
+
+
+class StreamCopies:
+    """Copies to a GPU from pinned memory: in a stream of their own, with events between it and the caller's stream."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        """Return the moment when all that the current stream has been given is computed."""
+        return torch.cuda.current_stream(self.stream.device).record_event()
+
+    def start(self, target: Tensor, source: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def wait(self, copied: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.stream.device).wait_event(copied)
+
+    def finish(self) -> None:
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        """A stream needs no end."""
+
+
+class Layers:
+    """A decoder's layers in host memory. Some are on the device too; the others pass through two buffers there.
+
+    A layer is one block of memory, so it travels in one copy. While a layer computes, the next one that is not resident
+    arrives; at the end the buffers fill with what the next forward needs first.
+    """
+
+    def __init__(self, model: Model, device: torch.device):
+        """Takes the layers out of `model`, so that each is in host memory once."""
+        self.device, on_gpu = device, device.type == "cuda"
+        self.copies: Any = StreamCopies(device) if on_gpu else ThreadCopies()
+        self.host, self.views = [], None
+        while model.layers:
+            weights = model.layers.pop(0).weights()
+            if self.views is None:
+                self.views, self.size = _views(weights)
+            self.host.append(torch.empty(self.size, dtype=weights.qkv.dtype, pin_memory=on_gpu))
+            for own, theirs in zip(self.unpack(self.host[-1]), weights, strict=True):
+                if own is not None:
+                    own.copy_(theirs.detach())
+        self.order = residence_order(len(self.host))
+        self.streamed_bytes = 0
+        self.release()
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.host[0].nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        return (len(self.resident) + len(self.arriving)) * self.layer_bytes
+
+    def unpack(self, block: Tensor) -> LayerWeights:
+        parts = (None if v is None else block[v[0] : v[0] + math.prod(v[1])].view(v[1]) for v in self.views)
+        return LayerWeights(*parts)
+
+    def release(self) -> None:
+        """Give the device memory back. Wants an idle device."""
+        self.copies.finish()
+        self.placed = -1
+        self.resident: dict[int, tuple[Tensor, Any]] = {}  # block, and its copy's event if any
+        self.arriving: deque[tuple[int, Tensor, Any]] = deque()  # layer, buffer, and its copy's event: two, in turns
+
+    def close(self) -> None:
+        self.release()
+        self.copies.close()
+
+    def place(self, count: int) -> None:
+        """Keep `count` layers on the device from now on. Wants an idle device."""
+        if count == self.placed:
+            return
+        self.copies.finish()  # into buffers that may be dropped now
+        self.placed, kept, computed = count, set(self.order[:count]), self.copies.mark()
+        self.resident = {i: block for i, block in self.resident.items() if i in kept}
+        for i in sorted(kept - self.resident.keys()):
+            self.resident[i] = (self.host[i], None)  # on a CPU it is there already
+            if self.device.type != "cpu":
+                self.resident[i] = self._fetch(i, torch.empty_like(self.host[i], device=self.device), computed)
+        buffers = [block for _, block, _ in self.arriving] or [
+            torch.empty_like(self.host[0], device=self.device) for _ in range(2 if count < len(self) else 0)
+        ]
+        self.arriving.clear()
+        self.upcoming = itertools.cycle(i for i in range(len(self)) if i not in kept)
+        for block in buffers if count < len(self) else ():
+            self._arrive(block, computed)
+
+    def _fetch(self, index: int, block: Tensor, after: Any) -> tuple[Tensor, Any]:
+        self.streamed_bytes += block.nbytes
+        return block, self.copies.start(block, self.host[index], after)
+
+    def _arrive(self, block: Tensor, after: Any) -> None:
+        index = next(self.upcoming)
+        self.arriving.append((index, *self._fetch(index, block, after)))
+
+    def __iter__(self) -> Iterator[LayerWeights]:
+        """Yield the layers on the device, in order. What computes with one is called before the next is asked for."""
+        for index in range(len(self)):
+            if index in self.resident:
+                block, copied = self.resident[index]
+                if copied is not None:
+                    self.copies.wait(copied)
+                yield self.unpack(block)
+            else:
+                expected, block, copied = self.arriving.popleft()
+                assert expected == index, "the last forward stopped half-way"
+                self.copies.wait(copied)
+                yield self.unpack(block)
+                self._arrive(block, self.copies.mark())  # once the layer has been computed
+
+
+def _views(weights: LayerWeights) -> tuple[list[tuple[int, torch.Size] | None], int]:
+    """Return (offset, shape) of each tensor in a layer's block, and the elements of the block."""
+    views, offset = [], 0
+    for tensor in weights:
+        views.append(None if tensor is None else (offset, tensor.shape))
+        if tensor is not None:
+            offset += -(-tensor.numel() // 128) * 128  # kernels like 256-byte boundaries
+    return views, offset
