@@ -24,9 +24,9 @@ from attention import PackedAttention
 from config import ConfigError, option
 from core import Reward
 from graphs import upload
+from layers import Layers, num_resident, token_bytes
 from model import Model, Split, parse_shape, rms_norm, run_layer
 from reward import RewardConfig, RewardPool
-from streaming import Layers, num_resident, token_bytes
 
 TASK = "judge"  # rows with this grader come here
 TEMPLATE = """Question:
