@@ -4,7 +4,7 @@
 
 Two models with random weights: `tiny` (4 layers x 128) and `half`, the shape of a 0.5B Qwen2 (24 x 896, 14/2 heads,
 4864, 32k vocabulary). Equal lengths, and long-tailed ones (log-normal: P75 1.8, P99 8 times the median, cut at 16).
-Only tokens that were asked for count. Contenders take turns in one run; each figure is the best of its turns.
+Only tokens that were asked for count. Contenders take turns in one run; each speed is the best of its turns.
 
 The roofline of a decode step is the larger of bytes over bandwidth and operations over arithmetic rate, both measured
 here; bytes are weights and keys/values read once, operations those of the matrix products.
@@ -166,18 +166,22 @@ def decode_step_floor(model: Model, batch: int, context: float, bandwidth: float
     return max(4 * (weights + kv) / bandwidth, (2 * weights * batch + attention) / rate)
 
 
-def measure_decode(engine: Engine, batch: int, steps: int) -> float:
-    """Return the best seconds of one decode step of `batch` rows."""
+def measure_decode(model: Model, engine: Engine, batch: int, rounds: int) -> tuple[float, float]:
+    """Return (fraction of the roofline, seconds of a decode step) of `batch` rows, medians over rounds.
+
+    Each round measures the machine beside the steps, because what a shared machine can do changes by the second.
+    """
     for i, ids in enumerate(prompts(batch)):
-        engine.add(Sequence(i, 0, 0, tuple(ids), i, steps + 2, ignore_eos=True))
+        engine.add(Sequence(i, 0, 0, tuple(ids), i, 3 * rounds + 2, ignore_eos=True))
     engine.step()
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - start)
+    fractions, seconds = [], []
+    for turn in range(rounds):
+        bandwidth, rate = machine()
+        step = best(engine.step, turns=2)
+        fractions.append(decode_step_floor(model, batch, PROMPT + 3 * turn + 2, bandwidth, rate) / step)
+        seconds.append(step)
     engine.abort([(0, i, 0) for i in range(batch)])
-    return min(times)
+    return statistics.median(fractions), statistics.median(seconds)
 
 
 # ---- the table ---------------------------------------------------------------------------------------------------
@@ -212,19 +216,15 @@ def race(case: Case, engine: Engine, theirs: Qwen2ForCausalLM, turns: int) -> di
     return speed
 
 
-def roofline(model: Model, engine: Engine, quick: bool) -> dict[str, float]:
-    """Return the fraction of the roofline at each batch size. The machine is measured before and after the steps."""
-    before = machine()
-    steps = {b: measure_decode(engine, b, 5 if quick else 10) for b in (1, 8, 32, 128)}
-    bandwidth, rate = map(max, zip(before, machine()))
-    tqdm.write(f"machine: {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s")
+def roofline(model: Model, engine: Engine, rounds: int) -> dict[str, float]:
+    """Return the fraction of the roofline at each batch size and print it."""
     fractions = {}
-    for b, step in steps.items():
-        floor = decode_step_floor(model, b, PROMPT + 5, bandwidth, rate)
-        fractions[f"roofline_fraction_b{b}"] = round(floor / step, 3)
-        tqdm.write(
-            f"half  B {b:3} decode step {1000 * step:.1f} ms, roofline {1000 * floor:.1f} ms: {floor / step:.0%}"
-        )
+    for b in tqdm((1, 8, 32, 128), desc="roofline", disable=None):
+        fraction, step = measure_decode(model, engine, b, rounds)
+        fractions[f"roofline_fraction_b{b}"] = round(fraction, 3)
+        tqdm.write(f"half  B {b:3} decode step {1000 * step:.1f} ms, {fraction:.0%} of the roofline")
+    bandwidth, rate = machine()
+    tqdm.write(f"machine, now: {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s")
     return fractions
 
 
@@ -251,7 +251,7 @@ def main() -> None:
             else:
                 equal_ratios.append(ratio)
         if name == "half":
-            metrics |= roofline(ours, engine, quick)
+            metrics |= roofline(ours, engine, rounds=5 if quick else 15)
     metrics["ratio_generate_equal_min"] = round(min(equal_ratios), 2)
     print(json.dumps(metrics))
 

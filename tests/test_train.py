@@ -131,7 +131,8 @@ def test_trajectory_does_not_depend_on_the_number_of_ranks(settings, torchrun, t
         assert rounds_of(tmp_path / f"ranks{ranks}") == rounds
         for record in steps_of(tmp_path / f"ranks{ranks}"):
             assert record["train"]["logprob_diff_max"] < 1e-4
-    assert sum(record["round"]["migrated"] for record in steps_of(tmp_path / f"ranks{ranks}")) > 0
+    moved = sum(record["round"]["migrated"] for record in steps_of(tmp_path / f"ranks{ranks}"))
+    assert policy == "synchronous" or moved > 0  # few run together there: whether one runs dry is chance
 
 
 def test_tail_batching_with_eta_one_is_the_synchronous_run(settings, tmp_path):
