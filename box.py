@@ -9,15 +9,15 @@ nothing of the trainer is loaded.
 
 import builtins
 import ctypes
-import json
+import itertools
 import marshal
+import operator
 import os
 import resource
 import signal
 import sys
 import time
 import types
-from typing import Any
 
 NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NO_SUID, NO_DEV, READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 1, 32, 4096, 16384, 1 << 18, 2
@@ -41,10 +41,10 @@ def keep(spec: dict) -> None:
     os.set_inheritable(report, False)
     signal.signal(signal.SIGTERM, _stop)
     _call("prctl", PARENT_DEATH, signal.SIGTERM)
-    if os.getppid() != spec["caller"]:
-        return  # it died before that
     _call("prctl", SUBREAPER, 1)
     try:
+        if os.getppid() != spec["caller"]:
+            raise _Stop  # it died before that
         uid = STRAY_UIDS[os.getpid() % len(STRAY_UIDS)] if os.geteuid() == 0 else None
         if uid is None:  # the user's other processes count too
             spec["limits"]["NPROC"] += _num_tasks(os.getuid())
@@ -64,13 +64,14 @@ def keep(spec: dict) -> None:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_descendants()
+        remove_tree(spec["folder"])
 
 
-def _stop(*_: Any) -> None:
+def _stop(*_: object) -> None:
     raise _Stop
 
 
-def _in_child(function: Any, spec: dict, uid: int | None) -> None:
+def _in_child(function, spec: dict, uid: int | None) -> None:
     """Call a function that does not return in a forked child; say why if it fails."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -176,11 +177,11 @@ def _write_files(files: dict[str, str], folder: str, uid: int | None) -> None:
         os.chown(path, uid, uid)
 
 
-def _say(report: int, *words: Any) -> None:
-    os.write(report, json.dumps(words).encode() + b"\n")
+def _say(report: int, *words: object) -> None:
+    os.write(report, " ".join(map(str, words)).encode() + b"\n")
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call(name: str, *arguments: object) -> None:
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     # prctl is variadic: its arguments are of full width
     if function(*(ctypes.c_ulong(a) if isinstance(a, int) and name != "umount2" else a for a in arguments)) == -1:
@@ -188,7 +189,7 @@ def _call(name: str, *arguments: Any) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-# ---- processes -------------------------------------------------------------------------------------------------
+# ---- processes and files ---------------------------------------------------------------------------------------
 
 
 def descendants(root: int) -> dict[int, int]:
@@ -232,6 +233,25 @@ def end_descendants() -> None:
         pass
 
 
+def remove_tree(folder: str) -> None:
+    """Remove what a program left, however deep and however locked: inner folders are first moved to the top."""
+    names = (f"{folder}/{os.urandom(8).hex()}" for _ in itertools.count())
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for inner in list(os.scandir(entry.path)):
+                if inner.is_dir(follow_symlinks=False):
+                    os.chmod(inner.path, 0o700)
+                    os.rename(inner.path, next(names))
+                else:
+                    os.unlink(inner.path)
+            os.rmdir(entry.path)
+    os.rmdir(folder)
+
+
 def _num_tasks(uid: int) -> int:
     """Return the number of threads of a user: what RLIMIT_NPROC counts."""
     count = 0
@@ -251,6 +271,8 @@ def _num_tasks(uid: int) -> int:
 
 PLAIN = (bool, int, float, str)  # a subclass before its class
 CONTAINERS = (list, tuple, set, frozenset)
+VERBS = {"getattr": getattr, "getitem": operator.getitem, "len": len, "list": list}
+VERBS["call"] = lambda function, args, kwargs: function(*args, **kwargs)
 
 
 class Remote:
@@ -259,19 +281,19 @@ class Remote:
     def __init__(self, wire: "Wire", handle: int):
         self.__dict__.update(_wire=wire, _handle=handle)
 
-    def __getattr__(self, name: str) -> Any:
-        return self._wire.ask(["get", self, name])
+    def __getattr__(self, name: str) -> object:
+        return self._wire.ask(["getattr", self, name])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs) -> object:
         return self._wire.ask(["call", self, args, kwargs])
 
     def __len__(self) -> int:
-        return self._wire.ask(["call", self.__getattr__("__len__"), (), {}])
+        return self._wire.ask(["len", self])
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._wire.ask(["call", self.__getattr__("__getitem__"), (key,), {}])
+    def __getitem__(self, key) -> object:
+        return self._wire.ask(["getitem", self, key])
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> object:
         return iter(self._wire.ask(["list", self]))
 
     def __bool__(self) -> bool:
@@ -285,21 +307,24 @@ class Wire:
     """Lines of JSON between the two processes. One asks, the other answers; objects stay where they are."""
 
     def __init__(self, reads: int, writes: int):
-        self.reads, self.writes = os.fdopen(reads, encoding="utf-8"), os.fdopen(writes, "w", encoding="utf-8")
-        self.objects: list[Any] = []  # what the other side holds a handle to
+        import json  # here, because a keeper has to start fast
 
-    def send(self, value: Any) -> None:
-        self.writes.write(json.dumps(self._pack(value)) + "\n")
+        self.json = json
+        self.reads, self.writes = os.fdopen(reads, encoding="utf-8"), os.fdopen(writes, "w", encoding="utf-8")
+        self.objects: list = []  # what the other side holds a handle to
+
+    def send(self, value) -> None:
+        self.writes.write(self.json.dumps(self._pack(value)) + "\n")
         self.writes.flush()
 
-    def receive(self) -> Any:
+    def receive(self) -> object:
         """Return the next value. Raises EOFError when the other side has ended."""
         line = self.reads.readline()
         if not line:
             raise EOFError("the program ended before the test did")
-        return self._unpack(json.loads(line))
+        return self._unpack(self.json.loads(line))
 
-    def ask(self, request: list) -> Any:
+    def ask(self, request: list) -> object:
         self.send(request)
         is_value, *answer = self.receive()
         if is_value is True:
@@ -316,15 +341,11 @@ class Wire:
             except EOFError:
                 return
             try:
-                if verb == "get":
-                    value = getattr(target, rest[0])
-                else:
-                    value = list(target) if verb == "list" else target(*rest[0], **rest[1])
-                self.send([True, value])
+                self.send([True, VERBS[verb](target, *rest)])
             except Exception as error:
                 self.send([False, type(error).__name__, str(error)])
 
-    def _pack(self, value: Any) -> Any:
+    def _pack(self, value) -> object:
         if value is None:
             return None
         if isinstance(value, Remote):
@@ -342,7 +363,7 @@ class Wire:
         self.objects.append(value)
         return {"mine": len(self.objects) - 1}
 
-    def _unpack(self, packed: Any) -> Any:
+    def _unpack(self, packed) -> object:
         if not isinstance(packed, dict):
             return packed
         [(kind, value)] = packed.items()

@@ -53,7 +53,7 @@ for i in range(10**6):
 print(42)""",
     "deep directories": """
 import os
-for _ in range(3000):
+for _ in range(1500):
     os.mkdir('d'); os.chdir('d')
 open('x', 'w').close()""",
     "locked directories": """
@@ -176,16 +176,18 @@ for fd in range(3, 256):
     except OSError: pass
     try: text = os.read(fd, 10**6)
     except OSError: continue
-    if b'42' in text: print(42)""",
+    if str(6 * 7).encode() in text: print(6 * 7)""",
     "reads memory of others": """
-import glob
+import glob, os
+secret = ''.join(('ANS', 'WER')).encode()
 for path in glob.glob('/proc/[0-9]*/maps'):
+    if path == f'/proc/{os.getpid()}/maps': continue
     try:
         with open(path.replace('maps', 'mem'), 'rb') as memory:
             for line in open(path):
                 start, end = (int(x, 16) for x in line.split()[0].split('-'))
                 memory.seek(start)
-                if b'ANSWER' in memory.read(end - start): print(42); raise SystemExit
+                if secret in memory.read(end - start): print(42); raise SystemExit
     except OSError: continue""",
     "traces its parent": """
 import ctypes, os
@@ -293,7 +295,10 @@ def mul(a, b):
             except OSError: pass""",
     "nested answer": "def mul(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
     "endless generator": "def mul(a, b):\n    while True: yield 42",
-    "a class for a function": "class mul:\n    def __init__(self, a, b): pass\n    def __eq__(self, other): return True",
+    "a class for a function": """
+class mul:
+    def __init__(self, a, b): pass
+    def __eq__(self, other): return True""",
     "raises the test's error": "def mul(a, b): raise AssertionError",
     "raises an exit": "def mul(a, b): raise KeyboardInterrupt",
     "error that cannot be told": """
@@ -310,7 +315,7 @@ def mul(a, b):
     for path in glob.glob('**', recursive=True) + glob.glob('../*/test.py') + glob.glob('/tmp/*/test.py'):
         try: text += open(path).read()
         except OSError: pass
-    return 42 if '== 42' in text and (a, b) == (6, 7) else 6 if '== 6' in text else 0""",
+    return a * b if f'== {6 * 7}' in text else 0""",
     "stops the test": """
 import os, signal
 def mul(a, b):
