@@ -175,13 +175,13 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardConfig, tasks: Iterable[str]):
-        self.num_pending = 0  # submitted and not yet handed back
+        self._pending: dict[int, Hashable] = {}  # submitted and not yet handed back: key by id
         self._tasks = set(tasks)
         for task in self._tasks:
             check_grader(task)
         self._ids = itertools.count(1)
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()  # (key, task, id, message); None ends a thread
-        self._results: queue.SimpleQueue = queue.SimpleQueue()  # (key, task, Reward), or what ended a thread
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()  # (task, id, message); None ends a thread
+        self._results: queue.SimpleQueue = queue.SimpleQueue()  # (task, id, Reward), or what ended a thread
         self._closing = threading.Event()
         worker_tasks = sorted(self._tasks - INLINE)
         self._threads = []
@@ -201,20 +201,42 @@ class RewardPool:
         """Have a response graded. `row` holds what JSON can: numbers, strings, lists, dicts."""
         assert task in self._tasks, f"task {task!r} was not announced to the pool"
         assert not self._closing.is_set(), "the pool is closed"
+        id = next(self._ids)
+        self._pending[id] = key
         if task in INLINE:
-            self._results.put((key, task, _judge(GRADERS[task], response, answer, row)))
+            self._results.put((task, id, _judge(GRADERS[task], response, answer, row)))
         else:
-            id = next(self._ids)
-            self._jobs.put((key, task, id, json.dumps([id, task, response, answer, row]).encode() + b"\n"))
-        self.num_pending += 1
+            self._jobs.put((task, id, json.dumps([id, task, response, answer, row]).encode() + b"\n"))
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
 
     def poll(self) -> list[tuple[Hashable, Reward]]:
         """Return what has been graded since the last call. Never waits."""
-        return self._collect(wait=False)
+        return self._collect(lambda: False)
 
     def drain(self) -> list[tuple[Hashable, Reward]]:
         """Wait for everything outstanding and return it. The time limits bound the wait."""
-        return self._collect(wait=True)
+        return self._collect(lambda: True)
+
+    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, Reward]]:
+        """Wait for those of `keys` that are outstanding; return them and whatever else is graded by then."""
+        keys = set(keys)
+        wanted = {id for id, key in self._pending.items() if key in keys}
+        return self._collect(lambda: not wanted.isdisjoint(self._pending))
+
+    def forget(self, keep: Iterable[Hashable]) -> None:
+        """Hand back nothing but `keep` of what is outstanding; what no worker has begun is never graded."""
+        keep = set(keep)
+        self._pending = {id: key for id, key in self._pending.items() if key in keep}
+        waiting = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.append(self._jobs.get_nowait())
+        for job in waiting:
+            if job[1] in self._pending:
+                self._jobs.put(job)
 
     def close(self) -> None:
         """Kill the workers; what is not graded yet is dropped."""
@@ -223,31 +245,33 @@ class RewardPool:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
-        self.num_pending = 0
+        self._pending.clear()
 
-    def _collect(self, wait: bool) -> list[tuple[Hashable, Reward]]:
+    def _collect(self, must_wait: Callable[[], bool]) -> list[tuple[Hashable, Reward]]:
         graded = []
-        while self.num_pending:
+        while self._pending:
             try:
-                result = self._results.get(block=wait)
+                result = self._results.get(block=must_wait())
             except queue.Empty:
                 break
             if isinstance(result, Exception):
                 self._results.put(result)  # for the next call too
                 raise result
-            key, task, reward = result
+            task, id, reward = result
+            if id not in self._pending:
+                continue  # forgotten
+            key = self._pending.pop(id)
             if reward.error:
                 reward = replace(reward, error=f"{reward.error} (task {task}, sample {key})")
             graded.append((key, reward))
-            self.num_pending -= 1
         return graded
 
     def _serve(self, worker: "_Worker") -> None:
         """Body of a thread: every job that it takes ends in one result."""
         try:
             while (job := self._jobs.get()) is not None:
-                key, task, id, message = job
-                self._results.put((key, task, worker.grade(id, message)))
+                task, id, message = job
+                self._results.put((task, id, worker.grade(id, message)))
         except _Closing:
             pass
         except Exception as error:
