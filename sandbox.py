@@ -10,6 +10,7 @@ environment. Linux only; standard library only.
 
 import contextlib
 import functools
+import json
 import marshal
 import math
 import os
@@ -25,6 +26,7 @@ from dataclasses import dataclass, replace
 import box
 
 SETUP_SECONDS = 20.0  # for the box itself, before the program starts: a machine may be very busy
+OVERHEAD_SECONDS = 2 * SETUP_SECONDS + 20.0  # at most, beside the program's own time: two boxes made and removed
 TICK = 0.1  # seconds between looks at memory and number of processes
 
 
@@ -109,12 +111,26 @@ def try_isolation(kind: str) -> tuple[Isolation | None, str]:
     return None, cause
 
 
+def read_cases(answer: str) -> list[dict[str, str]]:
+    """Return the test cases of a data row's answer, a JSON list. Raises ValueError."""
+    cases = json.loads(answer)
+    if not isinstance(cases, list) or not cases:
+        raise ValueError(f"the answer of a program is a JSON list of test cases, not {answer[:80]!r}")
+    for case in cases:
+        _check_case(case)
+    return cases
+
+
+def _check_case(case: dict[str, str]) -> None:
+    keys = set(case) if isinstance(case, dict) else set()
+    if keys not in ({"test"}, {"stdin", "stdout"}) or not all(isinstance(value, str) for value in case.values()):
+        raise ValueError(f'a test case has {{"stdin", "stdout"}} or {{"test"}}, all text, not {str(case)[:80]}')
+
+
 def run(program: str, case: dict[str, str], limits: Limits, how: Isolation | None = None) -> Outcome:
     """Run `program` on one case. Raises ValueError for a case that is none, SandboxError if no box can be made."""
     how = how or isolation()
-    keys = set(case)
-    if not (keys == {"test"} or keys == {"stdin", "stdout"}) or not all(isinstance(v, str) for v in case.values()):
-        raise ValueError(f'a test case has {{"stdin", "stdout"}} or {{"test"}}, all text, not {str(case)[:80]}')
+    _check_case(case)
     with contextlib.ExitStack() as stack:
         if "test" in case:
             return _run_test(program, case["test"], limits, how, stack)

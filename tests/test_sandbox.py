@@ -30,6 +30,7 @@ REACHES_THE_USER = {
     "folder replaced by a link",
     "connects to a socket file",
     "reads memory of others",
+    "fake verdict on others' pipes",
     "signals to its parents",
     "stops the test",
     "reads the test",
