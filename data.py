@@ -72,7 +72,7 @@ def _task_rows(name: str) -> list[_Row]:
     task = TASKS[name]
     return [
         _Row(
-            {"prompt": task.prompt(n), "answer": task.answer(n), "task": task.grader, "number": n},
+            {"prompt": task.prompt(n), "answer": task.answer(n), "task": task.grader, "number": n, **task.fields},
             f"{name} {n}",
             is_held_out(n),
         )

@@ -34,7 +34,7 @@ from typing import Any
 import remote
 import sandbox
 from config import ConfigError, option
-from core import Reward
+from core import Prompt, Reward
 from jobs import Job, JobQueue, PoolStats
 from timeouts import AdaptiveTimeouts, CasePlan
 
@@ -146,7 +146,7 @@ def by_grader(key: str, text: str) -> dict[str, float]:
         name, equals, number = part.strip().rpartition("=")
         try:
             numbers[name] = float(number)
-            if not equals or numbers[name] < 0 or not math.isfinite(numbers[name]):
+            if not equals or not math.isfinite(numbers[name]):
                 raise ValueError
         except ValueError:
             raise ConfigError(
@@ -188,6 +188,28 @@ def check_grader(name: str) -> None:
         )
     if source.endswith(".py") and not os.path.isfile(source):
         raise ConfigError(f"grader {name!r}: there is no file {os.path.abspath(source)}; correct the path")
+
+
+def check_rewards(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
+    """Raise ConfigError on settings that do not fit together and on test cases that are none."""
+    if config.case_min_seconds > config.case_max_seconds:
+        raise ConfigError(
+            f"reward.case_min_seconds = {config.case_min_seconds:g} is over reward.case_max_seconds = "
+            f"{config.case_max_seconds:g}; lower it"
+        )
+    tasks = {prompt.task for prompt in prompts}
+    for key, least in (("concurrency", 1), ("weights", 0)):
+        for name, number in by_grader(f"reward.{key}", getattr(config, key)).items():
+            if name not in tasks:
+                raise ConfigError(f"reward.{key} names {name!r}; the graders here are {', '.join(sorted(tasks))}")
+            if number < least:
+                raise ConfigError(f"reward.{key}: {name} = {number:g} must be at least {least}")
+    for prompt in prompts:
+        if prompt.task == "code":
+            try:
+                sandbox.read_cases(prompt.answer)
+            except ValueError as error:
+                raise ConfigError(f"{prompt.where}: {error}") from None
 
 
 def try_graders(config: RewardConfig, names: Iterable[str]) -> None:
@@ -301,10 +323,9 @@ class RewardPool:
         self._pending[id] = key
         if task in INLINE:
             self._results.put((Job(id, task, b"", seconds), _judge(GRADERS[task], response, answer, row), False))
-            return
-        if remote.is_address(task):
+        elif remote.is_address(task):
             message = json.dumps({"response": response, "answer": answer, "row": row}).encode()
-            waiting = self._remote_jobs.put(Job(id, task, message, self._config.remote_seconds))
+            self._remote_jobs.put(Job(id, task, message, self._config.remote_seconds))
         else:
             if task == "code":
                 with contextlib.suppress(ValueError):  # the worker says what is wrong with the cases
@@ -313,8 +334,7 @@ class RewardPool:
                     row = row | {"case_seconds": plan.allowed}
                     seconds += sum(plan.allowed) + len(plan.allowed) * sandbox.OVERHEAD_SECONDS
             message = json.dumps([id, task, response, answer, row]).encode() + b"\n"
-            waiting = self._jobs.put(Job(id, task, message, seconds))
-        self._stats.queue_max = max(self._stats.queue_max, waiting)
+            self._jobs.put(Job(id, task, message, seconds))
 
     def _plan_cases(self, key: Hashable, answer: str, row: dict) -> CasePlan:
         prompt = json.dumps([row.get("prompt"), answer])
@@ -349,6 +369,8 @@ class RewardPool:
     def take_stats(self) -> PoolStats:
         """Return the statistics since the last call."""
         taken, self._stats = self._stats, PoolStats()
+        taken.queue_max = max(jobs.take_longest() for jobs in (self._jobs, self._remote_jobs))
+        taken.cases, taken.anchors = self.timeouts.take()
         return taken
 
     def close(self) -> None:

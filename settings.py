@@ -11,7 +11,7 @@ from data import DataConfig, load_prompts
 from loss import LossConfig
 from metrics import LogConfig, check_loggers
 from model import check_split, parse_shape
-from reward import RewardConfig, check_grader, try_graders
+from reward import RewardConfig, check_grader, check_rewards, try_graders
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig
@@ -141,6 +141,7 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
             check_grader(task)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+    check_rewards(c.reward, prompts + held_out)
     if is_main:
         try_graders(c.reward, first)
     if len(prompts) < c.scheduler.num_prompts:
@@ -159,6 +160,10 @@ FREE_TO_CHANGE = (
     "run.dump_rollouts",
     "run.dir",
     "reward.num_workers",
+    "reward.max_failures",
+    "reward.max_queue",
+    "reward.concurrency",
+    "reward.worker_gib",
 )
 
 

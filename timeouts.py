@@ -1,7 +1,6 @@
 """Adaptive time limits for test cases, learned online from correct responses. Pure. (RollPacker, section 4.3)"""
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
@@ -51,7 +50,7 @@ class AdaptiveTimeouts:
     longest: float
     audit: float  # share of cases that get T_max whatever their limit
     anchors: dict[str, float] = field(default_factory=dict)  # seconds by case
-    news: dict[str, float] = field(default_factory=dict)  # anchors that rose since `take_news`
+    news: dict[str, float] = field(default_factory=dict)  # anchors that rose since `take`
     stats: TimeoutStats = field(default_factory=TimeoutStats)
 
     def limit(self, case: str) -> float:
@@ -82,23 +81,18 @@ class AdaptiveTimeouts:
                     audited_passed=is_over and passed,
                 )
             )
-            if correct:
-                self.merge({name: seconds})
+            if correct and seconds > self.anchors.get(name, -1.0):
+                self.anchors[name] = self.news[name] = seconds
 
     def merge(self, anchors: dict[str, float]) -> None:
         """Take over what other ranks have learned."""
         for name, seconds in anchors.items():
-            assert seconds >= 0 and math.isfinite(seconds)
-            if seconds > self.anchors.get(name, -1.0):
-                self.anchors[name] = self.news[name] = seconds
+            self.anchors[name] = max(seconds, self.anchors.get(name, 0.0))
 
-    def take_news(self) -> dict[str, float]:
-        """Return the anchors that rose since the last call: what other ranks have to be told."""
-        taken, self.news = self.news, {}
-        return taken
-
-    def take_stats(self) -> TimeoutStats:
-        taken, self.stats = self.stats, TimeoutStats()
+    def take(self) -> tuple[TimeoutStats, dict[str, float]]:
+        """Return the statistics, and the anchors that rose, since the last call: what other ranks have to be told."""
+        taken = self.stats, self.news
+        self.stats, self.news = TimeoutStats(), {}
         return taken
 
     def state_dict(self) -> dict[str, float]:

@@ -18,13 +18,15 @@ import torch
 
 import checkpoint
 import parallel
+import sandbox
 from config import ConfigError, describe, dump_toml, flatten, load_config
 from core import Group, Prompt, Reward, Sample
 from data import PromptStream, dump_groups, load_groups, load_prompts
+from jobs import merge_stats
 from loss import ADVANTAGES
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from parallel import World
-from reward import RewardPool, overlong_penalty
+from reward import GraderError, RewardPool, by_grader, overlong_penalty
 from rollout import Engine, EngineStats, sequences_for
 from scheduler import POLICIES
 from settings import MODELS, Config, check, model_dtype
@@ -130,7 +132,7 @@ def exchange(groups: list[Group], world: World) -> list[Group]:
 
 
 def group_advantages(groups: Sequence[Group], config: Config) -> torch.Tensor:
-    """Return advantages [P, R] float64 from the graders' rewards and the penalty for overlong answers."""
+    """Return advantages [P, R] float64 from the rewards, the penalty for overlong answers and the graders' weights."""
     limit, buffer = config.rollout.max_response_tokens, config.reward.overlong_buffer
     rewards = [
         [
@@ -139,7 +141,10 @@ def group_advantages(groups: Sequence[Group], config: Config) -> torch.Tensor:
         ]
         for g in groups
     ]
-    return ADVANTAGES[config.loss.advantage](torch.tensor(rewards, dtype=torch.float64))
+    # A factor on the rewards themselves would cancel where advantages are divided by their spread.
+    weights = by_grader("reward.weights", config.reward.weights)
+    weight = torch.tensor([weights.get(group.prompt.task, 1.0) for group in groups], dtype=torch.float64)
+    return ADVANTAGES[config.loss.advantage](torch.tensor(rewards, dtype=torch.float64)) * weight[:, None]
 
 
 def learn(trainer: Trainer, groups: Sequence[Group], advantages: torch.Tensor, config: Config) -> list[dict]:
@@ -173,6 +178,7 @@ def evaluate(run: "Run") -> dict[str, Any]:
     prompts = [(EVAL_EPOCH, prompt) for prompt in run.held_out]
     groups = exchange(roll_out(run, prompts, k, Clock()), run.world)
     run.engine.stats = EngineStats()  # the next step's record starts from zero
+    run.pool.take_stats()
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt = rewards.mean(1)
     if run.world.is_main:
@@ -200,9 +206,11 @@ def step_record(
 ) -> dict[str, Any]:
     """Return the JSON record of one step. Collective: adds up what only each rank knows."""
     stats = run.engine.stats
-    own = asdict(stats), clock.take(), peak_memory()
+    own = asdict(stats), clock.take(), peak_memory(), run.pool.take_stats()
     run.engine.stats = EngineStats()
-    engines, spans, memories = zip(*parallel.gather_objects(run.world, own), strict=True)
+    engines, spans, memories, pools = zip(*parallel.gather_objects(run.world, own), strict=True)
+    for pool in pools:
+        run.pool.timeouts.merge(pool.anchors)
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [len(sample.token_ids) for sample in samples]
@@ -218,6 +226,8 @@ def step_record(
         "tokens_per_second": sum(lengths) / seconds,
         "rollout_tokens_per_second": sum(lengths) / max(slowest.get("rollout", seconds), 1e-9),
         "reward": sum(r.value for r in rewards) / len(rewards),
+        "reward_by_task": mean_by_task(groups),
+        "rewards": merge_stats(pools, seconds),
         "reward_errors": len(errors),
         "first_reward_error": errors[0] if errors else "",
         "mixed_groups": sum(len({r.value for r in g.rewards}) > 1 for g in groups) / len(groups),
@@ -241,6 +251,13 @@ def step_record(
         },
         "memory": {name: sum(m.get(name, 0.0) for m in memories) for name in memories[0]},
     }
+
+
+def mean_by_task(groups: Sequence[Group]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        values.setdefault(group.prompt.task, []).extend(reward.value for reward in group.rewards)
+    return {task: sum(v) / len(v) for task, v in sorted(values.items())}
 
 
 # ---- building, saving, resuming ----------------------------------------------------------------------------------
@@ -304,11 +321,15 @@ def build(config: Config, world: World, resume: bool) -> Run:
         step = state["step"]
         engine.load_weights(model, step)
     pool = RewardPool(config.reward, {p.task for p in prompts} | {p.task for p in held_out})
+    if checkpoints:
+        pool.timeouts.load_state_dict(state["timeouts"])
     policy = POLICIES[config.scheduler.policy](config.scheduler)
     settings = {key: value for key, (value, _) in flatten(config).items()}
     recorder = Recorder(folder, config.log, settings, step, config.run.steps, world.is_main)
     if checkpoints:
         recorder.say(f"resumed from {checkpoints[-1]}")
+    if any(p.task == "code" for p in prompts + held_out):
+        recorder.say(f"sandbox: {sandbox.isolation()}")
     return Run(
         config, world, folder, source, tokenizer, engine, trainer, pool, stream, policy, held_out, recorder, step
     )
@@ -318,6 +339,7 @@ def save(run: Run) -> None:
     """Write a checkpoint: model, optimizer, cursor, step. Sampling is counter-based: there is no other random state."""
     if run.world.is_main:
         state = {"step": run.step, "trainer": run.trainer.state_dict(), "stream": run.stream.state_dict()}
+        state["timeouts"] = run.pool.timeouts.state_dict()
         keep = run.config.run.keep_checkpoints
         checkpoint.save_checkpoint(run.folder, run.step, run.trainer.model, run.source, state, keep)
     parallel.barrier(run.world)
@@ -390,7 +412,7 @@ def main(argv: list[str]) -> int:
                 ) from None
         train(config, world, flags.resume)
         return 0
-    except (ConfigError, NonFiniteError) as error:
+    except (ConfigError, NonFiniteError, GraderError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     finally:

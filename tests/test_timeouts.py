@@ -66,15 +66,15 @@ def test_ranks_that_tell_their_news_agree():
     for i, rank in enumerate(ranks):
         observe(rank, "shared", 1.0 + i)
         observe(rank, f"own {i}", 5.0)
-    news = [rank.take_news() for rank in ranks]
+    news = [rank.take()[1] for rank in ranks]
     for rank in ranks:
         for part in news:
             rank.merge(part)
-        rank.take_news()
+        rank.take()
     assert ranks[0].anchors == ranks[1].anchors == ranks[2].anchors and len(ranks[0].anchors) == 4
     assert max(ranks[0].anchors.values()) == 5.0 and 3.0 in ranks[0].anchors.values()
     observe(ranks[0], "shared", 2.0)
-    assert ranks[0].take_news() == {}
+    assert ranks[0].take()[1] == {}
 
 
 def test_state_survives():
@@ -89,7 +89,7 @@ def test_state_survives():
 def test_an_audit_gives_the_longest_limit_to_its_share_and_counts():
     timeouts = make(audit=0.2)
     observe(timeouts, "p", 1.0, sample=-1)
-    timeouts.take_stats()
+    timeouts.take()
     plans = [timeouts.plan("p", 1, (0, 0, i)) for i in range(2000)]
     assert plans == [timeouts.plan("p", 1, (0, 0, i)) for i in range(2000)]
     audited = [plan for plan in plans if plan.audited[0]]
@@ -104,10 +104,10 @@ def test_an_audit_gives_the_longest_limit_to_its_share_and_counts():
     assert timeouts.plan("p", 1, 0).limits == (2.25,)
     timeouts.observe(audited[0], [(8.0, True, False)], True)  # it would have been wrong
     assert timeouts.plan("p", 1, 0).limits == (12.0,)
-    stats = timeouts.take_stats()
+    stats, _ = timeouts.take()
     assert (stats.cases, stats.timeouts, stats.seconds_cut_off) == (5, 2, 32.0)
     assert (stats.audited, stats.audited_over, stats.audited_passed) == (4, 3, 1)
-    assert timeouts.take_stats().cases == 0
+    assert timeouts.take()[0].cases == 0
 
 
 def test_no_audit_when_its_share_is_zero_and_always_when_it_is_one():
