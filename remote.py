@@ -1,5 +1,6 @@
 """Ask a reward service over HTTP: POST {"response", "answer", "row"} as JSON, get a number or {"reward": number}."""
 
+import contextlib
 import http.client
 import json
 import math
@@ -50,18 +51,19 @@ def ask(address: str, body: bytes, seconds: float, retries: int, closing: thread
 
 def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
     """Send one request; return status and reply, or raise OSError or HTTPException, all within `seconds`."""
-    parts = urllib.parse.urlsplit(address)
+    deadline, parts = time.monotonic() + seconds, urllib.parse.urlsplit(address)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=max(seconds, 0.001))
 
+    connection.connect()
+    sock = connection.sock  # the connection forgets it when the reply is the last
+
     def cut() -> None:
-        try:
-            connection.sock.shutdown(socket.SHUT_RDWR)
-        except (AttributeError, OSError):
-            pass  # it is over already
+        with contextlib.suppress(OSError):  # it is over already
+            sock.shutdown(socket.SHUT_RDWR)
 
     # The connection's own time-out is for each read: a service that sends a byte now and then never meets it.
-    timer = threading.Timer(max(seconds, 0.0), cut)
+    timer = threading.Timer(max(deadline - time.monotonic(), 0.0), cut)
     timer.daemon = True
     timer.start()
     try:

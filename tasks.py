@@ -77,23 +77,26 @@ def _reverse_add_solution(n: int) -> str:
 
 # ---- expression: write a Python expression of x and y that gives the values shown, and those of other places too --
 
-FORMS = ("{a}*x+{b}*y+{c}", "{a}*x*y+{b}*x+{c}", "max({a}*x,{b}*y)+{c}", "abs({a}*x-{b}*y)+{c}")
+FORMS = (
+    "{a}*x+{b}*y+{c}",
+    "{a}*x*x+{b}*y+{c}",
+    "{a}*x*y+{b}*x+{c}",
+    "max({a}*x,{b}*y)+{c}",
+    "{a}*x-{b}*y+{c}",
+    "abs({a}*x-{b}*y)+{c}",
+)
 SHOWN = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1))  # tell all the expressions apart
 HIDDEN = ((3, 2), (2, 5), (7, 3), (-4, 6), (5, -9))
 PROGRAM = "import sys\nfor line in sys.stdin:\n    x, y = map(int, line.split())\n    print({program})\n"
 
 
 def _expression_numbers() -> list[int]:
-    """A form, a and b from 1 to 20, c from 0 to 9; a and b differ, or some forms would agree."""
-    digits = [(form, a, b, c) for form in range(len(FORMS)) for a in range(20) for b in range(20) for c in range(10)]
-    return [((form * 20 + a) * 20 + b) * 10 + c for form, a, b, c in digits if a != b]
+    """Decimal digits: the form, a and b from 1 to 9 and not equal, c."""
+    return [n for n in range(1000 * len(FORMS)) if n // 100 % 10 and n // 10 % 10 and n // 100 % 10 != n // 10 % 10]
 
 
 def _expression(n: int) -> str:
-    n, c = divmod(n, 10)
-    n, b = divmod(n, 20)
-    form, a = divmod(n, 20)
-    return FORMS[form].format(a=a + 1, b=b + 1, c=c)
+    return FORMS[n // 1000].format(a=n // 100 % 10, b=n // 10 % 10, c=n % 10)
 
 
 def _expression_values(n: int, places: tuple[tuple[int, int], ...]) -> list[int]:
