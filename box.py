@@ -405,7 +405,8 @@ def check(wire: Wire) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "keep":
         with os.fdopen(int(sys.argv[2]), "rb") as _file:
-            keep(marshal.load(_file))
+            _spec = marshal.load(_file)
+        keep(_spec)  # with the file closed: the program must not inherit it
     else:
         _wire = Wire(int(sys.argv[2]), int(sys.argv[3]))
         try:

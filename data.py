@@ -21,7 +21,8 @@ class DataConfig:
     )
     eval_prompts: int = option(512, "prompts of an evaluation, at most; 0 is no evaluation", min=0)
     task: str = option(
-        "math", "grader of JSONL rows that name none: match, math, or a user's module:function or file.py:function"
+        "math",
+        "grader of JSONL rows that name none: match, math, code, module:function, file.py:function or an http address",
     )
     chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
     template: str = option(
