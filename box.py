@@ -147,7 +147,7 @@ def _build_root(spec: dict, uid: int | None) -> None:
 
 def box_paths(prefix: str) -> list[str]:
     """Return what programs may read of the host: the system's libraries and the interpreter's folder."""
-    paths = [path for path in (*SYSTEM, prefix) if os.path.lexists(path)]
+    paths = [path for path in dict.fromkeys((*SYSTEM, prefix)) if os.path.lexists(path)]
     return [p for p in paths if not any(p != q and p.startswith(q + "/") for q in paths)]
 
 
