@@ -40,6 +40,7 @@ class Reward:
     value: float
     seconds: float = 0.0
     error: str = ""
+    cases: tuple[tuple[float, bool, bool], ...] = ()  # test cases that ran: seconds, passed, timed out
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class DataConfig:
     eval_prompts: int = option(512, "prompts of an evaluation, at most; 0 is no evaluation", min=0)
     task: str = option(
         "math",
-        "grader of JSONL rows that name none: match, math, judge, or a user's module:function or file.py:function",
+        "grader of JSONL rows that name none: match, math, code, judge, module:function, file.py:function, http://...",
     )
     chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
     template: str = option(
@@ -73,7 +73,7 @@ def _task_rows(name: str) -> list[_Row]:
     task = TASKS[name]
     return [
         _Row(
-            {"prompt": task.prompt(n), "answer": task.answer(n), "task": task.grader, "number": n},
+            {"prompt": task.prompt(n), "answer": task.answer(n), "task": task.grader, "number": n, **task.fields},
             f"{name} {n}",
             is_held_out(n),
         )

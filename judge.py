@@ -24,9 +24,11 @@ from attention import PackedAttention
 from config import ConfigError, option
 from core import Reward
 from graphs import upload
+from jobs import PoolStats
 from layers import Layers, num_resident, token_bytes
 from model import Model, Split, parse_shape, rms_norm, run_layer
 from reward import RewardConfig, RewardPool
+from timeouts import AdaptiveTimeouts
 
 TASK = "judge"  # rows with this grader come here
 TEMPLATE = """Question:
@@ -492,8 +494,13 @@ class Graders:
         for part in self.parts:
             part.forget(keep)
 
-    def take_judge_stats(self) -> JudgeStats:
-        return self.judge.take_stats() if self.judge else JudgeStats()
+    @property
+    def timeouts(self) -> AdaptiveTimeouts:
+        return self.pool.timeouts
+
+    def take_stats(self) -> tuple[PoolStats, JudgeStats]:
+        """Return the statistics since the last call."""
+        return self.pool.take_stats(), self.judge.take_stats() if self.judge else JudgeStats()
 
     def close(self) -> None:
         for part in self.parts:

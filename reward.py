@@ -1,13 +1,16 @@
 """Grade responses: plain functions of (response, answer, row), with hangs and crashes kept out of the run.
 
-A grader that always returns at once runs in this process. Every other one runs in worker processes, which
-load the graders and nothing of the trainer. Only killing a process stops a busy grader (threads, asyncio and
-alarms do not), so a worker has one request at a time and is killed at the limit: a hang costs one reward.
+A grader that always returns at once runs in this process, one with an address is asked over HTTP. Every other one
+runs in worker processes, which load the graders and nothing of the trainer. Only killing a process stops a busy
+grader (threads, asyncio and alarms do not), so a worker has one request at a time and is killed at the limit: a hang
+costs one reward. Programs that a model wrote run in a sandbox of their own below a worker.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import importlib.util
+import inspect
 import itertools
 import json
 import logging
@@ -15,17 +18,25 @@ import math
 import numbers
 import os
 import queue
+import re
+import resource
 import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
+import remote
+import sandbox
 from config import ConfigError, option
-from core import Reward
+from core import Prompt, Reward
+from jobs import Job, JobQueue, PoolStats
+from timeouts import AdaptiveTimeouts, CasePlan
 
 Grader = Callable[[str, str, dict], float]  # (response, answer, every field of the data row) -> reward
 
@@ -34,6 +45,24 @@ Grader = Callable[[str, str, dict], float]  # (response, answer, every field of 
 class RewardConfig:
     num_workers: int = option(2, "worker processes per rank, for graders that need one", min=1)
     timeout_seconds: float = option(2.0, "time limit for one grading (RollPacker, section 4.3)", above=0)
+    max_failures: int = option(
+        3, "hangs, deaths or leaks in a row on one grader that end the run; 0 = it goes on", min=0
+    )
+    worker_gib: float = option(4.0, "memory at which a worker is killed and replaced", above=0)
+    max_queue: int = option(4096, "gradings that may wait per rank; beyond them generation waits", min=1)
+    concurrency: str = option("", "gradings at a time per rank and grader, as math=1,code=2; others: every worker")
+    weights: str = option("", "factor on the advantages of a grader's samples, as math=1,code=0.5; others: 1")
+    case_factor: float = option(
+        1.5, "a test case may take this times its slowest correct run (lambda; section 4.3); 0 = the longest", min=0
+    )
+    case_min_seconds: float = option(2.0, "shortest time limit of a test case (T_min)", above=0)
+    case_max_seconds: float = option(30.0, "longest time limit of a test case (T_max)", above=0)
+    case_audit: float = option(
+        0.01, "share of test cases that get the longest limit, to count wrong time-outs", min=0, max=1
+    )
+    remote_seconds: float = option(30.0, "time limit for a grader at an http address, retries included", above=0)
+    remote_retries: int = option(3, "times that a failed request is sent again", min=0)
+    remote_concurrency: int = option(8, "requests at a time per rank", min=1)
     startup_seconds: float = option(60.0, "time limit for a worker to load its graders", above=0)
     overlong_buffer: int = option(
         0, "the reward falls by 1 over this many tokens before the limit (DAPO, section 3.4); 0 = off", min=0
@@ -92,6 +121,40 @@ def math_answer(response: str, answer: str, row: dict) -> float:
     return float(verify(gold, read(response), timeout_seconds=None))
 
 
+def code(response: str, answer: str, row: dict) -> Reward:
+    """1 if the response's program passes every test case of `answer` in the sandbox (see sandbox.py), else 0.
+
+    The program is the last fenced block, or without one the whole response, put into the row's `template` at
+    {program}. Cases run in order until one fails. Raises ValueError for an answer that is no list of cases.
+    """
+    cases = sandbox.read_cases(answer)
+    blocks = re.findall(r"```[^\n]*\n(.*?)```", response, re.DOTALL)
+    program = row.get("template", "{program}").replace("{program}", blocks[-1] if blocks else response)
+    ran = []
+    for case, seconds in zip(cases, row.get("case_seconds") or [RewardConfig.case_max_seconds] * len(cases)):
+        outcome = sandbox.run(program, case, sandbox.Limits(seconds=seconds))
+        ran.append((outcome.seconds, outcome.passed, outcome.timed_out))
+        if not outcome.passed:
+            return Reward(0.0, cases=tuple(ran))
+    return Reward(1.0, cases=tuple(ran))
+
+
+def by_grader(key: str, text: str) -> dict[str, float]:
+    """Return the numbers of a setting like `math=1,code=0.5`. Raises ConfigError naming the `key`."""
+    numbers = {}
+    for part in filter(None, text.split(",")):
+        name, equals, number = part.strip().rpartition("=")
+        try:
+            numbers[name] = float(number)
+            if not equals or not math.isfinite(numbers[name]):
+                raise ValueError
+        except ValueError:
+            raise ConfigError(
+                f"{key}: cannot read {part.strip()!r}; write GRADER=NUMBER, separated by commas"
+            ) from None
+    return numbers
+
+
 def resolve_grader(name: str) -> Grader:
     """Return the table's grader or a user's: `package.module:function` or `path/to/file.py:function`.
 
@@ -115,23 +178,55 @@ def resolve_grader(name: str) -> Grader:
 
 def check_grader(name: str) -> None:
     """Raise ConfigError if `name` cannot be a grader. Imports nothing."""
+    if remote.is_address(name):
+        return
     source, _, function = name.rpartition(":")
     if name not in GRADERS and not (source and function):
         raise ConfigError(
             f"grader {name!r} is not built in; take one of {', '.join(GRADERS)}, or name your own function "
-            "as package.module:function or path/to/file.py:function"
+            "as package.module:function or path/to/file.py:function, or the http address of a service"
         )
     if source.endswith(".py") and not os.path.isfile(source):
         raise ConfigError(f"grader {name!r}: there is no file {os.path.abspath(source)}; correct the path")
 
 
+def check_rewards(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
+    """Raise ConfigError on settings that do not fit together and on test cases that are none."""
+    if config.case_min_seconds > config.case_max_seconds:
+        raise ConfigError(
+            f"reward.case_min_seconds = {config.case_min_seconds:g} is over reward.case_max_seconds = "
+            f"{config.case_max_seconds:g}; lower it"
+        )
+    tasks = {prompt.task for prompt in prompts}
+    for key, least in (("concurrency", 1), ("weights", 0)):
+        for name, number in by_grader(f"reward.{key}", getattr(config, key)).items():
+            if name not in tasks:
+                raise ConfigError(f"reward.{key} names {name!r}; the graders here are {', '.join(sorted(tasks))}")
+            if number < least:
+                raise ConfigError(f"reward.{key}: {name} = {number:g} must be at least {least}")
+    for prompt in prompts:
+        if prompt.task == "code":
+            try:
+                sandbox.read_cases(prompt.answer)
+            except ValueError as error:
+                raise ConfigError(f"{prompt.where}: {error}") from None
+
+
 def try_graders(config: RewardConfig, names: Iterable[str]) -> None:
-    """Load users' graders once in a worker, where a hang does no harm. Raises ConfigError if that fails."""
-    for name in sorted(set(names) - GRADERS.keys()):
+    """Load users' graders once in a worker, where a hang does no harm, and look for a sandbox if one is needed.
+
+    Raises ConfigError if that fails.
+    """
+    if "code" in names:
+        try:
+            sandbox.isolation()
+        except sandbox.SandboxError as error:
+            raise ConfigError(f"grader 'code': {error}") from None
+    for name in sorted(name for name in set(names) - GRADERS.keys() if not remote.is_address(name)):
         worker = _Worker(config, [name], threading.Event())
         try:
             worker.start(attempts=1)
-        except RuntimeError as error:
+        except GraderError as error:
             raise ConfigError(f"{error}; correct the name, or what the import runs") from None
         finally:
             worker.kill()
@@ -155,6 +250,10 @@ def _judge(grader: Grader, response: str, answer: str, row: dict) -> Reward:
     value, error, start = 0.0, "", time.perf_counter()
     try:
         result = grader(response, answer, row)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_wait_for(result))
+        if isinstance(result, Reward):
+            return replace(result, seconds=time.perf_counter() - start)
         if isinstance(result, numbers.Real) and math.isfinite(result):
             value = float(result)
         else:
@@ -164,32 +263,51 @@ def _judge(grader: Grader, response: str, answer: str, row: dict) -> Reward:
     return Reward(value, time.perf_counter() - start, error[:500])
 
 
+async def _wait_for(result: Any) -> Any:
+    return await result
+
+
 # ---- in the trainer's process ----------------------------------------------------------------------------
 
 
-class RewardPool:
-    """Grades in the background: `submit` never waits, `poll` and `drain` hand rewards back in any order.
+class GraderError(RuntimeError):
+    """A grader or its workers fail again and again: the run cannot go on."""
 
-    For one caller thread. A grading that fails is a Reward of 0 with the cause in `error`; only workers that
-    cannot be started raise (RuntimeError, from `poll` and `drain`). Raises ConfigError for an impossible name.
+
+class RewardPool:
+    """Grades in the background: `submit` waits only for a full queue, `poll` and `drain` return rewards in any order.
+
+    For one caller thread. A grading that fails is a Reward of 0 with the cause in `error`. Only workers that cannot
+    be started, and a grader that fails `max_failures` times in a row, raise (GraderError, from `poll` and `drain`).
+    Raises ConfigError for an impossible name.
     """
 
     def __init__(self, config: RewardConfig, tasks: Iterable[str]):
-        self._pending: dict[int, Hashable] = {}  # submitted and not yet handed back: key by id
-        self._tasks = set(tasks)
+        self._config, self._tasks = config, set(tasks)
         for task in self._tasks:
             check_grader(task)
+        concurrency = by_grader("reward.concurrency", config.concurrency)
+        self.timeouts = AdaptiveTimeouts(
+            config.case_factor, config.case_min_seconds, config.case_max_seconds, config.case_audit
+        )
+        self._pending: dict[int, Hashable] = {}  # submitted and not yet handed back: key by id
+        self._plans: dict[int, CasePlan] = {}  # time limits by id
+        self._stats, self._failures = PoolStats(), Counter()
         self._ids = itertools.count(1)
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()  # (task, id, message); None ends a thread
-        self._results: queue.SimpleQueue = queue.SimpleQueue()  # (task, id, Reward), or what ended a thread
+        self._jobs, self._remote_jobs = (JobQueue(config.max_queue, concurrency) for _ in range(2))
+        self._results: queue.SimpleQueue = queue.SimpleQueue()  # (job, Reward, failed), or what ended a thread
         self._closing = threading.Event()
-        worker_tasks = sorted(self._tasks - INLINE)
         self._threads = []
+        worker_tasks = sorted(task for task in self._tasks - INLINE if not remote.is_address(task))
         for _ in range(config.num_workers if worker_tasks else 0):
             # A thread for each worker feeds it, and keeps its time, while the trainer computes.
             worker = _Worker(config, worker_tasks, self._closing)
-            self._threads.append(threading.Thread(target=self._serve, args=(worker,), daemon=True))
-            self._threads[-1].start()
+            self._threads.append(threading.Thread(target=self._serve, args=(self._jobs, worker), daemon=True))
+        for _ in range(config.remote_concurrency if any(map(remote.is_address, self._tasks)) else 0):
+            client = _Client(config, self._closing)
+            self._threads.append(threading.Thread(target=self._serve, args=(self._remote_jobs, client), daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -201,12 +319,26 @@ class RewardPool:
         """Have a response graded. `row` holds what JSON can: numbers, strings, lists, dicts."""
         assert task in self._tasks, f"task {task!r} was not announced to the pool"
         assert not self._closing.is_set(), "the pool is closed"
-        id = next(self._ids)
+        id, seconds = next(self._ids), self._config.timeout_seconds
         self._pending[id] = key
         if task in INLINE:
-            self._results.put((task, id, _judge(GRADERS[task], response, answer, row)))
+            self._results.put((Job(id, task, b"", seconds), _judge(GRADERS[task], response, answer, row), False))
+        elif remote.is_address(task):
+            message = json.dumps({"response": response, "answer": answer, "row": row}).encode()
+            self._remote_jobs.put(Job(id, task, message, self._config.remote_seconds))
         else:
-            self._jobs.put((task, id, json.dumps([id, task, response, answer, row]).encode() + b"\n"))
+            if task == "code":
+                with contextlib.suppress(ValueError):  # the worker says what is wrong with the cases
+                    plan = self._plan_cases(key, answer, row)
+                    self._plans[id] = plan
+                    row = row | {"case_seconds": plan.allowed}
+                    seconds += sum(plan.allowed) + len(plan.allowed) * sandbox.OVERHEAD_SECONDS
+            message = json.dumps([id, task, response, answer, row]).encode() + b"\n"
+            self._jobs.put(Job(id, task, message, seconds))
+
+    def _plan_cases(self, key: Hashable, answer: str, row: dict) -> CasePlan:
+        prompt = json.dumps([row.get("prompt"), answer])
+        return self.timeouts.plan(prompt, len(sandbox.read_cases(answer)), key)
 
     @property
     def num_pending(self) -> int:
@@ -230,19 +362,22 @@ class RewardPool:
         """Hand back nothing but `keep` of what is outstanding; what no worker has begun is never graded."""
         keep = set(keep)
         self._pending = {id: key for id, key in self._pending.items() if key in keep}
-        waiting = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting.append(self._jobs.get_nowait())
-        for job in waiting:
-            if job[1] in self._pending:
-                self._jobs.put(job)
+        self._plans = {id: plan for id, plan in self._plans.items() if id in self._pending}
+        for jobs in (self._jobs, self._remote_jobs):
+            jobs.keep(self._pending)
+
+    def take_stats(self) -> PoolStats:
+        """Return the statistics since the last call."""
+        taken, self._stats = self._stats, PoolStats()
+        taken.queue_max = max(jobs.take_longest() for jobs in (self._jobs, self._remote_jobs))
+        taken.cases, taken.anchors = self.timeouts.take()
+        return taken
 
     def close(self) -> None:
         """Kill the workers; what is not graded yet is dropped."""
         self._closing.set()
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._jobs.close()
+        self._remote_jobs.close()
         for thread in self._threads:
             thread.join()
         self._pending.clear()
@@ -257,25 +392,44 @@ class RewardPool:
             if isinstance(result, Exception):
                 self._results.put(result)  # for the next call too
                 raise result
-            task, id, reward = result
-            if id not in self._pending:
+            job, reward, failed = result
+            self._count(job, reward, failed)
+            plan = self._plans.pop(job.id, None)
+            if job.id not in self._pending:
                 continue  # forgotten
-            key = self._pending.pop(id)
+            if plan:
+                self.timeouts.observe(plan, reward.cases, correct=reward.value == 1.0)
+            key = self._pending.pop(job.id)
             if reward.error:
-                reward = replace(reward, error=f"{reward.error} (task {task}, sample {key})")
+                reward = replace(reward, error=f"{reward.error} (task {job.task}, sample {key})")
             graded.append((key, reward))
         return graded
 
-    def _serve(self, worker: "_Worker") -> None:
+    def _count(self, job: Job, reward: Reward, failed: bool) -> None:
+        """Keep the statistics. Raises GraderError at the last of `max_failures` failures in a row."""
+        latency = time.perf_counter() - job.submitted
+        cause = Counter([reward.error.partition(":")[0]] if reward.error else [])
+        self._stats.add(PoolStats(1, reward.seconds, latency, latency, replaced=int(failed), causes=cause))
+        self._failures[job.task] = self._failures[job.task] + 1 if failed else 0
+        if failed and self._failures[job.task] == self._config.max_failures:
+            error = GraderError(
+                f"grader {job.task} failed {self._config.max_failures} times in a row, at last: {reward.error}; "
+                "correct the grader or raise reward.timeout_seconds; reward.max_failures = 0 goes on whatever happens"
+            )
+            self._results.put(error)
+            raise error
+
+    def _serve(self, jobs: JobQueue, worker: "_Worker | _Client") -> None:
         """Body of a thread: every job that it takes ends in one result."""
         try:
-            while (job := self._jobs.get()) is not None:
-                task, id, message = job
-                self._results.put((task, id, worker.grade(id, message)))
+            while (job := jobs.get()) is not None:
+                self._results.put((job, *worker.grade(job)))
+                jobs.done(job)
         except _Closing:
             pass
         except Exception as error:
             self._results.put(error)
+            jobs.close()  # nobody waits for room in it any more
         finally:
             worker.kill()
 
@@ -295,17 +449,27 @@ class _Worker:
         self._config, self._tasks, self._closing = config, tasks, closing
         self._process: subprocess.Popen | None = None
 
-    def grade(self, id: int, message: bytes) -> Reward:
-        """Have one request graded. Raises RuntimeError if no process can be started."""
+    def grade(self, job: Job) -> tuple[Reward, bool]:
+        """Have one request graded; tell also whether the worker failed. Raises GraderError if none can be started."""
         # A quiet pipe reads None. Otherwise the process died, or wrote, after its last reply.
         if self._process is None or self._process.stdout.read(1) is not None:
             self.start()
         start = time.perf_counter()
         try:
-            return self._exchange(id, message, self._config.timeout_seconds)
+            reward = self._exchange(job.id, job.message, job.seconds)
+            if self._is_too_large():
+                self.kill()  # it leaks, but this reward is good
+            return reward, False
         except _Failure as failure:
             self.kill()
-            return Reward(0.0, time.perf_counter() - start, str(failure))
+            return Reward(0.0, time.perf_counter() - start, str(failure)), True
+
+    def _is_too_large(self) -> bool:
+        try:
+            with open(f"/proc/{self._process.pid}/statm", "rb") as file:
+                return int(file.read().split()[1]) * resource.getpagesize() > self._config.worker_gib * 2**30
+        except (OSError, IndexError):  # it is dying, or this is no Linux
+            return False
 
     def kill(self) -> int:
         """End the process and the children it left in its group; return its exit code."""
@@ -318,7 +482,7 @@ class _Worker:
         return process.returncode
 
     def start(self, attempts: int = 3) -> None:
-        """Have a fresh process with all graders loaded. Raises RuntimeError if there is none after `attempts`."""
+        """Have a fresh process with all graders loaded. Raises GraderError if there is none after `attempts`."""
         command = [sys.executable, "-u", os.path.abspath(__file__), "--worker", *self._tasks]
         env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
         pipe = subprocess.PIPE
@@ -336,7 +500,7 @@ class _Worker:
             if not error:
                 return
         times = f" {attempts} times" if attempts > 1 else ""
-        raise RuntimeError(f"a reward worker for {', '.join(self._tasks)} failed to start{times}: {error}")
+        raise GraderError(f"a reward worker for {', '.join(self._tasks)} failed to start{times}: {error}")
 
     def _exchange(self, id: int, message: bytes, seconds: float) -> Reward:
         """Send a line and return the reply to it. Raises _Failure unless that comes within `seconds`."""
@@ -347,7 +511,7 @@ class _Worker:
             selector.register(stdout, selectors.EVENT_READ)
             if message:
                 selector.register(stdin, selectors.EVENT_WRITE)
-            while not reply.endswith(b"\n") and len(reply) < 65536:  # ours have 4 kB at most
+            while not reply.endswith(b"\n") and len(reply) < 2**20:  # ours are far smaller
                 left = deadline - time.perf_counter()
                 ready = [key.fileobj for key, _ in selector.select(min(max(left, 0.0), 0.1))]
                 if self._closing.is_set():  # seen within 0.1 s
@@ -359,6 +523,8 @@ class _Worker:
                     reply += chunk
                 elif left <= 0:
                     raise _Failure(f"the worker did not finish within {seconds:g} s")
+                elif self._is_too_large():
+                    raise _Failure(f"the worker took over {self._config.worker_gib:g} GiB of memory")
                 elif stdin in ready:
                     with contextlib.suppress(BrokenPipeError):  # it is dying: stdout ends next
                         message = message[stdin.write(message) or 0 :]
@@ -369,6 +535,25 @@ class _Worker:
             if replied == id:
                 return Reward(*fields)
         raise _Failure(f"the worker wrote {reply[:80]!r} instead of a reply")
+
+
+class _Client:
+    """Asks a service, in the place of a worker."""
+
+    def __init__(self, config: RewardConfig, closing: threading.Event):
+        self._config, self._closing = config, closing
+
+    def grade(self, job: Job) -> tuple[Reward, bool]:
+        """Have one request graded; tell also whether the service failed."""
+        start = time.perf_counter()
+        try:
+            value = remote.ask(job.task, job.message, job.seconds, self._config.remote_retries, self._closing)
+            return Reward(value, time.perf_counter() - start), False
+        except remote.RemoteError as error:
+            return Reward(0.0, time.perf_counter() - start, str(error)[:500]), True
+
+    def kill(self) -> None:
+        """Nothing outlives a request."""
 
 
 # ---- in a worker process ---------------------------------------------------------------------------------
@@ -390,8 +575,8 @@ def _work(tasks: list[str]) -> None:
     try:
         for task in tasks:
             graders[task] = resolve_grader(task)
-            if task in GRADERS:
-                graders[task]("\\boxed{1}", "1", {})  # the first call imports: not at a sample's expense
+            if task in WARM_UP:
+                WARM_UP[task]()  # the first call imports: not at a sample's expense
     except (Exception, SystemExit) as raised:
         error = f"{type(raised).__name__}: {raised}"[:500]
     reply(0, Reward(0.0, error=error))
@@ -406,8 +591,10 @@ GRADERS: dict[str, Grader] = {
     "hailstone": hailstone,
     "reverse_add": reverse_add,
     "math": math_answer,
+    "code": code,
 }
 INLINE = {"match", "hailstone", "reverse_add"}
+WARM_UP: dict[str, Callable] = {"math": lambda: math_answer("\\boxed{1}", "1", {}), "code": sandbox.isolation}
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--worker"]:
     _work(sys.argv[2:])

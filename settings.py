@@ -12,7 +12,7 @@ from judge import TASK, JudgeConfig, check_judge
 from loss import LossConfig
 from metrics import LogConfig, check_loggers
 from model import check_split, parse_shape
-from reward import RewardConfig, check_grader, try_graders
+from reward import RewardConfig, check_grader, check_rewards, try_graders
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig
@@ -154,6 +154,7 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
                 check_grader(task)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+    check_rewards(c.reward, prompts + held_out)
     if is_main:
         try_graders(c.reward, first.keys() - {TASK})
     if len(prompts) < c.scheduler.num_prompts:
@@ -191,6 +192,10 @@ FREE_TO_CHANGE = (
     "run.dump_rollouts",
     "run.dir",
     "reward.num_workers",
+    "reward.max_failures",
+    "reward.max_queue",
+    "reward.concurrency",
+    "reward.worker_gib",
 )
 
 

@@ -1,11 +1,13 @@
 """Built-in tasks: checkable by rule, made by code, with correct solutions whose lengths are long-tailed by nature.
 
-A task turns a number into a prompt and a worked solution. Numbers are written least significant digit first, so
-that a carry never looks ahead. One number in five, chosen by a hash, is held out for evaluation.
+A task turns a number into a prompt and a worked solution. Where numbers are computed digit by digit they are written
+least significant digit first, so that a carry never looks ahead. One number in five, chosen by a hash, is held out
+for evaluation.
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 
@@ -17,6 +19,7 @@ class Task:
     answer: Callable[[int], str]
     grader: str  # entry of reward.GRADERS
     slip: Callable[[str, Random, float], str]  # a solution in which each step goes wrong with some probability
+    fields: dict = field(default_factory=dict)  # further fields of every row, for the grader
 
 
 def is_held_out(number: int) -> bool:
@@ -72,6 +75,42 @@ def _reverse_add_solution(n: int) -> str:
     return ",".join(f"{a}+{b}={c}" for a, b, c in steps) + "#" + steps[-1][2]
 
 
+# ---- expression: write a Python expression of x and y that gives the values shown, and those of other places too --
+
+FORMS = (
+    "{a}*x+{b}*y+{c}",
+    "{a}*x*x+{b}*y+{c}",
+    "{a}*x*y+{b}*x+{c}",
+    "max({a}*x,{b}*y)+{c}",
+    "{a}*x-{b}*y+{c}",
+    "abs({a}*x-{b}*y)+{c}",
+)
+SHOWN = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1))  # tell all the expressions apart
+HIDDEN = ((3, 2), (2, 5), (7, 3), (-4, 6), (5, -9))
+PROGRAM = "import sys\nfor line in sys.stdin:\n    x, y = map(int, line.split())\n    print({program})\n"
+
+
+def _expression_numbers() -> list[int]:
+    """Decimal digits: the form, a and b from 1 to 9 and not equal, c."""
+    return [n for n in range(1000 * len(FORMS)) if n // 100 % 10 and n // 10 % 10 and n // 100 % 10 != n // 10 % 10]
+
+
+def _expression(n: int) -> str:
+    return FORMS[n // 1000].format(a=n // 100 % 10, b=n // 10 % 10, c=n % 10)
+
+
+def _expression_values(n: int, places: tuple[tuple[int, int], ...]) -> list[int]:
+    code = compile(_expression(n), "expression", "eval")  # our own text, not a model's
+    return [eval(code, {"x": x, "y": y, "max": max, "abs": abs}) for x, y in places]
+
+
+def _expression_answer(n: int) -> str:
+    places = SHOWN + HIDDEN
+    stdin = "".join(f"{x} {y}\n" for x, y in places)
+    stdout = "".join(f"{value}\n" for value in _expression_values(n, places))
+    return json.dumps([{"stdin": stdin, "stdout": stdout}])
+
+
 def _slip_digit(solution: str, rng: Random, probability: float) -> str:
     """Change a digit with `probability` per digit; what follows stays as it was."""
     return "".join(str(rng.randrange(10)) if c.isdigit() and rng.random() < probability else c for c in solution)
@@ -93,5 +132,14 @@ TASKS: dict[str, Task] = {
         answer=lambda n: (_reverse_add_steps(n) or [("", "", "")])[-1][2],
         grader="reverse_add",
         slip=_slip_digit,
+    ),
+    "expression": Task(
+        numbers=_expression_numbers,
+        prompt=lambda n: ",".join(map(str, _expression_values(n, SHOWN))) + "=",
+        solution=_expression,
+        answer=_expression_answer,
+        grader="code",
+        slip=_slip_digit,
+        fields={"template": PROGRAM},
     ),
 }

@@ -18,14 +18,17 @@ import torch
 
 import checkpoint
 import parallel
+import sandbox
 from config import ConfigError, describe, dump_toml, flatten, load_config
 from core import Group, Prompt, RoundPlan
 from data import PromptStream, dump_groups, load_groups, load_prompts
+from jobs import merge_stats
 from judge import Graders, judge_record, open_graders
 from loss import ADVANTAGES
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from parallel import World
 from placement import assign_by_load
+from reward import GraderError, by_grader
 from rollout import Engine, EngineStats
 from rounds import Referee, Round, shaped_reward
 from scheduler import POLICIES, Race, TailBatching
@@ -97,9 +100,12 @@ def roll_out(run: "Run", plan: RoundPlan, referee: Referee, clock: Clock) -> tup
 
 
 def group_advantages(groups: Sequence[Group], config: Config) -> torch.Tensor:
-    """Return advantages [P, R] float64 from the graders' rewards and the penalty for overlong answers."""
+    """Return advantages [P, R] float64 from the rewards, the penalty for overlong answers and the graders' weights."""
     rewards = [[shaped_reward(config, *graded) for graded in zip(g.samples, g.rewards)] for g in groups]
-    return ADVANTAGES[config.loss.advantage](torch.tensor(rewards, dtype=torch.float64))
+    # A factor on the rewards themselves would cancel where advantages are divided by their spread.
+    weights = by_grader("reward.weights", config.reward.weights)
+    weight = torch.tensor([weights.get(group.prompt.task, 1.0) for group in groups], dtype=torch.float64)
+    return ADVANTAGES[config.loss.advantage](torch.tensor(rewards, dtype=torch.float64)) * weight[:, None]
 
 
 def learn(trainer: Trainer, groups: Sequence[Group], advantages: torch.Tensor, config: Config) -> list[dict]:
@@ -134,7 +140,7 @@ def evaluate(run: "Run") -> dict[str, Any]:
     plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
     groups, _ = roll_out(run, plan, Race(plan), Clock())
     run.engine.stats = EngineStats()  # the next step's record starts from zero
-    run.pool.take_judge_stats()
+    run.pool.take_stats()
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt = rewards.mean(1)
     if run.world.is_main:
@@ -162,12 +168,15 @@ def step_record(
 ) -> dict[str, Any]:
     """Return the JSON record of one step. Collective: adds up what only each rank knows."""
     stats = run.engine.stats
-    own = asdict(stats), clock.take(), peak_memory(), clock.take_spans(), run.pool.take_judge_stats()
+    own = asdict(stats), clock.take(), peak_memory(), clock.take_spans(), run.pool.take_stats()
     run.engine.stats = EngineStats()
-    engines, spans, memories, tracks, judges = zip(*parallel.gather_objects(run.world, own), strict=True)
+    engines, spans, memories, tracks, graders = zip(*parallel.gather_objects(run.world, own), strict=True)
+    pools, judges = zip(*graders, strict=True)
     run.recorder.timeline(run.step, tracks[:: run.engine.parallel.size])
     if played:
         played["window_wait"] = sum(s.get("window_wait", 0.0) for s in spans) / len(spans)
+    for pool in pools:
+        run.pool.timeouts.merge(pool.anchors)
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [len(sample.token_ids) for sample in samples]
@@ -183,6 +192,8 @@ def step_record(
         "tokens_per_second": sum(lengths) / seconds,
         "rollout_tokens_per_second": sum(lengths) / max(slowest.get("rollout", seconds), 1e-9),
         "reward": sum(r.value for r in rewards) / len(rewards),
+        "reward_by_task": mean_by_task(groups),
+        "rewards": merge_stats(pools, seconds),
         "reward_errors": len(errors),
         "first_reward_error": errors[0] if errors else "",
         "mixed_groups": sum(len({r.value for r in g.rewards}) > 1 for g in groups) / len(groups),
@@ -208,6 +219,13 @@ def step_record(
         "judge": judge_record(judges),
         "memory": {name: sum(m.get(name, 0.0) for m in memories) for name in memories[0]},
     }
+
+
+def mean_by_task(groups: Sequence[Group]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        values.setdefault(group.prompt.task, []).extend(reward.value for reward in group.rewards)
+    return {task: sum(v) / len(v) for task, v in sorted(values.items())}
 
 
 # ---- building, saving, resuming ----------------------------------------------------------------------------------
@@ -281,12 +299,16 @@ def build(config: Config, world: World, resume: bool) -> Run:
     # The first rank of a replica has its samples graded.
     tasks = set() if tensor_parallel.rank else {p.task for p in (*prompts, *held_out)}
     pool = open_graders(config.reward, config.judge, tasks, world.device, dtype)
+    if checkpoints:
+        pool.timeouts.load_state_dict(state["timeouts"])
     settings = {key: value for key, (value, _) in flatten(config).items()}
     recorder = Recorder(folder, config.log, settings, step, config.run.steps, world.is_main)
     if pool.judge:
         recorder.say(pool.judge.about)
     if resume:
         recorder.say(f"resumed from {checkpoints[-1]}" if checkpoints else f"no checkpoint in {folder}: starts afresh")
+    if any(p.task == "code" for p in prompts + held_out):
+        recorder.say(f"sandbox: {sandbox.isolation()}")
     return Run(
         config, world, folder, source, tokenizer, engine, trainer, pool, stream, policy, held_out, recorder, step
     )
@@ -296,7 +318,7 @@ def save(run: Run) -> None:
     """Write a checkpoint. Sampling is counter-based, so there is no random state in it."""
     trainer = run.trainer.state_dict()  # collective when it is sharded
     if run.world.is_main:
-        state = {"step": run.step, "trainer": trainer}
+        state = {"step": run.step, "trainer": trainer, "timeouts": run.pool.timeouts.state_dict()}
         state |= {"stream": run.stream.state_dict(), "policy": run.policy.state_dict()}
         keep = run.config.run.keep_checkpoints
         checkpoint.save_checkpoint(run.folder, run.step, run.trainer.model, run.source, state, keep)
@@ -370,7 +392,7 @@ def main(argv: list[str]) -> int:
                 ) from None
         train(config, world, flags.resume)
         return 0
-    except (ConfigError, NonFiniteError) as error:
+    except (ConfigError, NonFiniteError, GraderError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     finally:

@@ -316,9 +316,9 @@ def test_graders_sends_each_task_to_its_own(writer):
         assert got["a"].value == 1 and "b" not in got
         got = dict(graders.drain())
         assert 0 < got["b"].value < 1 and graders.num_pending == 0
-        assert graders.take_judge_stats().texts == 1
+        assert graders.take_stats()[1].texts == 1
     with open_graders(RewardConfig(), JudgeConfig(), ["match"], CPU, torch.float32) as graders:
-        assert graders.judge is None and graders.take_judge_stats().texts == 0
+        assert graders.judge is None and graders.take_stats()[1].texts == 0
 
 
 @pytest.mark.skipif(not hasattr(RewardPool, "wait"), reason="the pool of this version has no wait and forget")
@@ -442,7 +442,7 @@ def test_a_run_with_a_judge_on_two_ranks(settings, torchrun, tmp_path, writer):
                 text = f"{group['prompt']['extra']['prompt']}{group['prompt']['answer']}|{response}?"
                 logits = theirs(torch.tensor([tokenizer.encode(text)])).logits[0, -1]
                 assert reward["value"] == pytest.approx((logits[y] - logits[n]).sigmoid().item(), abs=1e-5)
-        assert record["judge"]["texts"] == judged > 0 and record["reward_errors"] == 0
+        assert record["judge"]["texts"] >= judged > 0 and record["reward_errors"] == 0
         assert record["judge"]["mean_resident_layers"] < LAYERS and record["judge"]["streamed_gib"] > 0
         assert record["judge"]["batches"] >= 2 and 0 < record["judge"]["verdict_mass"] < 1
 

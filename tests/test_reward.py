@@ -1,5 +1,6 @@
 """Graders, and what a bad one costs: its own sample's reward and bounded time, nothing else."""
 
+import json
 import os
 import random
 import subprocess
@@ -7,16 +8,21 @@ import sys
 import time
 from pathlib import Path
 
+import hostile
 import pytest
 
+import box
 import reward
 from config import ConfigError
+from core import Prompt
 from reward import (
     GRADERS,
     INLINE,
+    GraderError,
     RewardConfig,
     RewardPool,
     check_grader,
+    check_rewards,
     math_answer,
     overlong_penalty,
     resolve_grader,
@@ -24,7 +30,7 @@ from reward import (
 )
 
 USER_GRADERS = r"""
-import os, signal, subprocess, sys, threading, time
+import asyncio, os, signal, subprocess, sys, threading, time
 
 def good(response, answer, row): return 2 * (response == answer) + row["bonus"]
 def size(response, answer, row): return len(response)
@@ -50,6 +56,19 @@ def garbage(response, answer, row):
         except OSError: pass
     time.sleep(60)
 
+def moody(response, answer, row):
+    if response == "hang": hangs(response, answer, row)
+    if response == "exit": exits(response, answer, row)
+    if response == "garbage": garbage(response, answer, row)
+    while response == "swell": kept.append(bytearray(8 << 20)); time.sleep(0.01)
+    return 1
+kept = []
+def leaks(response, answer, row): kept.append(bytearray(b"x") * (64 << 20)); return os.getpid()
+async def waits(response, answer, row): await asyncio.sleep(0.01); return len(response)
+async def waits_in_vain(response, answer, row): await asyncio.sleep(1000)
+def span(response, answer, row): start = time.monotonic(); time.sleep(0.05); return start
+def long_span(response, answer, row): start = time.monotonic(); time.sleep(0.5); return start
+
 not_callable = 7
 """
 
@@ -67,6 +86,9 @@ BAD = {
     "garbage": "instead of a reply",
 }
 CONFIG = RewardConfig(num_workers=2, timeout_seconds=1.0)
+# A selection for speed, and none that reaches for what mere resource limits leave open.
+NAMES = ("endless loop", "fork bomb", "memory bomb", "output of a gigabyte", "daemon", "os._exit", "fake verdict")
+HOSTILE = [(name, hostile.PROGRAMS[name]) for name in NAMES]
 
 
 @pytest.fixture
@@ -418,3 +440,203 @@ def test_what_is_forgotten_is_not_handed_back_and_its_name_is_free(user):
         pool.submit(1, user + "good", "x", "y", {"bonus": 4})
         pool.forget(keep=iter(["kept", 1]))
         assert {key: graded.value for key, graded in pool.drain()} == {"kept": 3.0, 1: 4.0}
+
+
+# ---- what ends a run, what it records, and limits of a grader
+
+
+@pytest.mark.parametrize("trouble", ["hang", "exit", "garbage", "swell"])
+def test_failures_in_a_row_on_one_grader_end_the_run(user, trouble):
+    config = RewardConfig(num_workers=1, timeout_seconds=0.5 if trouble == "hang" else 5.0, worker_gib=0.25)
+    moody, other = user + "moody", user + "good"
+    with RewardPool(config, [moody, other]) as pool:
+        for key, word in enumerate([trouble, trouble, "fine", trouble, trouble]):  # "fine" breaks the row
+            pool.submit(key, moody, word, "", {})
+        rewards = dict(pool.drain())
+        assert [rewards[key].value for key in range(5)] == [0, 0, 1, 0, 0]
+        assert [bool(rewards[key].error) for key in range(5)] == [True, True, False, True, True]
+        pool.submit(5, other, "a", "a", {"bonus": 0})  # another grader does not
+        pool.submit(6, moody, trouble, "", {})
+        for _ in range(2):
+            with pytest.raises(GraderError, match="moody failed 3 times in a row, at last: the worker"):
+                pool.drain()
+
+
+def test_failures_may_be_allowed_for_ever(user):
+    with RewardPool(RewardConfig(num_workers=2, max_failures=0), [user + "exits"]) as pool:
+        for key in range(5):
+            pool.submit(key, user + "exits", "", "", {})
+        assert len(pool.drain()) == 5
+
+
+def test_a_worker_that_leaks_is_replaced_and_its_rewards_count(user):
+    task = user + "leaks"
+    with RewardPool(RewardConfig(num_workers=1, timeout_seconds=10.0, worker_gib=0.2), [task]) as pool:
+        pids = [grade_one(pool, task).value for _ in range(6)]
+    assert 1 < len(set(pids)) < 6
+
+
+def test_async_graders(user):
+    with RewardPool(CONFIG, [user + name for name in ("waits", "waits_in_vain")]) as pool:
+        assert grade_one(pool, user + "waits", "abc").value == 3
+        assert "did not finish within 1 s" in grade_one(pool, user + "waits_in_vain").error
+
+
+def test_a_grader_keeps_to_its_concurrency(user):
+    task, free = user + "span", user + "long_span"
+    config = RewardConfig(num_workers=4, timeout_seconds=20.0, concurrency=f"{task}=1")
+    with RewardPool(config, [task, free]) as pool:
+        for key in range(6):
+            pool.submit(("one", key), task, "", "", {})
+            pool.submit(("free", key), free, "", "", {})
+        rewards = dict(pool.drain())
+    starts = sorted(reward.value for (kind, _), reward in rewards.items() if kind == "one")
+    assert all(later - earlier >= 0.05 for earlier, later in zip(starts, starts[1:]))
+    starts = sorted(reward.value for (kind, _), reward in rewards.items() if kind == "free")
+    assert any(later - earlier < 0.5 for earlier, later in zip(starts, starts[1:]))
+
+
+def test_a_full_queue_makes_submit_wait_and_loses_nothing(user):
+    config = RewardConfig(num_workers=1, max_queue=2)
+    with RewardPool(config, [user + "good"]) as pool:
+        for i in range(50):
+            pool.submit(i, user + "good", "a", "b", {"bonus": i})
+        assert {key: reward.value for key, reward in pool.drain()} == {i: i for i in range(50)}
+        assert pool.take_stats().queue_max <= 2
+
+
+def test_a_full_queue_without_workers_does_not_wait_for_ever(user):
+    Path("moody.py").write_text("import os, sys\ndef good(*_): return 1\nif '--worker' in sys.argv: os._exit(5)")
+    with RewardPool(RewardConfig(max_queue=1), ["moody.py:good"]) as pool:
+        for i in range(9):
+            pool.submit(i, "moody.py:good", "", "", {})
+        with pytest.raises(GraderError, match="failed to start"):
+            pool.drain()
+
+
+def test_statistics(user):
+    with RewardPool(RewardConfig(num_workers=1), [user + "good", user + "exits", user + "raises", "match"]) as pool:
+        for name in ("good", "exits", "raises", "raises"):
+            pool.submit(name, user + name, "a", "a", {"bonus": 0})
+        pool.submit("m", "match", "", "", {})
+        pool.drain()
+        stats, empty = pool.take_stats(), pool.take_stats()
+    assert stats.graded == 5 and stats.replaced == 1 and 1 <= stats.queue_max <= 4
+    assert stats.causes == {"the worker died (exit code 3)": 1, "KeyError": 2}
+    assert 0 < stats.seconds and 0 < stats.latency_max < stats.latency
+    assert empty.graded == 0 and empty.queue_max == 0 and not empty.causes
+
+
+# ---- programs
+
+DOUBLE = '[{"stdin": "2", "stdout": "4"}, {"stdin": "5", "stdout": "10"}]'
+
+
+@pytest.mark.parametrize(
+    "response, answer, row, value, num_cases",
+    [
+        ("print(2 * int(input()))", DOUBLE, {}, 1.0, 2),
+        ("Here:\n```python\nprint(0)\n```\nno,\n```\nprint(2 * int(input()))\n```\nso.", DOUBLE, {}, 1.0, 2),
+        ("print(4)", DOUBLE, {}, 0.0, 2),
+        ("print(5)", DOUBLE, {}, 0.0, 1),
+        ("x + x", DOUBLE, {"template": "x = int(input())\nprint({program})"}, 1.0, 2),
+        ("def f(x): return 2 * x", '[{"test": "assert f(2) == 4"}]', {}, 1.0, 1),
+        ("class f(int): __eq__ = lambda *_: True", '[{"test": "assert f(2) == 4"}]', {}, 0.0, 1),
+    ],
+)
+def test_programs_are_graded_by_running_them(response, answer, row, value, num_cases):
+    with RewardPool(RewardConfig(num_workers=1), ["code"]) as pool:
+        graded = grade_one(pool, "code", response, answer, row)
+        assert (graded.value, graded.error, len(graded.cases)) == (value, "", num_cases)
+        assert len(pool.timeouts.anchors) == (num_cases if value else 0)
+        assert pool.take_stats().cases.cases == num_cases
+
+
+@pytest.mark.parametrize("answer", ["", "4", "[]", "{}", '["a"]', '[{"stdin": "a"}]'])
+def test_an_answer_that_is_no_list_of_cases_is_an_error(answer):
+    with RewardPool(RewardConfig(num_workers=1), ["code"]) as pool:
+        assert "Error" in grade_one(pool, "code", "", answer).error
+    prompt = Prompt(0, (1,), "", answer, "code", {}, "data.jsonl:7")
+    with pytest.raises(ConfigError, match="data.jsonl:7"):
+        check_rewards(RewardConfig(), [prompt])
+
+
+def test_time_limits_adapt_and_a_program_that_hangs_costs_no_worker():
+    slow = "import time\nx = int(input())\ntime.sleep(x)\nprint(2 * x)"
+    answer = '[{"stdin": "0", "stdout": "0"}]'
+    config = RewardConfig(num_workers=1, case_min_seconds=0.7, case_max_seconds=4.0, case_audit=0.0)
+    with RewardPool(config, ["code"]) as pool:
+        first = grade_one(pool, "code", "while True: pass", answer)
+        assert first.value == 0 and first.error == "" and 4.0 <= first.cases[0][0] < 8 and first.cases[0][2]
+        assert grade_one(pool, "code", slow, answer).value == 1.0
+        again = grade_one(pool, "code", "while True: pass", answer)
+        assert again.value == 0 and 0.7 <= again.cases[0][0] < 4.0 and again.cases[0][2]
+        stats = pool.take_stats()
+        assert stats.replaced == 0 and stats.cases.timeouts == 2
+
+
+def test_hostile_programs_through_the_pool():
+    """All at once on two workers, with good programs among them: only those score, and no worker is lost."""
+    case = json.dumps([{"stdin": hostile.STDIN, "stdout": hostile.EXPECTED}])
+    config = RewardConfig(num_workers=2, case_max_seconds=2.0)
+    with RewardPool(config, ["code"]) as pool:
+        for name, text in HOSTILE:
+            pool.submit(name, "code", text, case, {"prompt": name})
+            pool.submit(("good", name), "code", hostile.GOOD, case, {})
+        rewards = dict(pool.drain())
+        stats = pool.take_stats()
+    assert {name for name, reward in rewards.items() if reward.value} == {("good", name) for name, _ in HOSTILE}
+    assert not any(reward.error for reward in rewards.values()) and stats.replaced == 0
+
+
+def test_boxes_die_with_a_killed_pool(user, tmp_path):
+    """SIGKILL of the trainer ends the program that a worker runs, and removes its folder."""
+    (tmp_path / "boxes").mkdir()
+    (tmp_path / "boxes").chmod(0o777)
+    script = """
+import time
+from reward import RewardConfig, RewardPool
+pool = RewardPool(RewardConfig(num_workers=1), ["code"])
+case = '[{"stdin": "", "stdout": ""}]'
+pool.submit(0, "code", "", case, {})
+print(pool.drain()[0][1].value, flush=True)  # the search for an isolation is over
+pool.submit(1, "code", "import os, time; os.fork(); time.sleep(1000)", case, {})
+time.sleep(1000)
+"""
+    root = str(Path(reward.__file__).parent)
+    env = os.environ | {"PYTHONPATH": root, "TMPDIR": str(tmp_path / "boxes")}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout.readline() == b"1.0\n"
+        deadline = time.monotonic() + 20
+        while len(box.descendants(parent.pid)) < 4 and time.monotonic() < deadline:  # worker, keeper, two programs
+            time.sleep(0.02)
+        everyone = list(box.descendants(parent.pid))
+        assert len(everyone) >= 4
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert wait_until_gone(everyone)
+    deadline = time.monotonic() + 5
+    while list((tmp_path / "boxes").iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert list((tmp_path / "boxes").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "config, cause",
+    [
+        (RewardConfig(case_min_seconds=31.0), "case_min_seconds = 31 is over"),
+        (RewardConfig(weights="code"), "cannot read 'code'"),
+        (RewardConfig(weights="code=1,math=2"), "names 'math'; the graders here are code"),
+        (RewardConfig(weights="code=-1"), "code = -1 must be at least 0"),
+        (RewardConfig(weights="code=nan"), "cannot read"),
+        (RewardConfig(concurrency="code=0"), "code = 0 must be at least 1"),
+    ],
+)
+def test_reward_settings_that_do_not_fit(config, cause):
+    prompt = Prompt(0, (1,), "", '[{"test": ""}]', "code")
+    with pytest.raises(ConfigError, match=cause):
+        check_rewards(config, [prompt])
+    check_rewards(RewardConfig(weights="code=0.5", concurrency="code=2"), [prompt])

@@ -5,10 +5,11 @@ from statistics import mean, quantiles
 
 import pytest
 
-from reward import GRADERS
-from tasks import TASKS, is_held_out
+from reward import GRADERS, RewardConfig, RewardPool
+from tasks import HIDDEN, SHOWN, TASKS, is_held_out
 
 EVERY = pytest.mark.parametrize("name", TASKS)
+COMPUTED = pytest.mark.parametrize("name", ("hailstone", "reverse_add"))  # whose solutions are steps of a computation
 
 
 def value(text: str) -> int:
@@ -46,14 +47,14 @@ def check_reverse_add(n: int, prompt: str, solution: str, answer: str) -> None:
 CHECKS = {"hailstone": check_hailstone, "reverse_add": check_reverse_add}
 
 
-@EVERY
+@COMPUTED
 def test_every_step_of_every_solution_is_true(name):
     task = TASKS[name]
     for n in task.numbers():
         CHECKS[name](n, task.prompt(n), task.solution(n), task.answer(n))
 
 
-@EVERY
+@COMPUTED
 def test_the_grader_takes_every_solution_and_no_wrong_one(name):
     task, grade, rng = TASKS[name], GRADERS[TASKS[name].grader], Random(0)
     for n in task.numbers():
@@ -76,7 +77,7 @@ def test_prompts_are_unique_and_many(name):
     assert numbers == task.numbers()
 
 
-@EVERY
+@COMPUTED
 def test_solutions_are_long_tailed(name):
     task = TASKS[name]
     percentiles = quantiles([len(task.solution(n)) for n in task.numbers()], n=100)
@@ -114,3 +115,40 @@ def test_a_slip_changes_digits_alone_and_as_often_as_asked(name):
             changed += new != old
             total += old.isdigit()
     assert 0.25 < changed / total < 0.29  # one digit in ten is replaced by itself
+
+
+# ---- expression
+
+
+def test_expressions_are_told_apart_by_what_is_shown():
+    task = TASKS["expression"]
+    for n in task.numbers():
+        shown = [int(value) for value in task.prompt(n).removesuffix("=").split(",")]
+        assert shown == [eval(task.solution(n), {"x": x, "y": y}) for x, y in SHOWN]
+    # With unique prompts (above), equal values shown mean the same expression.
+    assert not set(SHOWN) & set(HIDDEN)
+
+
+def test_expressions_are_graded_by_what_they_compute():
+    task = TASKS["expression"]
+    right = {n: [task.solution(n)] for n in task.numbers()[7::1000]}
+    first = task.numbers()[7]
+    assert task.solution(first) == "1*x+2*y+7"
+    right[first] += ["7+y+x+y", "sum([x, y, y], 7)", "-(-x-y-y)+0b111"]
+    wrong = [
+        "1*x+2*y+8",
+        "1*x+2*y+7*(x<3)",
+        "",
+        "print(7)",
+        "[7, 8, 9, 10, 11][2*y+x]",
+        "x.__class__",
+        "1*x+2*y+7.0",
+        "while",
+    ]
+    jobs = [(n, text, 1.0) for n, texts in right.items() for text in texts] + [(first, text, 0.0) for text in wrong]
+    with RewardPool(RewardConfig(num_workers=2), ["code"]) as pool:
+        for i, (n, text, _) in enumerate(jobs):
+            pool.submit(i, "code", text, task.answer(n), task.fields)
+        rewards = dict(pool.drain())
+    for i, job in enumerate(jobs):
+        assert (rewards[i].value, rewards[i].error) == (job[2], ""), job

@@ -8,15 +8,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 import train
 from checkpoint import list_checkpoints
 from config import ConfigError, flatten, load_config
-from core import Prompt
+from core import Group, Prompt, Reward, Sample
 from data import PromptStream
 from metrics import read_records
 from scheduler import SchedulerConfig
@@ -405,3 +407,44 @@ def test_a_run_folder_is_never_overwritten_or_resumed_with_other_settings(settin
     assert "trainer.lr is 0.001 now and was 0.003" in capsys.readouterr().err
     assert (tmp_path / "run" / "config.toml").read_text() == before
     assert train.main([*settings(run__steps=2), "--resume"]) == 0
+
+
+def test_several_domains_in_one_run_with_programs_among_them(settings, tmp_path, capsys):
+    cases = json.dumps([{"stdin": "", "stdout": ""}])
+    passes, fails = {"template": "# {program}"}, {"template": "1/0 # {program}"}  # whatever the model writes, nearly
+    rows = [{"prompt": f"p {i}", "answer": cases, "task": "code", **(fails if i % 2 else passes)} for i in range(6)]
+    rows += [{"prompt": f"q {i}", "answer": "a", "task": "match"} for i in range(6)]
+    data = tmp_path / "mixed.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = settings(
+        run__steps=3,
+        run__checkpoint_every=3,
+        data__train=data,
+        data__eval_prompts=0,
+        reward__weights="code=2,match=0",
+        reward__case_max_seconds=20.0,
+    )
+    assert train.main(arguments) == 0
+    assert "sandbox: " in capsys.readouterr().out
+    records = steps_of(tmp_path / "run")  # three steps of four prompts: each prompt once
+    seen = {task: value for record in records for task, value in record["reward_by_task"].items()}
+    assert seen.keys() == {"code", "match"} and seen["match"] == 0
+    assert any(record["reward_by_task"].get("code", 0) > 0 for record in records)
+    assert sum(record["rewards"]["graded"] for record in records) == 48
+    assert sum(record["rewards"]["cases"]["cases"] for record in records) == 24
+    state = torch.load(list_checkpoints(tmp_path / "run")[-1] / "state.pt", weights_only=True)
+    assert state["timeouts"] and all(0 < seconds < 20 for seconds in state["timeouts"].values())
+    more = [a for a in arguments if "run.steps" not in a] + ["--run.steps=4", "--resume"]
+    assert train.main(more) == 0
+    state_after = torch.load(list_checkpoints(tmp_path / "run")[-1] / "state.pt", weights_only=True)
+    assert all(state_after["timeouts"][case] >= seconds for case, seconds in state["timeouts"].items())
+
+
+def test_a_graders_weight_scales_its_advantages():
+    prompts = [Prompt(i, (1,), "", "", task) for i, task in enumerate(("a", "b"))]
+    samples = tuple(Sample(0, r, 0, (1,), (0.0,), "stop", 0) for r in range(2))
+    groups = [Group(prompt, 0, samples, (Reward(0.0), Reward(1.0))) for prompt in prompts]
+    plain = train.group_advantages(groups, Config())
+    weighted = train.group_advantages(groups, replace(Config(), reward=replace(Config().reward, weights="b=0.5")))
+    assert plain[0].tolist() == plain[1].tolist() and plain.abs().min() > 0
+    assert weighted[0].tolist() == plain[0].tolist() and weighted[1].tolist() == (plain[1] / 2).tolist()

@@ -1,0 +1,415 @@
+"""The box around one untrusted program: the keeper that builds it, and the two ends of an assert test inside it.
+
+caller (sandbox.py) --> keeper --> [first process of the namespaces -->] the program, a fresh interpreter
+
+The keeper never runs the program's code, and it is the end of every process below it: when the program ends, when
+the caller says so (SIGTERM), and when the caller dies. Linux only; standard library only; run by path, so that
+nothing of the trainer is loaded.
+"""
+
+import builtins
+import ctypes
+import itertools
+import marshal
+import operator
+import os
+import resource
+import signal
+import sys
+import time
+import types
+
+NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NO_SUID, NO_DEV, READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 1, 32, 4096, 16384, 1 << 18, 2
+PARENT_DEATH, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38  # of prctl
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+STRAY_UIDS = range(61184, 65520)  # no account has them
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+
+
+class _Stop(Exception):
+    """The caller asked for the end, or died."""
+
+
+# ---- the keeper ------------------------------------------------------------------------------------------------
+
+
+def keep(spec: dict) -> None:
+    """Build the box that `sandbox._Box` describes, run its program, report, and leave no process behind."""
+    report = spec["report"]
+    os.set_inheritable(report, False)
+    signal.signal(signal.SIGTERM, _stop)
+    _call("prctl", PARENT_DEATH, signal.SIGTERM)
+    _call("prctl", SUBREAPER, 1)
+    try:
+        if os.getppid() != spec["caller"]:
+            raise _Stop  # it died before that
+        uid = STRAY_UIDS[os.getpid() % len(STRAY_UIDS)] if os.geteuid() == 0 else None
+        if uid is None:  # the user's other processes count too
+            spec["limits"]["NPROC"] += _num_tasks(os.getuid())
+        if spec["isolation"] == "namespaces":
+            _unshare()
+        _call("prctl", DUMPABLE, 0)  # a program of the same user can neither trace the keeper nor open its pipes
+        main = os.fork()
+        if not main:
+            _in_child(_first if spec["isolation"] == "namespaces" else _start, spec, uid)
+        status = os.waitpid(main, 0)[1]
+        if spec["isolation"] != "namespaces":  # there the first process has said it
+            _say(report, "end", status, time.monotonic())
+    except _Stop:
+        pass
+    except OSError as error:
+        _say(report, "error", f"{type(error).__name__}: {error}")
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_descendants()
+        remove_tree(spec["folder"])
+
+
+def _stop(*_: object) -> None:
+    raise _Stop
+
+
+def _in_child(function, spec: dict, uid: int | None) -> None:
+    """Call a function that does not return in a forked child; say why if it fails."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        function(spec, uid)
+    except BaseException as error:
+        _say(spec["report"], "error", f"{type(error).__name__}: {error}")
+    finally:
+        os._exit(127)
+
+
+def _first(spec: dict, uid: int | None) -> None:
+    """Be process 1 of the namespaces: whatever is left in them dies with it, and it dies with the keeper."""
+    _call("prctl", PARENT_DEATH, signal.SIGKILL)
+    _build_root(spec, uid)
+    main = os.fork()
+    if not main:
+        _in_child(_start, spec, uid)
+    while True:
+        pid, status = os.wait()
+        if pid == main:
+            _say(spec["report"], "end", status, time.monotonic())
+            os._exit(0)
+
+
+def _start(spec: dict, uid: int | None) -> None:
+    """Give up everything and become the program."""
+    if spec["isolation"] != "namespaces":
+        os.chdir(spec["folder"])
+        _write_files(spec["files"], ".", uid)
+    for name, value in spec["limits"].items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    _call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _call("prctl", PARENT_DEATH, signal.SIGKILL)
+    _say(spec["report"], "start", time.monotonic())
+    os.execve(spec["command"][0], spec["command"], ENVIRONMENT)
+
+
+def _unshare() -> None:
+    """Enter new namespaces. Without root, a user namespace gives the right to: it maps this user and nobody else."""
+    uid, gid, is_root = os.geteuid(), os.getegid(), os.geteuid() == 0
+    _call("unshare", NEW_IPC | NEW_PID | NEW_NET | (0 if is_root else NEW_USER))
+    if not is_root:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {uid} 1"), ("gid_map", f"1000 {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+
+
+def _build_root(spec: dict, uid: int | None) -> None:
+    """Make a root that holds the interpreter, read-only, and an empty /tmp in memory; leave the old one.
+
+    There is no /proc in it, and nothing of the run.
+    """
+    root, limits = spec["folder"].encode(), spec["limits"]
+    _call("unshare", NEW_MOUNT)  # here, because the keeper must go on seeing the old root
+    _call("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
+    options = f"size={limits['FSIZE']},nr_inodes=4096,mode=755".encode()
+    _call("mount", b"tmpfs", root, b"tmpfs", NO_SUID | NO_DEV, options)
+    for path in box_paths(spec["prefix"]):
+        _show(path.encode(), root)
+    for path in DEVICES:
+        _show(path.encode(), root, flags=NO_SUID)
+    os.mkdir(root + b"/tmp", 0o700)
+    _write_files(spec["files"], os.fsdecode(root + b"/tmp"), uid)
+    os.chdir(root)
+    _call("pivot_root", b".", b".")
+    _call("umount2", b".", DETACH)
+    os.chdir("/tmp")
+
+
+def box_paths(prefix: str) -> list[str]:
+    """Return what programs may read of the host: the system's libraries and the interpreter's folder."""
+    paths = [path for path in dict.fromkeys((*SYSTEM, prefix)) if os.path.lexists(path)]
+    return [p for p in paths if not any(p != q and p.startswith(q + "/") for q in paths)]
+
+
+def _show(path: bytes, root: bytes, flags: int = READ_ONLY | NO_SUID | NO_DEV) -> None:
+    """Make `path` of the host visible under `root`."""
+    target = root + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT, 0o644))
+    _call("mount", path, target, None, BIND | RECURSIVE, None)
+    kept = os.statvfs(target).f_flag & 0xF  # a user namespace may not take away noexec, nodev and the like
+    _call("mount", None, target, None, BIND | REMOUNT | flags | kept, None)
+
+
+def _write_files(files: dict[str, str], folder: str, uid: int | None) -> None:
+    paths = [folder]
+    for name, text in files.items():
+        paths.append(f"{folder}/{name}")
+        with open(paths[-1], "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
+            file.write(text)
+    for path in paths if uid is not None else ():
+        os.chown(path, uid, uid)
+
+
+def _say(report: int, *words: object) -> None:
+    os.write(report, " ".join(map(str, words)).encode() + b"\n")
+
+
+def _call(name: str, *arguments: object) -> None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    # prctl is variadic: its arguments are of full width
+    if function(*(ctypes.c_ulong(a) if isinstance(a, int) and name != "umount2" else a for a in arguments)) == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+# ---- processes and files ---------------------------------------------------------------------------------------
+
+
+def descendants(root: int) -> dict[int, int]:
+    """Return every live process below `root`, with its resident bytes."""
+    children: dict[int, list[int]] = {}
+    resident = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(int(fields[1]), []).append(pid)
+        if fields[0] not in b"ZX":
+            resident[pid] = int(fields[21]) * resource.getpagesize()
+    below, todo = {}, [root]
+    while todo:
+        for pid in children.get(todo.pop(), []):
+            todo.append(pid)
+            if pid in resident:
+                below[pid] = resident[pid]
+    return below
+
+
+def end_descendants() -> None:
+    """Kill and reap every process below this one, which is their reaper.
+
+    The dead are reaped last: until then they take up the places of a fork bomb's next children.
+    """
+    while live := descendants(os.getpid()):
+        for pid in live:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.001)
+    try:
+        while True:
+            os.wait()
+    except ChildProcessError:
+        pass
+
+
+def remove_tree(folder: str) -> None:
+    """Remove what a program left, however deep and however locked: inner folders are first moved to the top."""
+    names = (f"{folder}/{os.urandom(8).hex()}" for _ in itertools.count())
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for inner in list(os.scandir(entry.path)):
+                if inner.is_dir(follow_symlinks=False):
+                    os.chmod(inner.path, 0o700)
+                    os.rename(inner.path, next(names))
+                else:
+                    os.unlink(inner.path)
+            os.rmdir(entry.path)
+    os.rmdir(folder)
+
+
+def _num_tasks(uid: int) -> int:
+    """Return the number of threads of a user: what RLIMIT_NPROC counts."""
+    count = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return count
+
+
+# ---- an assert test: the program in one box, the assertions in another -----------------------------------------
+#
+# The assertions never share an interpreter with the program. They see its functions as Remotes, and results as plain
+# data, so that no __eq__, no patched builtin and no early exit of the program can decide what is true.
+
+PLAIN = (bool, int, float, str)  # a subclass before its class
+CONTAINERS = (list, tuple, set, frozenset)
+VERBS = {"getattr": getattr, "getitem": operator.getitem, "len": len, "list": list}
+VERBS["call"] = lambda function, args, kwargs: function(*args, **kwargs)
+
+
+class Remote:
+    """A function or object that stays in the program's process: it can be read and called, not compared."""
+
+    def __init__(self, wire: "Wire", handle: int):
+        self.__dict__.update(_wire=wire, _handle=handle)
+
+    def __getattr__(self, name: str) -> object:
+        return self._wire.ask(["getattr", self, name])
+
+    def __call__(self, *args, **kwargs) -> object:
+        return self._wire.ask(["call", self, args, kwargs])
+
+    def __len__(self) -> int:
+        return self._wire.ask(["len", self])
+
+    def __getitem__(self, key) -> object:
+        return self._wire.ask(["getitem", self, key])
+
+    def __iter__(self) -> object:
+        return iter(self._wire.ask(["list", self]))
+
+    def __bool__(self) -> bool:
+        raise TypeError("an object of the program is neither true nor false; test plain data")
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("an object of the program equals nothing; compare plain data")
+
+
+class Wire:
+    """Lines of JSON between the two processes. One asks, the other answers; objects stay where they are."""
+
+    def __init__(self, reads: int, writes: int):
+        import json  # here, because a keeper has to start fast
+
+        self.json = json
+        self.reads, self.writes = os.fdopen(reads, encoding="utf-8"), os.fdopen(writes, "w", encoding="utf-8")
+        self.objects: list = []  # what the other side holds a handle to
+
+    def send(self, value) -> None:
+        self.writes.write(self.json.dumps(self._pack(value)) + "\n")
+        self.writes.flush()
+
+    def receive(self) -> object:
+        """Return the next value. Raises EOFError when the other side has ended."""
+        line = self.reads.readline()
+        if not line:
+            raise EOFError("the program ended before the test did")
+        return self._unpack(self.json.loads(line))
+
+    def ask(self, request: list) -> object:
+        self.send(request)
+        is_value, *answer = self.receive()
+        if is_value is True:
+            return answer[0]
+        kind = getattr(builtins, str(answer[0]), None)
+        is_error = isinstance(kind, type) and issubclass(kind, Exception)
+        raise (kind if is_error else RuntimeError)(str(answer[1]))
+
+    def answer(self) -> None:
+        """Do what the other side asks, until it ends."""
+        while True:
+            try:
+                verb, target, *rest = self.receive()
+            except EOFError:
+                return
+            try:
+                self.send([True, VERBS[verb](target, *rest)])
+            except Exception as error:
+                self.send([False, type(error).__name__, str(error)])
+
+    def _pack(self, value) -> object:
+        if value is None:
+            return None
+        if isinstance(value, Remote):
+            return {"yours": value._handle}
+        for kind in PLAIN:
+            if isinstance(value, kind):
+                return kind(value)
+        for kind in CONTAINERS:
+            if isinstance(value, kind):
+                return {kind.__name__: [self._pack(item) for item in value]}
+        if isinstance(value, dict):
+            return {"dict": [[self._pack(key), self._pack(item)] for key, item in value.items()]}
+        if isinstance(value, bytes | complex):
+            return {type(value).__name__: value.hex() if isinstance(value, bytes) else [value.real, value.imag]}
+        self.objects.append(value)
+        return {"mine": len(self.objects) - 1}
+
+    def _unpack(self, packed) -> object:
+        if not isinstance(packed, dict):
+            return packed
+        [(kind, value)] = packed.items()
+        match kind:
+            case "list" | "tuple" | "set" | "frozenset":
+                return getattr(builtins, kind)(self._unpack(item) for item in value)
+            case "dict":
+                return {self._unpack(key): self._unpack(item) for key, item in value}
+            case "bytes":
+                return bytes.fromhex(value)
+            case "complex":
+                return complex(*value)
+            case "mine":
+                return Remote(self, int(value))
+            case "yours":
+                return self.objects[value]
+        raise ValueError(f"not a kind of value: {kind!r}")
+
+
+def serve(wire: Wire) -> None:
+    """Run the program as a module, tell its names, then answer the test's questions."""
+    module = types.ModuleType("program")
+    sys.modules["program"] = module
+    with open("program.py", encoding="utf-8") as file:
+        exec(compile(file.read(), "program.py", "exec"), module.__dict__)
+    wire.send(dict(module.__dict__))
+    wire.answer()
+
+
+def check(wire: Wire) -> None:
+    """Run the test on what the program defines. Returns only if it holds."""
+    with open("test.py", encoding="utf-8") as file:
+        code = compile(file.read(), "test.py", "exec")
+    # A program that defines abs, len or isinstance must not lend its own to the test.
+    names = {k: v for k, v in wire.receive().items() if not k.startswith("__") and not hasattr(builtins, k)}
+    exec(code, {"__name__": "test", **names})
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "keep":
+        with os.fdopen(int(sys.argv[2]), "rb") as _file:
+            _spec = marshal.load(_file)
+        keep(_spec)  # with the file closed: the program must not inherit it
+    else:
+        _wire = Wire(int(sys.argv[2]), int(sys.argv[3]))
+        try:
+            {"serve": serve, "check": check}[sys.argv[1]](_wire)
+        except SystemExit as _error:
+            raise RuntimeError("a test must not exit") from _error

@@ -1,0 +1,87 @@
+"""Ask a reward service over HTTP: POST {"response", "answer", "row"} as JSON, get a number or {"reward": number}."""
+
+import contextlib
+import http.client
+import json
+import math
+import numbers
+import socket
+import threading
+import time
+import urllib.parse
+
+FIRST_PAUSE = 0.25  # seconds before the second attempt; each further pause is twice as long
+MAX_REPLY = 2**20  # bytes
+
+
+class RemoteError(RuntimeError):
+    """The service gave no reward; the text says why."""
+
+
+def is_address(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def ask(address: str, body: bytes, seconds: float, retries: int, closing: threading.Event) -> float:
+    """Return the service's reward. Raises RemoteError when there is none within `seconds` and `retries`.
+
+    What may pass is tried again: no connection, a connection cut off, status 408, 429 and 5xx.
+    """
+    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+    for attempt in range(retries + 1):
+        left = deadline - time.monotonic()
+        try:
+            status, reply = _post(address, body, left)
+            if status == 200:
+                return _reward(reply)
+            cause = f"status {status}"
+            if status not in (408, 429) and status < 500:
+                break
+        except (OSError, http.client.HTTPException) as error:
+            cause = f"{type(error).__name__} {error}"
+        left = deadline - time.monotonic()
+        if left <= pause:
+            cause += f", no reward within {seconds:g} s"
+            break
+        if attempt < retries and closing.wait(pause):
+            break
+        pause *= 2
+    raise RemoteError(f"the service at {address} failed: {cause}")
+
+
+def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
+    """Send one request; return status and reply, or raise OSError or HTTPException, all within `seconds`."""
+    deadline, parts = time.monotonic() + seconds, urllib.parse.urlsplit(address)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=max(seconds, 0.001))
+
+    connection.connect()
+    sock = connection.sock  # the connection forgets it when the reply is the last
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):  # it is over already
+            sock.shutdown(socket.SHUT_RDWR)
+
+    # The connection's own time-out is for each read: a service that sends a byte now and then never meets it.
+    timer = threading.Timer(max(deadline - time.monotonic(), 0.0), cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read(MAX_REPLY)
+    finally:
+        timer.cancel()
+        connection.close()
+
+
+def _reward(reply: bytes) -> float:
+    try:
+        value = json.loads(reply)
+        value = value["reward"] if isinstance(value, dict) else value
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
+    except (ValueError, KeyError, OverflowError, RecursionError):
+        pass
+    raise RemoteError(f"the service replied {reply[:80]!r}, not a finite number or {{'reward': number}}")

@@ -1,0 +1,333 @@
+"""Run an untrusted Python program against a test case, and say whether it passes.
+
+    case {"stdin": text, "stdout": text}    the program reads stdin; what it prints must be the expected lines
+    case {"test": "assert add(2, 3) == 5"}  the program defines functions; the test must run without an error
+
+The verdict is always made outside the program's box: expected outputs never enter it, and assertions run in a second
+box that sees the program's results as plain data only. Programs have the standard library, an empty folder and no
+environment. Linux only; standard library only.
+"""
+
+import contextlib
+import functools
+import json
+import marshal
+import math
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+
+import box
+
+SETUP_SECONDS = 20.0  # for the box itself, before the program starts: a machine may be very busy
+OVERHEAD_SECONDS = 2 * SETUP_SECONDS + 20.0  # at most, beside the program's own time: two boxes made and removed
+TICK = 0.1  # seconds between looks at memory and number of processes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use."""
+
+    seconds: float = 10.0  # wall time; of CPU time each process may have as much, rounded up, and a second more
+    memory_bytes: int = 512 * 2**20  # address space of each process, resident memory of all
+    processes: int = 16  # processes and threads
+    file_bytes: int = 16 * 2**20  # of all files (each file, where there are no namespaces)
+    output_bytes: int = 2**20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one program on one case."""
+
+    passed: bool
+    seconds: float  # wall time of the program alone
+    cause: str = ""  # why it did not pass
+    timed_out: bool = False
+
+
+class SandboxError(RuntimeError):
+    """Programs cannot be run here at all; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """How programs are kept apart from the rest of the machine, and with which interpreter they run."""
+
+    kind: str  # "namespaces", "bubblewrap" or "limits"
+    python: str
+    prefix: str  # of the interpreter
+
+    def __str__(self) -> str:
+        return {
+            "namespaces": "namespaces: own files, processes and network, and resource limits",
+            "bubblewrap": "bubblewrap: own files, processes and network, and resource limits",
+            "limits": "resource limits and a throw-away user: network and world-readable files can be reached"
+            if os.geteuid() == 0
+            else "resource limits ONLY: programs can reach your files, processes and network; allow user namespaces "
+            "or install bubblewrap",
+        }[self.kind]
+
+
+KINDS = ("namespaces", "bubblewrap", "limits")
+
+
+@functools.cache
+def isolation() -> Isolation:
+    """Return the strongest isolation that works here, found by running a program in it. Raises SandboxError."""
+    causes = []
+    for kind in KINDS:
+        found, cause = try_isolation(kind)
+        if found:
+            return found
+        causes.append(f"{kind}: {cause}")
+    raise SandboxError(f"cannot run programs here ({'; '.join(causes)}); allow user namespaces or install bubblewrap")
+
+
+def try_isolation(kind: str) -> tuple[Isolation | None, str]:
+    """Return an isolation of this kind that runs programs, or None and why there is none."""
+    if sys.platform != "linux":
+        return None, "the sandbox needs Linux"
+    if kind == "bubblewrap" and not shutil.which("bwrap"):
+        return None, "not installed"
+    cause = ""
+    own, system = os.path.realpath(sys.executable), "/usr/bin/python3"
+    # A throw-away user may not be allowed to read an interpreter that lies in somebody's home.
+    for python, prefix in ((own, sys.base_prefix), (os.path.realpath(system), "/usr")):
+        candidate = Isolation(kind, python, prefix)
+        try:
+            outcome = run("print(input())", {"stdin": "ready", "stdout": "ready"}, Limits(), candidate)
+        except SandboxError as error:
+            cause = cause or str(error)
+            continue
+        if outcome.passed:
+            return candidate, ""
+        cause = cause or outcome.cause
+    return None, cause
+
+
+def read_cases(answer: str) -> list[dict[str, str]]:
+    """Return the test cases of a data row's answer, a JSON list. Raises ValueError."""
+    cases = json.loads(answer)
+    if not isinstance(cases, list) or not cases:
+        raise ValueError(f"the answer of a program is a JSON list of test cases, not {answer[:80]!r}")
+    for case in cases:
+        _check_case(case)
+    return cases
+
+
+def _check_case(case: dict[str, str]) -> None:
+    keys = set(case) if isinstance(case, dict) else set()
+    if keys not in ({"test"}, {"stdin", "stdout"}) or not all(isinstance(value, str) for value in case.values()):
+        raise ValueError(f'a test case has {{"stdin", "stdout"}} or {{"test"}}, all text, not {str(case)[:80]}')
+
+
+def run(program: str, case: dict[str, str], limits: Limits, how: Isolation | None = None) -> Outcome:
+    """Run `program` on one case. Raises ValueError for a case that is none, SandboxError if no box can be made."""
+    how = how or isolation()
+    _check_case(case)
+    with contextlib.ExitStack() as stack:
+        if "test" in case:
+            return _run_test(program, case["test"], limits, how, stack)
+        main = stack.enter_context(_Box(how, limits, ["program.py"], {"program.py": program}, case["stdin"]))
+        outcome = _watch(main, [], limits)
+    if outcome.passed and _lines(bytes(main.output)) != _lines(case["stdout"].encode(errors="surrogatepass")):
+        return replace(outcome, passed=False, cause="wrong output")
+    return outcome
+
+
+def _run_test(program: str, test: str, limits: Limits, how: Isolation, stack: contextlib.ExitStack) -> Outcome:
+    with open(box.__file__, encoding="utf-8") as file:
+        inside = file.read()
+    asked, answers, asks, answered = (*os.pipe(), *os.pipe())  # read end, write end; the program writes `answers`
+    channels = [asked, answers, asks, answered]
+    try:
+        serving = ["box.py", "serve", str(asks), str(answers)]
+        checking = ["box.py", "check", str(asked), str(answered)]
+        files = {"box.py": inside, "program.py": program}
+        served = stack.enter_context(_Box(how, limits, serving, files, "", (asks, answers)))
+        files = {"box.py": inside, "test.py": test}
+        checker = stack.enter_context(_Box(how, limits, checking, files, "", (asked, answered)))
+    finally:
+        for channel in channels:
+            os.close(channel)
+    outcome = _watch(checker, [served], limits)
+    if not outcome.passed and served.errors and not outcome.timed_out:
+        return replace(outcome, cause=f"{outcome.cause}; the program: {served.last_error}")
+    return outcome
+
+
+def _lines(text: bytes) -> list[bytes]:
+    """Return lines without trailing blanks and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().split(b"\n")]
+
+
+# ---- one box ---------------------------------------------------------------------------------------------------
+
+
+class _Box:
+    """A keeper and its program, from the start of the `with` block to the end of all their processes and files."""
+
+    def __init__(
+        self,
+        how: Isolation,
+        limits: Limits,
+        arguments: list[str],
+        files: dict[str, str],
+        stdin: str,
+        channels: tuple[int, ...] = (),
+    ):
+        self.output, self.errors, self.reports = bytearray(), bytearray(), bytearray()
+        self.folder = tempfile.mkdtemp(prefix="plainroll-box-")
+        self.report, report = os.pipe()
+        spec, text = os.memfd_create("spec"), os.memfd_create("stdin")
+        try:
+            command = _command(how, self.folder, arguments)
+            description = {
+                "isolation": how.kind,
+                "prefix": how.prefix,
+                "caller": os.getpid(),
+                "report": report,
+                "folder": self.folder,
+                "files": files,
+                "command": command,
+                "limits": _rlimits(limits),
+            }
+            _fill(spec, marshal.dumps(description))
+            _fill(text, stdin.encode(errors="surrogatepass"))
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", box.__file__, "keep", str(spec)],
+                stdin=text,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env={},
+                pass_fds=(spec, report, *channels),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self.report)
+            os.rmdir(self.folder)
+            raise
+        finally:
+            for handle in (spec, text, report):
+                os.close(handle)
+
+    def __enter__(self) -> "_Box":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(5.0)
+        except subprocess.TimeoutExpired:  # a program of the same user stopped the keeper: end it from here
+            for pid in box.descendants(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+        if os.path.exists(self.folder):  # the keeper was killed
+            box.remove_tree(self.folder)
+        self.process.stdout.close()
+        self.process.stderr.close()
+        os.close(self.report)
+
+    def said(self, word: str) -> str:
+        """Return what the keeper reported under this word, "start", "end" or "error"; nothing if it did not."""
+        lines = self.reports.decode(errors="replace").splitlines()
+        return next((line.removeprefix(word).strip() for line in lines if line.startswith(word)), "")
+
+    @property
+    def last_error(self) -> str:
+        lines = self.errors.decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
+
+def _command(how: Isolation, folder: str, arguments: list[str]) -> list[str]:
+    python = [how.python, "-I", "-S", "-B", "-X", "utf8", *arguments]
+    if how.kind != "bubblewrap":
+        return python
+    options = "--unshare-all --die-with-parent --new-session --cap-drop ALL --dev /dev --chdir /tmp".split()
+    options += ["--bind", folder, "/tmp"]
+    for path in box.box_paths(how.prefix):
+        options += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    return [str(shutil.which("bwrap")), *options, "--", *python]
+
+
+def _rlimits(limits: Limits) -> dict[str, int]:
+    return {
+        "CPU": math.ceil(limits.seconds) + 1,
+        "AS": limits.memory_bytes,
+        "FSIZE": limits.file_bytes,
+        "NPROC": limits.processes + 4,  # bubblewrap and the first process of the namespaces may count too
+        "NOFILE": 64,
+        "CORE": 0,
+    }
+
+
+def _fill(handle: int, content: bytes) -> None:
+    """Write a file in memory and go back to its start."""
+    with os.fdopen(os.dup(handle), "wb") as file:
+        file.write(content)
+    os.lseek(handle, 0, os.SEEK_SET)
+
+
+def _watch(main: _Box, others: list[_Box], limits: Limits) -> Outcome:
+    """Read what the boxes write until `main` has ended or a limit is passed."""
+    boxes = [main, *others]
+    deadline, next_tick = time.monotonic() + SETUP_SECONDS, time.monotonic() + TICK
+    start = None
+    with selectors.DefaultSelector() as selector:
+        for each in boxes:
+            for stream, kept in (
+                (each.process.stdout, each.output),
+                (each.process.stderr, each.errors),
+                (each.report, each.reports),
+            ):
+                selector.register(stream, selectors.EVENT_READ, (each, kept))
+        while any(key.data[0] is main for key in selector.get_map().values()):
+            now = time.monotonic()
+            for key, _ in selector.select(max(min(deadline, next_tick) - now, 0.0)):
+                chunk = os.read(key.fd, 65536)
+                key.data[1].extend(chunk)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+            if start is None and (started := main.said("start")):
+                start = float(started)
+                deadline = start + limits.seconds
+            seconds = now - (start or now)
+            if now >= deadline:
+                if start is None and not main.said("error"):
+                    raise SandboxError(f"the box was not ready within {SETUP_SECONDS:g} s")
+                return Outcome(False, seconds, f"did not end within {limits.seconds:g} s", timed_out=True)
+            if any(len(each.output) + len(each.errors) > limits.output_bytes for each in boxes):
+                return Outcome(False, seconds, f"wrote over {limits.output_bytes} bytes")
+            if now >= next_tick:
+                next_tick = now + TICK
+                used = [resident for each in boxes for resident in box.descendants(each.process.pid).values()]
+                if sum(used) > limits.memory_bytes * len(boxes):
+                    return Outcome(False, seconds, f"used over {limits.memory_bytes} bytes of memory")
+                if len(used) > (limits.processes + 4) * len(boxes):
+                    return Outcome(False, seconds, f"had over {limits.processes} processes")
+    return _outcome(main, others, time.monotonic() - (start or time.monotonic()))
+
+
+def _outcome(main: _Box, others: list[_Box], seconds: float) -> Outcome:
+    for each in (main, *others):
+        if error := each.said("error"):
+            raise SandboxError(f"cannot start a program: {error}")
+    start, end = main.said("start"), main.said("end")
+    if not start or not end:
+        return Outcome(False, seconds, "the program ended its keeper")
+    status, ended = end.split()
+    seconds = float(ended) - float(start)
+    code = os.waitstatus_to_exitcode(int(status))
+    if code == 0:
+        return Outcome(True, seconds)
+    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return Outcome(False, seconds, f"{how}: {main.last_error}" if main.errors else how)

@@ -1,0 +1,150 @@
+"""Reward services: asked again when that may help, never for longer than the limit, never believed blindly."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import remote
+from reward import GraderError, RewardConfig, RewardPool
+
+
+class Service(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, request, time.monotonic()))
+        self.server.act(self, request)
+
+    def reply(self, status: int, body: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def service():
+    """A server whose `act(handler, request)` the test sets; `address` and the requests `seen`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server.daemon_threads, server.seen = True, []
+    server.address = f"http://127.0.0.1:{server.server_port}/score?model=a"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+
+
+def ask(service, seconds=5.0, retries=3) -> float:
+    return remote.ask(service.address, b'{"response": "r"}', seconds, retries, threading.Event())
+
+
+@pytest.mark.parametrize(
+    "body, value", [("0.5", 0.5), ("1", 1.0), ('{"reward": -2.25}', -2.25), (' {"reward": 1e3, "why": "x"}', 1000.0)]
+)
+def test_a_number_or_an_object_with_one(service, body, value):
+    service.act = lambda handler, _: handler.reply(200, body)
+    assert ask(service) == value
+    assert service.seen[0][:2] == ("/score?model=a", {"response": "r"})
+
+
+@pytest.mark.parametrize(
+    "body", ["", "nan", "Infinity", "null", '"1"', "[1]", "{}", '{"reward": "1"}', "1e999", "<html>", "[" * 10**5]
+)
+def test_anything_else_is_an_error_that_quotes_it(service, body):
+    service.act = lambda handler, _: handler.reply(200, body)
+    with pytest.raises(remote.RemoteError, match="not a finite number"):
+        ask(service)
+    assert len(service.seen) == 1  # asking again would not help
+
+
+@pytest.mark.parametrize("status, attempts", [(500, 4), (503, 4), (429, 4), (408, 4), (400, 1), (404, 1), (302, 1)])
+def test_which_status_is_tried_again(service, status, attempts):
+    service.act = lambda handler, _: handler.reply(status, "1.0")
+    with pytest.raises(remote.RemoteError, match=f"status {status}"):
+        ask(service)
+    assert len(service.seen) == attempts
+    times = [seen[2] for seen in service.seen]
+    assert times == sorted(times) and (attempts == 1 or times[-1] - times[0] >= 0.07)  # 0.01 + 0.02 + 0.04
+
+
+def test_a_second_attempt_may_succeed(service):
+    def act(handler, _):
+        match len(service.seen):
+            case 1:
+                handler.connection.close()
+            case 2:
+                handler.reply(502, "")
+            case _:
+                handler.reply(200, "0.75")
+
+    service.act = act
+    assert ask(service) == 0.75 and len(service.seen) == 3
+
+
+def test_no_service_is_an_error():
+    with pytest.raises(remote.RemoteError, match="ConnectionRefusedError"):
+        remote.ask("http://127.0.0.1:1/", b"{}", 5.0, 1, threading.Event())
+
+
+@pytest.mark.parametrize("kind", ["silent", "drips"])
+def test_the_limit_holds_whatever_the_service_does(service, kind):
+    over = threading.Event()
+
+    def act(handler, _):
+        handler.send_response(200)
+        handler.end_headers()
+        while not over.wait(0.05):
+            if kind == "drips":
+                try:
+                    handler.wfile.write(b" ")
+                except OSError:
+                    return
+
+    service.act = act
+    start = time.monotonic()
+    with pytest.raises(remote.RemoteError):
+        ask(service, seconds=0.5)
+    over.set()
+    assert time.monotonic() - start < 3
+
+
+def test_the_pool_asks_several_at_a_time(service):
+    together = threading.Barrier(4, timeout=10)
+
+    def act(handler, request):
+        together.wait()  # passes only when four requests are under way
+        handler.reply(200, str(len(request["response"]) + request["row"]["bonus"]))
+
+    service.act = act
+    config = RewardConfig(remote_concurrency=4)
+    with RewardPool(config, [service.address, "match"]) as pool:
+        for i in range(8):
+            pool.submit(i, service.address, "x" * i, "a", {"bonus": 0.5})
+        pool.submit("m", "match", "a", "a", {})
+        rewards = dict(pool.drain())
+    assert rewards.pop("m").value == 1.0
+    assert {i: reward.value for i, reward in rewards.items()} == {i: i + 0.5 for i in range(8)}
+
+
+def test_a_service_that_is_down_costs_rewards_and_then_ends_the_run(service):
+    service.act = lambda handler, _: handler.reply(404, "")
+    config = RewardConfig(remote_concurrency=1, max_failures=3)
+    with RewardPool(config, [service.address]) as pool:
+        pool.submit(0, service.address, "", "", {})
+        [(_, reward)] = pool.drain()
+        assert reward.value == 0 and "status 404" in reward.error
+        for i in range(2):
+            pool.submit(i, service.address, "", "", {})
+        with pytest.raises(GraderError, match="failed 3 times in a row, at last: .*status 404"):
+            pool.drain()

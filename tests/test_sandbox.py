@@ -1,0 +1,275 @@
+"""Untrusted programs: right ones pass, hostile ones score nothing, harm nothing and leave nothing behind."""
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hostile
+import pytest
+
+import box
+import sandbox
+from sandbox import Isolation, Limits, run
+
+FOUND = {kind: sandbox.try_isolation(kind) for kind in sandbox.KINDS}
+LIMITS = Limits(seconds=10.0)
+# What a mere resource limit cannot prevent, and without a throw-away user neither.
+REACHES_OUT = {"connects to the network", "listens and waits"}
+REACHES_THE_USER = {
+    "reads outside files",
+    "deletes outside files",
+    "writes outside files",
+    "links to outside",
+    "folder replaced by a link",
+    "connects to a socket file",
+    "reads memory of others",
+    "fake verdict on others' pipes",
+    "signals to its parents",
+    "stops the test",
+    "reads the test",
+}
+
+
+@pytest.fixture(params=sandbox.KINDS)
+def how(request) -> Isolation:
+    """Every isolation that works on this machine."""
+    found, cause = FOUND[request.param]
+    if not found:
+        pytest.skip(f"{request.param}: {cause}")
+    return found
+
+
+@pytest.fixture
+def clean(tmp_path, monkeypatch):  # tmp_path first: pytest makes it elsewhere
+    """A folder for boxes that must be empty afterwards, and a reaper that must have nothing to reap."""
+    boxes = Path(tempfile.mkdtemp())
+    boxes.chmod(0o711)  # unlike pytest's folders, other users can pass through it
+    monkeypatch.setattr(tempfile, "tempdir", str(boxes))
+    before = set(box.descendants(os.getpid()))
+    ctypes.CDLL(None).prctl(box.SUBREAPER, 1)  # what loses its parent becomes a child of this process
+    yield boxes
+    ctypes.CDLL(None).prctl(box.SUBREAPER, 0)
+    boxes.rmdir()
+    left = set(box.descendants(os.getpid())) - before
+    assert not left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+
+
+def stdin_case(stdin: str, stdout: str) -> dict[str, str]:
+    return {"stdin": stdin, "stdout": stdout}
+
+
+# ---- programs that mean well
+
+
+@pytest.mark.parametrize(
+    "program, stdin, stdout, passes",
+    [
+        (hostile.GOOD, "6 7\n", "42", True),
+        (hostile.GOOD, "6 7\n", "42\n\n", True),
+        (hostile.GOOD, "6 8\n", "42", False),
+        ("print('a  ')\nprint('b')\nprint()", "", "a\nb", True),
+        ("print('a', 'b')", "", "a  b", False),
+        ("print('a\\n\\nb')", "", "a\nb", False),
+        ("print(' a')", "", "a", False),
+        ("pass", "", "", True),
+        ("import sys; print(sys.stdin.read().upper(), end='')", "é\u20ac\n" * 20000, "É\u20ac\n" * 20000, True),
+        ("import sys; print(len(sys.stdin.buffer.read()))", "x" * 10**6, "1000000", True),
+        ("if __name__ == '__main__': print(__file__)", "", "program.py", False),
+        ("if __name__ == '__main__': print(1)", "", "1", True),
+        ("open('f', 'w').write('hi'); print(open('f').read())", "", "hi", True),
+        ("import tempfile; f = tempfile.TemporaryFile(); print(f.write(b'123'))", "", "3", True),
+        ("import os; print(sorted({*os.environ} - {'PWD'}))", "", str(sorted(box.ENVIRONMENT)), True),
+        ("import subprocess; print(subprocess.run(['echo', 'a'], capture_output=True).stdout)", "", "b'a\\n'", True),
+        ("import threading; t = threading.Thread(target=print, args=(1,)); t.start(); t.join()", "", "1", True),
+        ("import decimal, fractions, heapq, itertools, json, math, numbers, re, statistics; print(1)", "", "1", True),
+        ("import torch", "", "", False),
+    ],
+)
+def test_programs_with_stdin_and_stdout(how, clean, program, stdin, stdout, passes):
+    outcome = run(program, stdin_case(stdin, stdout), LIMITS, how)
+    assert outcome.passed == passes, outcome
+    assert bool(outcome.cause) != passes and not outcome.timed_out and 0 < outcome.seconds < LIMITS.seconds
+
+
+STACK = """
+class Stack:
+    def __init__(self, *items): self.items = list(items)
+    def push(self, item): self.items.append(item); return self
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return self.items[i]
+def total(stack): return sum(stack.items)
+def apply(f, x): return f(x)
+def keys(**kwargs): return kwargs
+def up(n):
+    for i in range(n): yield i
+def echo(x): return x
+limit = 7
+"""
+
+
+@pytest.mark.parametrize(
+    "program, test, passes",
+    [
+        (hostile.GOOD_FUNCTION, hostile.TEST, True),
+        (hostile.GOOD_FUNCTION, "assert mul(6, 7) == 43", False),
+        (hostile.GOOD_FUNCTION, "assert mul(2, [1]) == [1, 1] and mul('a', 2) == 'aa'", True),
+        (hostile.GOOD_FUNCTION, "def test():\n    assert mul(1, 1) == 2\ntest()", False),
+        (hostile.GOOD_FUNCTION, "import math\nassert math.isclose(mul(0.1, 3), 0.3)", True),
+        (hostile.GOOD_FUNCTION, "assert div(1, 1) == 1", False),
+        (hostile.GOOD_FUNCTION, "import sys; sys.exit(0)", False),
+        (hostile.GOOD_FUNCTION, "def f(", False),
+        (hostile.GOOD_FUNCTION, "try: mul('a', 'b')\nexcept TypeError: pass\nelse: assert False", True),
+        ("def mul(a, b): raise ValueError('no ' + str(a))", "try: mul(1, 2)\nexcept ValueError as e: x = str(e)", True),
+        ("if __name__ == '__main__': raise ValueError\nx = 3", "assert x == 3", True),
+        (STACK, "s = Stack(1)\nassert s.push(2).push(3).pop() == 3 and len(s) == 2 and s[0] == 1", True),
+        (STACK, "s = Stack((1, 'a'), {2: {3.5}}, b'x', None, 1j)\nassert s.items[1] == {2: {3.5}}", True),
+        (STACK, "assert total(Stack(1, 2)) == 3 and limit == 7 and keys(a=1) == {'a': 1}", True),
+        (STACK, "assert list(up(3)) == [0, 1, 2]", True),
+        (STACK, "assert Stack(1) == Stack(1)", False),
+        (STACK, "assert Stack(1)", False),
+        (STACK, "x = [float('inf'), -0.0, '\\ud800', (1, [2, (3,)]), frozenset({1}), {(1, 2): None}, True]\n"
+                "assert echo(x) == x and type(echo((1,))) is tuple and echo(float('nan')) != echo(0)", True),
+    ],
+)  # fmt: skip
+def test_programs_with_assertions(how, clean, program, test, passes):
+    outcome = run(program, {"test": test}, LIMITS, how)
+    assert outcome.passed == passes, outcome
+    assert bool(outcome.cause) != passes
+
+
+def test_the_cause_is_told(how):
+    assert run("x = 1 / 0", stdin_case("", ""), LIMITS, how).cause == "exit code 1: ZeroDivisionError: division by zero"
+    cause = run("def f(): return {}['k']", {"test": "assert f() == 1"}, LIMITS, how).cause
+    assert "KeyError" in cause
+    assert "ZeroDivisionError" in run("1 / 0", {"test": "assert f() == 1"}, LIMITS, how).cause
+    slow = run("while True: pass", stdin_case("", ""), Limits(seconds=0.5), how)
+    assert slow.timed_out and slow.cause == "did not end within 0.5 s" and slow.seconds == pytest.approx(0.5, abs=0.4)
+
+
+@pytest.mark.parametrize("case", [{}, {"stdin": ""}, {"stdin": "", "stdout": 1}, {"test": "", "stdin": ""}])
+def test_a_case_that_is_none(case):
+    with pytest.raises(ValueError, match="a test case has"):
+        run("", case, LIMITS)
+
+
+# ---- hostile ones
+
+
+@pytest.fixture
+def bait(tmp_path):
+    """A folder and servers that give the answer away to whoever reaches them; returns how to spell them."""
+    folder = tmp_path / "bait"
+    folder.mkdir()
+    (folder / "secret.txt").write_text("ANSWER 42\n")
+    servers = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)]
+    servers[1].bind(str(folder / "socket"))
+    servers[1].listen()
+
+    def give_away(server: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                connection.sendall(b"42\n")
+
+    for server in servers:
+        threading.Thread(target=give_away, args=(server,), daemon=True).start()
+    os.environ["PLAINROLL_SECRET"] = "ANSWER"
+    yield folder, {"FOLDER": str(folder), "PORT": str(servers[0].getsockname()[1]), "MARK": f"mark-{os.getpid()}"}
+    del os.environ["PLAINROLL_SECRET"]
+    for server in servers:
+        server.close()
+
+
+def spell(program: str, words: dict[str, str]) -> str:
+    for word, value in words.items():
+        program = program.replace(word, value)
+    return program
+
+
+def test_there_are_enough_hostile_programs():
+    assert len(hostile.PROGRAMS) >= 25 and len(hostile.FUNCTIONS) >= 10
+
+
+def test_hostile_programs_score_nothing_and_leave_nothing(how, clean, bait):
+    folder, words = bait
+    stdin, test = stdin_case(hostile.STDIN, hostile.EXPECTED), {"test": hostile.TEST}
+    skipped = REACHES_OUT if how.kind == "limits" else set()
+    if how.kind == "limits" and os.geteuid():
+        skipped = REACHES_OUT | REACHES_THE_USER
+    attacks = [(name, spell(text, words), stdin) for name, text in hostile.PROGRAMS.items() if name not in skipped]
+    attacks += [(name, text, test) for name, text in hostile.FUNCTIONS.items() if name not in skipped]
+    tight = Limits(seconds=1.0, memory_bytes=256 * 2**20)
+    busy = threading.Event()
+    good = []
+
+    def attack(name: str, program: str, case: dict) -> tuple[str, sandbox.Outcome]:
+        return name, run(program, case, tight, how)
+
+    def do_good() -> None:
+        while not busy.is_set():
+            good.append(run(hostile.GOOD, stdin, LIMITS, how))
+            good.append(run(hostile.GOOD_FUNCTION, test, LIMITS, how))
+
+    beside = threading.Thread(target=do_good)
+    beside.start()
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            outcomes = list(threads.map(attack, *zip(*attacks)))
+    finally:
+        busy.set()
+        beside.join()
+    assert [(name, outcome) for name, outcome in outcomes if outcome.passed or not outcome.cause] == []
+    assert len(good) >= 2 and all(outcome.passed for outcome in good), good
+    assert (folder / "secret.txt").read_text() == "ANSWER 42\n" and len(list(folder.iterdir())) == 2
+    for place in (folder, Path("/"), Path("/usr"), Path("/etc"), Path("/home"), Path(os.__file__).parent):
+        assert not (place / words["MARK"]).exists()
+
+
+def test_everything_ends_with_a_killed_caller(how, clean):
+    """After SIGKILL of the caller no process and no file is left, daemons included."""
+    program = hostile.PROGRAMS["daemon that outlives its parents"].replace("os._exit(0)", "time.sleep(1000)")
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(sandbox.__file__).parent)!r})
+import sandbox
+how = sandbox.Isolation({how.kind!r}, {how.python!r}, {how.prefix!r})
+sandbox.run({program!r}, {{"stdin": "", "stdout": ""}}, sandbox.Limits(seconds=100.0), how)
+"""
+    caller = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(clean)})
+    try:
+        assert wait_for(lambda: len(box.descendants(caller.pid)) >= 5)  # the keeper and four generations
+        everyone = list(box.descendants(caller.pid))
+    finally:
+        caller.kill()
+        caller.wait()
+    assert wait_for(lambda: not set(everyone) & set(box.descendants(os.getpid())))
+    assert wait_for(lambda: not list(clean.iterdir()))
+
+
+def wait_for(condition) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_box_that_cannot_be_built_is_an_error(monkeypatch):
+    with pytest.raises(sandbox.SandboxError, match="cannot start a program"):
+        run("", stdin_case("", ""), LIMITS, Isolation("limits", "/no/python", "/usr"))
+
+
+def test_no_isolation_is_an_error_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(sandbox.SandboxError, match="needs Linux.*allow user namespaces or install bubblewrap"):
+        sandbox.isolation.__wrapped__()
