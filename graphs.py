@@ -20,15 +20,17 @@ def row_bucket(n: int) -> int:
 
 
 class DecodeGraphs:
-    """One graph for each (rows, pages of the longest row) that occurs, captured when it first occurs.
+    """One graph for each (layout, rows, pages of the longest row) that occurs, captured when it first occurs.
 
     `step(rows, width)` computes one decode step on fixed tensors. `ended` [rows] is 0 for the rows that it may change.
+    `layout` names what else the step reads, such as the shards of one tensor-parallel size.
     """
 
     def __init__(self, step: Callable[[int, int], None], ended: Tensor, max_rows: int, max_width: int):
         self.step, self.ended, self.max_rows, self.max_width = step, ended, max_rows, max_width
         self.captures = ended.is_cuda  # False: run every step eagerly, to compare
-        self.graphs: dict[tuple[int, int], Any] = {}
+        self.layout = 1
+        self.graphs: dict[tuple[int, int, int], Any] = {}
         self.memory = None  # shared: graphs never run side by side
 
     def run(self, n: int, width: int) -> None:
@@ -36,9 +38,10 @@ class DecodeGraphs:
         shape = min(row_bucket(n), self.max_rows), min(max(8, 1 << (width - 1).bit_length()), self.max_width)
         if not self.captures:
             return self.step(*shape)
-        if shape not in self.graphs:
-            self.graphs[shape] = self._capture(*shape)
-        self.graphs[shape].replay()
+        key = self.layout, *shape
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(*shape)
+        self.graphs[key].replay()
 
     def _capture(self, rows: int, width: int) -> Any:
         ended = self.ended.clone()

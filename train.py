@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ import torch
 import checkpoint
 import parallel
 from config import ConfigError, describe, dump_toml, flatten, load_config
-from core import Group, Prompt, Reward, Sample
+from core import Group, Prompt, Reward, RoundPlan, Sample
 from data import PromptStream, dump_groups, load_groups, load_prompts
 from loss import ADVANTAGES
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
+from model import Model
 from parallel import World
+from planner import Choice, Launch, Limits, ParallelismPlanner, Report
 from reward import RewardPool, overlong_penalty
-from rollout import Engine, EngineStats, sequences_for
+from rollout import Engine, EngineStats, kv_budget, sequences_for
 from scheduler import POLICIES
-from settings import MODELS, Config, check, model_dtype
+from settings import MODELS, Config, check, model_dtype, rollout_profile, rollout_sizes
 from trainer import Example, NonFiniteError, Trainer
 from warm_start import ensure_model
 
@@ -56,6 +58,7 @@ def train(config: Config, world: World, resume: bool) -> None:
                     groups = load_groups(Path(config.run.replay), run.step + 1)
             else:
                 plan = run.policy.plan(run.stream.take)
+                regroup(run, plan, clock)
                 with clock.span("rollout"):
                     groups = roll_out(run, plan.prompts, plan.num_responses, clock)
                 with clock.span("wait"):
@@ -69,6 +72,8 @@ def train(config: Config, world: World, resume: bool) -> None:
                 run.step += 1
                 engine.load_weights(trainer.model, run.step)
             record = step_record(run, groups, updates, clock, time.perf_counter() - start)
+            if run.choice:
+                record["planner"] = close_round(run, plan.kind, groups, record)
 
             is_last = run.step == config.run.steps
             if config.run.dump_rollouts and world.is_main:
@@ -121,6 +126,22 @@ def roll_out(run: "Run", prompts: Sequence[tuple[int, Prompt]], num_responses: i
         ids = [(epoch, prompt.index, r) for r in range(num_responses)]
         groups.append(Group(prompt, epoch, tuple(samples[i] for i in ids), tuple(rewards[i] for i in ids)))
     return groups
+
+
+def regroup(run: "Run", plan: RoundPlan, clock: Clock) -> None:
+    """Let the planner choose the tensor-parallel size of the round and take it. No collective: all choose the same."""
+    prompt_tokens = sum(len(prompt.token_ids) for _, prompt in plan.prompts) / len(plan.prompts)
+    launch = Launch(len(plan.prompts) * plan.num_responses, prompt_tokens, plan.num_responses)
+    run.choice = run.planner.choose(plan.kind, launch)
+    with clock.span("regroup"):
+        run.engine.regroup(run.groups[run.choice.size])
+
+
+def close_round(run: "Run", kind: str, groups: Sequence[Group], record: dict[str, Any]) -> dict[str, Any]:
+    """Tell the planner what became of the round; return its decision for the record."""
+    lengths = tuple(len(sample.token_ids) for group in groups for sample in group.samples)
+    run.planner.observe(kind, Report(record["engine"]["preemptions"], record["seconds"]["rollout"], lengths))
+    return {"kind": kind, **asdict(run.choice)}
 
 
 def exchange(groups: list[Group], world: World) -> list[Group]:
@@ -232,9 +253,10 @@ def step_record(
         },
         "engine": {
             **{
-                k: sum(e[k] for e in engines)
+                k: sum(e[k] for e in engines[:: run.engine.parallel.size])  # a replica's ranks count the same
                 for k in ("decoded_tokens", "prefilled_tokens", "shared_tokens", "preemptions")
             },
+            "regroup_bytes": sum(e["regroup_bytes"] for e in engines),
             "decode_steps": max(e["decode_steps"] for e in engines),
             "peak_pages": max(e["peak_pages"] for e in engines),
             "pages": run.engine.pages.size,
@@ -260,9 +282,12 @@ class Run:
     pool: RewardPool
     stream: PromptStream
     policy: Any
+    groups: parallel.Groups
+    planner: ParallelismPlanner
     held_out: list[Prompt]
     recorder: Recorder
     step: int = 0
+    choice: Choice | None = None  # of the newest round
 
 
 def build(config: Config, world: World, resume: bool) -> Run:
@@ -291,16 +316,15 @@ def build(config: Config, world: World, resume: bool) -> Run:
         config.run.steps * config.trainer.updates_per_step,
         reference,
     )
-    tensor_parallel = parallel.TensorParallel(world, config.rollout.tensor_parallel)
-    engine = Engine(
-        model, config.rollout, config.sampling, checkpoint.eos_ids(source, tokenizer), tokenizer, tensor_parallel
-    )
+    ends = checkpoint.eos_ids(source, tokenizer)
+    groups, engine, planner = build_rollout(config, model, ends, tokenizer, world)
     stream = PromptStream(prompts, config.run.seed)
     step = 0
     if checkpoints:
         state = checkpoint.load_state(checkpoints[-1], world.device)
         trainer.load_state_dict(state["trainer"])
         stream.load_state_dict(state["stream"])
+        planner.load_state_dict(state["planner"])
         step = state["step"]
         engine.load_weights(model, step)
     pool = RewardPool(config.reward, {p.task for p in prompts} | {p.task for p in held_out})
@@ -309,15 +333,30 @@ def build(config: Config, world: World, resume: bool) -> Run:
     recorder = Recorder(folder, config.log, settings, step, config.run.steps, world.is_main)
     if checkpoints:
         recorder.say(f"resumed from {checkpoints[-1]}")
-    return Run(
-        config, world, folder, source, tokenizer, engine, trainer, pool, stream, policy, held_out, recorder, step
-    )
+    rooms = engine, trainer, pool, stream, policy, groups, planner
+    return Run(config, world, folder, source, tokenizer, *rooms, held_out, recorder, step)
+
+
+def build_rollout(
+    config: Config, model: Model, ends: Iterable[int], tokenizer: Any, world: World
+) -> tuple[parallel.Groups, Engine, ParallelismPlanner]:
+    """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
+    free = min(parallel.gather_objects(world, kv_budget(config.rollout, world.device)))  # ranks need equal pools
+    rollout = replace(config.rollout, kv_gib=free / 2**30)
+    config, elastic = replace(config, rollout=rollout), config.planner.rule != "fixed"
+    sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic)
+    profile = rollout_profile(config, model.shape, sizes, world.size, world.device)
+    groups, own = parallel.Groups(world, sizes), rollout.tensor_parallel
+    engine = Engine(model, rollout, config.sampling, ends, tokenizer, groups[own], sizes)
+    limits = Limits(world.size, engine.num_pages, rollout.page_size, rollout.max_running, rollout.max_response_tokens)
+    return groups, engine, ParallelismPlanner(config.planner, limits, own, profile)
 
 
 def save(run: Run) -> None:
     """Write a checkpoint: model, optimizer, cursor, step. Sampling is counter-based: there is no other random state."""
     if run.world.is_main:
         state = {"step": run.step, "trainer": run.trainer.state_dict(), "stream": run.stream.state_dict()}
+        state["planner"] = run.planner.state_dict()
         keep = run.config.run.keep_checkpoints
         checkpoint.save_checkpoint(run.folder, run.step, run.trainer.model, run.source, state, keep)
     parallel.barrier(run.world)
