@@ -134,37 +134,46 @@ class Simulator:
         return -(-tokens // self.page_size)
 
     def run(self, launch: Launch, lengths: Sequence[int]) -> tuple[float, int]:
-        """Return (seconds, preemptions) of decoding responses of `lengths`. Rows stay in order of admission."""
+        """Return (seconds, preemptions) of decoding responses of `lengths`."""
         page, prompt = self.page_size, round(launch.prompt_tokens)
         waiting = deque((0, length) for length in lengths)  # (tokens so far, tokens in the end)
-        done, total = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        rows = np.zeros((2, 0), np.int64)  # tokens in the cache, tokens still to come; in order of admission
+        ends = np.zeros(0, np.int64)
         seconds, preemptions = 0.0, 0
-        while waiting or len(done):
-            admitted, free = [], self.pages - int(self._needed(prompt + done + 1).sum())
-            while waiting and len(done) + len(admitted) < self.max_running:
-                needed = self._needed(prompt + waiting[0][0] + 1)
-                if needed > free - (self.pages // 100 if len(done) + len(admitted) else 0):
-                    break
-                free -= needed
-                admitted.append(waiting.popleft())
+        while waiting or len(ends):
+            free = self.pages - int(self._needed(rows[0]).sum())
+            admitted = self._admit(waiting, len(ends), free, prompt)
             for before, _ in admitted:  # a prompt is computed once for all its responses, a preempted one alone
                 seconds += self.prefill_seconds(prompt + before) / (1 if before else launch.num_responses)
-            if admitted:
-                more = np.array(admitted, np.int64)
-                done, total = np.concatenate((done, more[:, 0])), np.concatenate((total, more[:, 1]))
-            assert len(done), "one sequence does not fit"
-            steps = min(page, int((total - done).min()))
-            kept = len(done)
-            held = np.cumsum(self._needed(prompt + done + steps))
-            while held[kept - 1] > self.pages:  # the newest make room
-                kept -= 1
-                waiting.appendleft((int(done[kept]), int(total[kept])))
-                preemptions += 1
-            done, total = done[:kept], total[:kept]
-            seconds += steps * self.decode_seconds(kept, prompt + float(done.mean()) + steps / 2)
-            done = done + steps
-            done, total = done[done < total], total[done < total]
+            more = np.array(admitted, np.int64).reshape(-1, 2)
+            rows = np.concatenate((rows, [prompt + more[:, 0], more[:, 1] - more[:, 0] - 1]), 1)
+            ends = np.concatenate((ends, more[:, 1]))
+            rows, ends = rows[:, rows[1] > 0], ends[rows[1] > 0]  # the prefill draws a token
+            while len(ends):
+                free = self.pages - int(self._needed(rows[0]).sum())
+                full_in = np.sort(-rows[0] % page)  # steps until each row needs a page
+                if free >= len(ends) or full_in[free]:
+                    break
+                waiting.appendleft((int(ends[-1] - rows[1, -1]), int(ends[-1])))  # the newest makes room
+                rows, ends, preemptions = rows[:, :-1], ends[:-1], preemptions + 1
+            if len(ends):
+                steps = min(page, int(rows[1].min()), *([int(full_in[free])] if free < len(ends) else []))
+                seconds += steps * self.decode_seconds(len(ends), float(rows[0].mean()) + steps / 2)
+                rows += np.array([[steps], [-steps]])
+                rows, ends = rows[:, rows[1] > 0], ends[rows[1] > 0]
         return seconds, preemptions
+
+    def _admit(self, waiting: deque, num_running: int, free: int, prompt: int) -> list[tuple[int, int]]:
+        """Take out what the engine would admit: it has pages for its context, and leaves a reserve for the others."""
+        admitted: list[tuple[int, int]] = []
+        while waiting and num_running + len(admitted) < self.max_running:
+            needed = self._needed(prompt + waiting[0][0])
+            if needed > free - (self.pages // 100 if num_running + len(admitted) else 0):
+                break
+            free -= needed
+            admitted.append(waiting.popleft())
+        assert num_running or admitted, "one sequence does not fit"
+        return admitted
 
 
 def _fit(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
@@ -237,7 +246,8 @@ class ParallelismPlanner:
     def predict(self, kind: str, launch: Launch) -> dict[int, float]:
         """Return the seconds that a round would take, by size: simulated, times how wrong that was before.
 
-        A size has a correction of its own after HISTORY rounds: one slow round is no reason to leave it.
+        A size has a correction of its own after HISTORY rounds: one slow round is no reason to leave it. The others get
+        the square root of what was measured everywhere: half of an error is taken to be the machine's, half the size's.
         """
         track, others = self.tracks[kind], [t for k, t in self.tracks.items() if k != kind]
         rounds = track.lengths or [r for other in others for r in other.lengths] or [self.guess]
@@ -246,7 +256,7 @@ class ParallelismPlanner:
         seconds = {}
         for n in self.sizes:
             known = track.slowness.get(n, [])
-            slowness = median(known if len(known) >= HISTORY else everything)
+            slowness = median(known) if len(known) >= HISTORY else median(everything) ** 0.5
             seconds[n] = slowness * self._seconds(n, launch, lengths)
         return seconds
 

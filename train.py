@@ -141,7 +141,7 @@ def close_round(run: "Run", kind: str, groups: Sequence[Group], record: dict[str
     """Tell the planner what became of the round; return its decision for the record."""
     lengths = tuple(len(sample.token_ids) for group in groups for sample in group.samples)
     run.planner.observe(kind, Report(record["engine"]["preemptions"], record["seconds"]["rollout"], lengths))
-    return {"kind": kind, **asdict(run.choice)}
+    return {"kind": kind, **asdict(run.choice), "predicted": {str(n): t for n, t in run.choice.predicted.items()}}
 
 
 def exchange(groups: list[Group], world: World) -> list[Group]:
