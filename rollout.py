@@ -241,11 +241,14 @@ class Engine:
         return self.pages.used
 
     def load_weights(self, model: Model, version: int) -> None:
-        """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine."""
+        """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine.
+
+        Copies are made again by the next `regroup` or `step`, so that weights that are regrouped are not copied twice.
+        """
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
         self.version = version
         if model is self.weights.model:
-            self.weights.refresh()
+            self.is_stale = True
             return
         self.shards.clear()
         if self.graphs:
@@ -256,7 +259,7 @@ class Engine:
         """Decode in the group `parallel` from now on: same weights, same KV memory. Wants an idle engine.
 
         Shards are views of the full weights; those that must be copies (`Shard.copied_bytes`) are copied layer by
-        layer. (RollPacker, section 4.2)
+        layer, and so are they, without counting, when the size stays but the weights are new. (RollPacker, section 4.2)
         """
         assert self.is_idle, "sequences that run hold pages of the old shape"
         assert parallel.size in self.num_pages, f"the engine was made for the sizes {sorted(self.num_pages)}"
@@ -264,6 +267,12 @@ class Engine:
             self._settle()
             self._enter(self.weights.model, parallel)
             self.stats.regroup_bytes += self.weights.copied_bytes
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self.is_stale:
+            self.weights.refresh()
+            self.is_stale = False
 
     def _enter(self, model: Model, parallel: TensorParallel) -> None:
         """Take the shards of `parallel` and give the KV memory the shape of their pages."""
@@ -275,7 +284,7 @@ class Engine:
                 self.weights = None
                 self.shards.clear()
             self.shards[size] = Shard(model, parallel, self.config.prepack)
-        self.parallel, self.weights = parallel, self.shards[size]
+        self.parallel, self.weights, self.is_stale = parallel, self.shards[size], False
         if self.graphs:
             self.graphs.layout = size
         page, num_pages = self.config.page_size, self.num_pages[size]
@@ -310,6 +319,7 @@ class Engine:
         On a CPU this is one forward, and the samples are its own. On a GPU it is a graph and a forward for the prefill,
         and the samples are those of the step before, whose flags have arrived meanwhile.
         """
+        self._refresh()
         self._admit()
         if self.running:
             self._make_room()

@@ -96,6 +96,25 @@ def test_views_cost_nothing_and_copies_are_counted(run_ranks) -> None:
     run_ranks(4, what_is_copied)
 
 
+def test_new_weights_are_packed_once_whether_the_size_changes_or_not(tiny_model, monkeypatch) -> None:
+    monkeypatch.setattr(Packed, "MIN_ELEMENTS", 1)
+    packs, pack = [], Packed.pack
+    monkeypatch.setattr(Packed, "pack", lambda self, weight: packs.append(weight) or pack(self, weight))
+    engine = Engine(tiny_model, CONFIG, SamplingConfig(), [7])
+    once = len(packs)
+    assert once == 4 * tiny_model.shape.num_layers + 1
+    for step, parallel in enumerate((engine.parallel, copy(engine.parallel)), 1):
+        packs.clear()
+        engine.load_weights(tiny_model, step)
+        engine.regroup(parallel)
+        generate(engine)
+        assert len(packs) == once
+    packs.clear()
+    engine.load_weights(tiny_model, 3)
+    generate(engine)
+    assert len(packs) == once, "without a regroup the first step does it"
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
