@@ -19,6 +19,7 @@ from planner import (
     Report,
     Simulator,
     SizeProfile,
+    _resample,
     load_profile,
 )
 
@@ -134,6 +135,16 @@ def test_fewer_pages_are_never_faster() -> None:
     runs = [simulator(pages, each=0.01).run(Launch(60, 20, 4), lengths) for pages in (15, 40, 80, 160, 2000)]
     assert [s for s, _ in runs] == sorted((s for s, _ in runs), reverse=True)
     assert runs[-1][1] == 0 and runs[0][1] > 5
+
+
+def test_a_prompt_is_computed_once_for_all_its_responses() -> None:
+    s = simulator(1000, each=1e-3)
+    assert s.run(Launch(16, 64.0, 8), [1] * 16) == (pytest.approx(2 * 64 * 1e-3, rel=1e-3), 0)
+
+
+def test_lengths_of_another_number_of_sequences_keep_their_quantiles() -> None:
+    assert _resample([4, 1, 3, 2], 4) == [1, 2, 3, 4] and _resample(range(1, 11), 2) == [3, 8]
+    assert _resample([7], 3) == [7, 7, 7]
 
 
 # ---- the rule that predicts --------------------------------------------------------------------------------------
