@@ -22,40 +22,49 @@ def row_bucket(n: int) -> int:
 class DecodeGraphs:
     """One graph for each (layout, rows, pages of the longest row) that occurs, captured when it first occurs.
 
-    `step(rows, width)` computes one decode step on fixed tensors. `ended` [rows] is 0 for the rows that it may change.
-    `layout` names what else the step reads, such as the shards of one tensor-parallel size.
+    `ended` [rows] is 0 for the rows that a step may change. `layout` names what else a step reads, such as the
+    shards of one tensor-parallel size.
     """
 
-    def __init__(self, step: Callable[[int, int], None], ended: Tensor, max_rows: int, max_width: int):
-        self.step, self.ended, self.max_rows, self.max_width = step, ended, max_rows, max_width
+    def __init__(self, ended: Tensor, max_rows: int, max_width: int):
+        self.ended, self.max_rows, self.max_width = ended, max_rows, max_width
+        # Its own: graphs of one stream share a cuBLAS workspace, which the end of any of them frees (pytorch #193402).
+        self.stream = torch.cuda.Stream(ended.device) if ended.is_cuda else None
         self.captures = ended.is_cuda  # False: run every step eagerly, to compare
         self.layout = 1
         self.graphs: dict[tuple[int, int, int], Any] = {}
         self.memory = None  # shared: graphs never run side by side
 
-    def run(self, n: int, width: int) -> None:
-        """Launch one step over at least n rows whose page tables have at least `width` entries in use."""
+    def clear(self) -> None:
+        """Forget all graphs: what they read has moved."""
+        self.graphs.clear()
+        self.memory = None
+
+    def run(self, step: Callable[[int, int], None], n: int, width: int) -> None:
+        """Launch one step over at least n rows whose page tables have at least `width` entries in use.
+
+        `step(rows, width)` computes one decode step on fixed tensors.
+        """
         shape = min(row_bucket(n), self.max_rows), min(max(8, 1 << (width - 1).bit_length()), self.max_width)
         if not self.captures:
-            return self.step(*shape)
+            return step(*shape)
         key = self.layout, *shape
         if key not in self.graphs:
-            self.graphs[key] = self._capture(*shape)
+            self.graphs[key] = self._capture(step, *shape)
         self.graphs[key].replay()
 
-    def _capture(self, rows: int, width: int) -> Any:
+    def _capture(self, step: Callable[[int, int], None], rows: int, width: int) -> Any:
         ended = self.ended.clone()
         self.ended.fill_(1)  # steps over dead rows change nothing: they compile kernels and warm libraries up
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             for _ in range(2):
-                self.step(rows, width)
-        torch.cuda.current_stream().wait_stream(stream)
+                step(rows, width)
+        torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog may ask for events in its own thread meanwhile
-        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
-            self.step(rows, width)
+        with torch.cuda.graph(graph, self.memory, self.stream, capture_error_mode="thread_local"):
+            step(rows, width)
         self.memory = self.memory or graph.pool()
         self.ended.copy_(ended)
         return graph

@@ -18,7 +18,8 @@ import parallel
 from config import ConfigError, load_config
 from parallel import Groups, World
 from planner import Profile, SizeProfile
-from rollout import Engine, Sequence
+from rollout import Engine
+from sequence import Sequence
 from settings import Config, model_dtype, model_source, profile_conditions, profile_path, rollout_sizes
 
 MAX_TOKENS = 2**18  # of context in one point: more would take minutes to prefill, and times grow evenly

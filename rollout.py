@@ -13,72 +13,23 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import PackedAttention, VarlenAttention, attend_to_prefix, decode_by_page
-from config import ConfigError, option
-from core import Prompt, Sample
+from attention import Chunks, PageAttention
+from core import Sample
 from graphs import DecodeGraphs, Flight, upload
-from model import Model, ModelShape, Shard, Split
+from kv_memory import RolloutConfig, kv_budget, kv_page_bytes, num_pages_for
+from model import Model, Shard
 from pages import Pages, compact
 from parallel import TensorParallel, World
 from sampling import SamplingConfig, sample, sample_key, uniforms
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    max_prompt_tokens: int = option(512, "longest prompt allowed, in tokens", min=1)
-    max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1)
-    max_running: int = option(256, "sequences that decode together in one replica, at most", min=1)
-    step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
-    prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
-    tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
-    page_size: int = option(64, "tokens in one KV page", min=1)
-    kv_gib: float = option(
-        0.25, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory", min=0.0
-    )
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """A sample inside an engine."""
-
-    prompt_index: int
-    response_index: int
-    epoch: int
-    prompt_ids: tuple[int, ...]
-    key: int  # sampling stream, from `sample_key`
-    max_new_tokens: int
-    ignore_eos: bool = False  # run to `max_new_tokens`: lengths given by a trace
-    stop: tuple[str, ...] = ()  # texts that end the response, besides the end token
-    token_ids: list[int] = field(default_factory=list)  # generated so far; current only while not running
-    logprobs: list[float] = field(default_factory=list)
-    row: int = -1  # row of the decode state while running
-    admitted: int = -1  # order of admission: the newest is preempted first
-    pages: list[int] = field(default_factory=list)
-
-    @property
-    def id(self) -> tuple[int, int, int]:
-        return (self.epoch, self.prompt_index, self.response_index)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.token_ids)
-
-
-def sequences_for(epoch: int, prompt: Prompt, num_responses: int, seed: int, max_new_tokens: int) -> list[Sequence]:
-    """Return the sequences of one group. Their sampling streams depend on nothing but their names and `seed`."""
-    return [
-        Sequence(prompt.index, r, epoch, prompt.token_ids, sample_key(seed, epoch, prompt.index, r), max_new_tokens)
-        for r in range(num_responses)
-    ]
+from sequence import Prefill, Sequence
 
 
 @dataclass(slots=True)
@@ -94,58 +45,7 @@ class EngineStats:
     regroup_bytes: int = 0  # weights copied because the tensor-parallel size changed
 
 
-def kv_page_bytes(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
-    """Bytes of one page on one rank of a replica: keys and values of `page_size` tokens in every layer."""
-    heads = Split(shape, 0, tensor_parallel).num_kv_heads
-    return 2 * shape.num_layers * heads * config.page_size * shape.head_dim * dtype.itemsize
-
-
-def kv_budget(config: RolloutConfig, device: torch.device) -> float:
-    """Return the bytes that one rank's page pool may have."""
-    if config.kv_gib:
-        return config.kv_gib * 2**30
-    if device.type != "cuda":
-        raise ConfigError("rollout.kv_gib = 0 needs a GPU; on CPU state the memory, such as rollout.kv_gib = 0.25")
-    return torch.cuda.mem_get_info(device)[0] / 2
-
-
-def num_pages_for(
-    config: RolloutConfig,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    tensor_parallel: int = 1,
-) -> int:
-    """Return how many pages the memory budget holds. Raises ConfigError when one full sequence does not fit."""
-    budget = kv_budget(config, device)
-    if device.type == "cuda" and config.page_size not in (16, 32, 64, 128, 256):
-        raise ConfigError(f"rollout.page_size = {config.page_size}: on a GPU take 16, 32, 64, 128 or 256")
-    page_bytes = kv_page_bytes(config, shape, dtype, tensor_parallel)
-    num_pages = int(budget // page_bytes)
-    longest = config.max_prompt_tokens + config.max_response_tokens
-    needed = -(-longest // config.page_size)
-    if num_pages < needed:
-        raise ConfigError(
-            f"rollout.kv_gib = {config.kv_gib} holds {num_pages} pages of {page_bytes} bytes, but one sequence of "
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens needs {needed}; set "
-            f"rollout.kv_gib to at least {math.ceil(needed * page_bytes / 2**30 * 1e6) / 1e6}, "
-            "or lower rollout.max_response_tokens"
-        )
-    most = config.max_running * needed  # more could never be used
-    return min(num_pages, most)
-
-
 ALONE = TensorParallel(World(0, 1, torch.device("cpu")))
-
-
-@dataclass(slots=True, eq=False)
-class Prefill:
-    """A context on its way into the cache: the leader's, for all who have the same."""
-
-    leader: Sequence
-    context: tuple[int, ...]
-    cached: int = 0
-    followers: list[Sequence] = field(default_factory=list)
 
 
 class Engine:
@@ -178,6 +78,8 @@ class Engine:
         shape, weight = model.shape, model.embed.weight
         self.device = weight.device
         fused = self._is_fused(self.device)
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            raise ValueError(f"the model is on {self.device}; call torch.cuda.set_device({self.device.index}) first")
         rows, page = config.max_running, config.page_size
         if config.kv_gib == 0:  # what is free now: the sizes share it
             config = replace(config, kv_gib=kv_budget(config, self.device) / 2**30)
@@ -207,15 +109,14 @@ class Engine:
         self.host_length = np.zeros(rows, np.int64)
         self.host_pages = np.zeros(rows, np.int64)
         self.table = np.zeros((rows, per_sequence), np.int64)
-        self.page_row = np.zeros(
-            max(self.num_pages.values()), np.int64
-        )  # row of a page's sequence; `rows` while it is prefilled
+        most_pages = max(self.num_pages.values())
+        self.page_row = np.zeros(most_pages, np.int64)  # row of a page's sequence; `rows` while it is prefilled
         filled = torch.arange(page)[None] < torch.arange(page + 1)[:, None]  # [page + 1, page]
         self.bias = torch.zeros(page + 1, page).masked_fill(~filled, -torch.inf).to(weight.dtype)
         on_gpu = self.device.type == "cuda"
         self.reader = torch.cuda.Stream() if on_gpu else None
         self.moved = torch.cuda.Event() if on_gpu else None  # after the last moves of rows
-        self.graphs = DecodeGraphs(self._decode_step, self.ended, rows, per_sequence) if fused else None
+        self.graphs = DecodeGraphs(self.ended, rows, per_sequence) if fused else None
         if fused:
             self.device_table = state(rows, per_sequence, dtype=torch.int32)
             # Two, in turns: the copy of the step before may still be on its way.
@@ -252,7 +153,7 @@ class Engine:
             return
         self.shards.clear()
         if self.graphs:
-            self.graphs.graphs.clear()
+            self.graphs.clear()
         self._enter(model, self.parallel)
 
     def regroup(self, parallel: TensorParallel) -> None:
@@ -427,7 +328,7 @@ class Engine:
             end = min(len(prefill.context), prefill.cached + budget)
             chunks.append((prefill, prefill.cached, end))
             budget -= end - prefill.cached
-        return sorted(chunks, key=lambda chunk: chunk[1] == 0)  # what continues comes first, as _Chunks wants it
+        return sorted(chunks, key=lambda chunk: chunk[1] == 0)  # what continues comes first, as Chunks wants it
 
     def _make_room(self) -> None:
         """Give a page to every row that has filled its last one; when none is left, preempt the newest sequence."""
@@ -462,7 +363,7 @@ class Engine:
         self.sent_tables.rotate()
         table = self.sent_tables[0][:n].copy_(torch.from_numpy(self.table[:n]))
         self.device_table[:n].copy_(table, non_blocking=True)
-        self.graphs.run(n, int(self.host_pages[:n].max()))
+        self.graphs.run(self._decode_step, n, int(self.host_pages[:n].max()))
         self._count_decoded(n)
 
     def _decode_step(self, rows: int, width: int) -> None:
@@ -486,7 +387,7 @@ class Engine:
         position = self.length[:n]
         decode = PageAttention(self, n, bool(chunks)) if n else None
         if chunks:
-            new = _Chunks(chunks, self.config.page_size, device, gather=self.graphs is not None)
+            new = Chunks(chunks, self.config.page_size, device, gather=self.graphs is not None)
             token_ids, positions, write_page = new.token_ids, new.positions, new.page
             if decode:
                 token_ids = torch.cat((self.last_token[:n], token_ids))
@@ -567,7 +468,8 @@ class Engine:
     def _advance(self, rows: slice, logits: Tensor) -> None:
         """Draw the next token of each of `rows` that has not ended, record it, mark the rows that it ends. [n, V]"""
         alive, count = self.ended[rows] == 0, self.count[rows]
-        token, logprob = sample(logits, uniforms(self.key[rows], count), self.sampling)
+        uniform = uniforms(self.key[rows], count) if self.sampling.temperature else None
+        token, logprob = sample(logits, uniform, self.sampling)
         self.tokens[rows].scatter_(1, count[:, None], token[:, None])
         self.logprobs[rows].scatter_(1, count[:, None], logprob[:, None])
         self.last_token[rows] = token.where(alive, self.last_token[rows])
@@ -584,11 +486,11 @@ class Engine:
         """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
         ended = {s: flag for s, flag in self.flights.popleft().land() if s.row >= 0}  # else an earlier flight's
         if self.num_stops:
-            for s in self.running:
-                if s not in ended and self._says_stop(s):
-                    ended[s] = 2 * int(self.count[s.row]) + 1
+            ended |= {s: 2 * self._num_drawn(s) + 1 for s in self._stopped_by_text() if s not in ended}
         if not ended:
             return
+        if self.flights:
+            self.stats.decoded_tokens -= len(ended)  # the step under way draws nothing for them
         tokens, logprobs = self._read([s.row for s in ended], max(ended.values()) // 2)
         for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
             length, reason = flag // 2, "stop" if flag % 2 else "length"
@@ -613,22 +515,31 @@ class Engine:
             index = upload(rows, self.device)
             return self.tokens[index, :longest].tolist(), self.logprobs[index, :longest].tolist()
 
-    def _says_stop(self, sequence: Sequence) -> bool:
-        """Whether one of the sequence's stop texts stands in its newest tokens."""
-        if not sequence.stop:
-            return False
-        window = 4 * max(map(len, sequence.stop)) + 8  # a character is at most 4 tokens
-        count = int(self.count[sequence.row])
-        text = self.tokenizer.decode(self.tokens[sequence.row, max(count - window, 0) : count].tolist())
-        return any(stop in text for stop in sequence.stop)
+    def _num_drawn(self, sequence: Sequence) -> int:
+        """Return the response tokens of a running sequence; the newest is not in the cache."""
+        return int(self.host_length[sequence.row]) - len(sequence.prompt_ids) + 1
+
+    def _stopped_by_text(self) -> list[Sequence]:
+        """Return the running sequences that have one of their stop texts in their newest tokens."""
+        asking = [s for s in self.running if s.stop]
+        windows = [4 * max(map(len, s.stop)) + 8 for s in asking]  # a character is at most 4 tokens
+        counts = np.array([self._num_drawn(s) for s in asking])
+        columns = (counts[:, None] - max(windows) + np.arange(max(windows))).clip(0)
+        rows = upload([[s.row] for s in asking], self.device)
+        newest = self.tokens[rows, upload(columns, self.device)].tolist()
+        stopped = []
+        for s, ids, window, count in zip(asking, newest, windows, counts.tolist(), strict=True):
+            text = self.tokenizer.decode(ids[-min(window, count) :])
+            stopped += [s] if any(stop in text for stop in s.stop) else []
+        return stopped
 
     def _evict(self, sequences: list[Sequence]) -> None:
         """Take admitted sequences out unfinished; they keep their tokens, their KV is dropped."""
-        for s in sequences:
-            if s.row >= 0:
-                count = int(self.count[s.row])
-                s.token_ids = self.tokens[s.row, :count].tolist()
-                s.logprobs = self.logprobs[s.row, :count].tolist()
+        running = [s for s in sequences if s.row >= 0]
+        counts = [self._num_drawn(s) for s in running]
+        tokens, logprobs = self._read([s.row for s in running], max(counts, default=0))
+        for s, count, ids, values in zip(running, counts, tokens, logprobs, strict=True):
+            s.token_ids, s.logprobs = ids[:count], values[:count]
         leaderless: list[Sequence] = []
         for prefill in list(self.prefills.values()):
             prefill.followers = [s for s in prefill.followers if s not in sequences]
@@ -671,64 +582,3 @@ class Engine:
                 array[target] = array[source]
             self.page_row[moved.pages] = target
         del self.running[len(self.running) - len(gone) :]
-
-
-class PageAttention:
-    """Decode attention of the CPU path, with what is the same for all layers computed once."""
-
-    def __init__(self, engine: Engine, n: int, beside_prefill: bool):
-        used, page = engine.pages.used, engine.config.page_size
-        owner = torch.from_numpy(engine.page_row[:used])
-        position = engine.length[:n]
-        if beside_prefill:  # pages in prefill belong to one row too many, whose result is dropped
-            owner, position = owner.clamp(max=n), F.pad(position, (0, 1))
-        filled = (position[owner] + 1 - torch.from_numpy(engine.pages.start[:used])).clamp_(1, page)
-        self.used, self.owner, self.extra, self.n = used, owner, int(beside_prefill), n
-        self.bias = engine.bias[filled][:, None, None]  # [P, 1, 1, page]
-        position = engine.length[:n]
-        self.page = torch.from_numpy(engine.table[:n]).gather(1, (position // page)[:, None])[:, 0]
-        self.offset = position % page
-
-    def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        q = F.pad(q, (0, 0, 0, 0, 0, self.extra)) if self.extra else q
-        return decode_by_page(q, k_pool[: self.used], v_pool[: self.used], self.owner, self.bias)[: self.n]
-
-
-class _Chunks:
-    """The prefill part of one forward. Chunks that continue a context come first; all others start one.
-
-    `gather` is for a GPU: keys and values of all chunks are gathered from their pages for one attention kernel.
-    """
-
-    def __init__(self, chunks: list[tuple[Prefill, int, int]], page: int, device: torch.device, gather: bool):
-        spans = [(np.asarray(p.leader.pages), start, end) for p, start, end in chunks]
-        ranges = [np.arange(start, end) for _, start, end in spans]
-        pages = [own[r // page] for (own, _, _), r in zip(spans, ranges, strict=True)]
-        self.token_ids = upload([t for p, start, end in chunks for t in p.context[start:end]], device)
-        self.positions = upload(np.concatenate(ranges), device)
-        self.page = upload(np.concatenate(pages), device)
-        self.varlen = None
-        if gather:
-            whole = [np.arange(end) for _, _, end in spans]
-            key_pages = [own[r // page] for (own, _, _), r in zip(spans, whole, strict=True)]
-            self.key_page = upload(np.concatenate(key_pages), device)
-            self.key_offset = upload(np.concatenate(whole) % page, device)
-            lengths = [end - start for _, start, end in spans], [end for _, _, end in spans]
-            self.varlen = VarlenAttention(*lengths, device)
-            return
-        self.continued = [span for span in spans if span[1]]
-        fresh = [end for _, start, end in spans if not start]
-        self.packed = PackedAttention(fresh, device) if fresh else None
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """q [T, H, D] and k, v [T, K, D] of the chunks' tokens, already written to the pool -> [T, H, D]"""
-        if self.varlen:
-            key, value = (pool[self.key_page, :, self.key_offset] for pool in (k_pool, v_pool))
-            return self.varlen(q, key, value)
-        parts, at = [], 0
-        for pages, start, end in self.continued:
-            parts.append(attend_to_prefix(q[at : at + end - start], k_pool[pages], v_pool[pages], start))
-            at += end - start
-        if self.packed is not None:
-            parts.append(self.packed(layer, q[at:], k[at:], v[at:]))
-        return torch.cat(parts)

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -15,6 +16,7 @@ from config import option
 
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele 2014)
 _MASK = (1 << 64) - 1
+BLOCK = 128  # tokens summed together when a large vocabulary is searched
 COLDEST = 1e-30  # a smaller temperature would overflow fp32 logits
 
 
@@ -89,10 +91,10 @@ def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
     return logits
 
 
-def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniform: Tensor | None, config: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverse CDF. [n, V], [n] float64 -> tokens [n] int64, log-probs [n] float32
 
-    Greedy (temperature 0) draws from a point mass, so its log-probs are 0.
+    Greedy (temperature 0) draws from a point mass: it needs no uniforms, and its log-probs are 0.
     """
     if config.temperature == 0.0:
         tokens = logits.argmax(-1)
@@ -100,11 +102,30 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Ten
     if logits.is_cuda and not config.truncates:
         return kernels.sample_inverse_cdf(logits, uniform, max(config.temperature, COLDEST))
     logprobs = filter_logits(logits, config).log_softmax(-1)  # [n, V]
-    cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1:]
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cdf, target, right=True)  # [n, 1]; the first token whose CDF exceeds the target
+    tokens = _draw(logprobs.exp(), uniform[:, None])
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Return the tokens at which the CDFs reach the uniforms. [n, V], [n, 1] -> [n, 1] int64"""
+    n, vocab = probs.shape
+    if vocab <= 64 * BLOCK:
+        cdf = probs.cumsum(-1, dtype=torch.float64)
+        return _invert(cdf, uniform * cdf[:, -1:])
+    # First the block, then the token in it: several times faster for 32 rows of a 150k vocabulary.
+    blocks = F.pad(probs, (0, -vocab % BLOCK)).view(n, -1, BLOCK)
+    cdf = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = uniform * cdf[:, -1:]
+    block = _invert(cdf, target)
+    inside = blocks[torch.arange(n, device=probs.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    return block * BLOCK + _invert(inside, target - F.pad(cdf, (1, 0)).gather(1, block))
+
+
+def _invert(cdf: Tensor, target: Tensor) -> Tensor:
+    """Return the first place whose CDF exceeds the target, at most the last that has mass. [n, m], [n, 1] -> [n, 1]"""
+    total = cdf[:, -1:]
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True)
 
 
 def score(logits: Tensor, targets: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:

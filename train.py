@@ -27,8 +27,9 @@ from model import Model
 from parallel import World
 from planner import Choice, Launch, Limits, ParallelismPlanner, Report
 from reward import RewardPool, overlong_penalty
-from rollout import Engine, EngineStats, kv_budget, sequences_for
+from rollout import Engine, EngineStats, kv_budget
 from scheduler import POLICIES
+from sequence import sequences_for
 from settings import MODELS, Config, check, model_dtype, rollout_profile, rollout_sizes
 from trainer import Example, NonFiniteError, Trainer
 from warm_start import ensure_model

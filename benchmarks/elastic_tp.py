@@ -37,8 +37,9 @@ from model import Model, parse_shape  # noqa: E402
 from parallel import Groups, World  # noqa: E402
 from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report  # noqa: E402
 from profiler import measure  # noqa: E402
-from rollout import Engine, EngineStats, RolloutConfig, Sequence  # noqa: E402
+from rollout import Engine, EngineStats, RolloutConfig  # noqa: E402
 from sampling import SamplingConfig  # noqa: E402
+from sequence import Sequence  # noqa: E402
 
 RANKS = 4
 PROMPT = 16  # tokens

@@ -28,8 +28,9 @@ from tqdm import tqdm  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 from model import Model, parse_shape  # noqa: E402
-from rollout import Engine, RolloutConfig, Sequence  # noqa: E402
+from rollout import Engine, RolloutConfig  # noqa: E402
 from sampling import SamplingConfig  # noqa: E402
+from sequence import Sequence  # noqa: E402
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPT = 16  # tokens

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 import parallel
 from checkpoint import load_model
 from model import Model
+from rollout import Engine
 from warm_start import WarmStartConfig, make_model
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +20,14 @@ torch.set_num_threads(1)  # tests run side by side
 torch.set_flush_denormal(True)
 TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
 ALONE = parallel.World(0, 1, torch.device("cpu"))
+
+
+class FusedEngine(Engine):
+    """What an engine does on a GPU, with the kernels' torch twins and no graphs: shared pages, flags a step late."""
+
+    @staticmethod
+    def _is_fused(device: torch.device) -> bool:
+        return True
 
 
 @pytest.fixture(scope="session")

@@ -91,8 +91,9 @@ def paged(lengths: list[int], page: int, num_kv: int, size: int, rng: Random, dt
             k_pool[table[i, t // page], :, t % page] = keys[i][t]
             v_pool[table[i, t // page], :, t % page] = values[i][t]
     filled = (torch.tensor(lengths)[owner] - start).clamp(max=page)
-    bias = torch.zeros(len(owner), 1, 1, page, dtype=dtype)
-    bias.masked_fill_(torch.arange(page) >= filled[:, None, None, None], -torch.inf)
+    empty = torch.arange(int(filled.max())) >= filled[:, None]  # [P, places]
+    bias = torch.zeros(empty.shape, dtype=dtype).masked_fill_(empty, -torch.inf)
+    bias = bias.repeat_interleave(num_kv, 0)[:, None]  # [P * K, 1, places]
     return keys, values, k_pool, v_pool, table, owner, bias
 
 
@@ -111,6 +112,9 @@ def check_decode(lengths: list[int], page: int, rng: Random, dtype: torch.dtype,
     by_page = decode_by_page(q, k_pool, v_pool, owner, bias)
     torch.testing.assert_close(by_page.double(), exact, **close)
     assert by_page.dtype == by_table.dtype == dtype
+    if torch.equal(owner, torch.arange(len(lengths))):
+        by_row = decode_by_page(q, k_pool, v_pool, None, bias)
+        torch.testing.assert_close(by_row.double(), exact, **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

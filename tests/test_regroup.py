@@ -26,8 +26,9 @@ from metrics import read_records
 from model import Model, Packed, parse_shape
 from parallel import Groups, World, check_group_size, group_sizes
 from planner import Choice, Launch, Limits, Simulator
-from rollout import Engine, RolloutConfig, Sequence, kv_page_bytes
+from rollout import Engine, RolloutConfig, kv_page_bytes
 from sampling import SamplingConfig, sample_key
+from sequence import Sequence
 from settings import Config
 
 ORDER = (2, 4, 1, 4, 2)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import FusedEngine
 from torch import Tensor
 
 from attention import PackedAttention
@@ -21,8 +22,9 @@ from config import ConfigError
 from core import Prompt, Sample
 from graphs import row_bucket
 from model import Model, Packed, parse_shape
-from rollout import Engine, RolloutConfig, Sequence, kv_page_bytes, num_pages_for, sequences_for
+from rollout import Engine, RolloutConfig, kv_page_bytes, num_pages_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
+from sequence import Sequence, sequences_for
 
 CPU = torch.device("cpu")
 GREEDY = SamplingConfig(temperature=0.0)
@@ -69,14 +71,6 @@ def until(tokens: Iterable[int], eos: set[int]) -> tuple[int, ...]:
         if token in eos:
             break
     return tuple(kept)
-
-
-class FusedEngine(Engine):
-    """What an engine does on a GPU, with the kernels' torch twins and no graphs: shared pages, flags a step late."""
-
-    @staticmethod
-    def _is_fused(device: torch.device) -> bool:
-        return True
 
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
@@ -441,7 +435,7 @@ def test_a_given_length_ignores_the_end_token(model, kind) -> None:
 
 
 def test_prepacked_weights_draw_the_same_tokens_and_follow_the_model(model, oracle, monkeypatch) -> None:
-    monkeypatch.setattr(Packed, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(Packed, "MIN_WORK", 0)
     sequences, changed = make_sequences(8), copy.deepcopy(model)
     engine = make_engine(changed)
     assert all(isinstance(w, Packed) for layer in engine.weights.layers for w in (layer.qkv, layer.out, layer.down))
@@ -572,7 +566,7 @@ def test_other_families_draw_the_same_tokens_by_fused_kernels(tiny_folder, famil
 
 def test_changed_weights_are_read_in_place(model, oracle) -> None:
     changed = copy.deepcopy(model)
-    engine = make_engine(changed, kind=FusedEngine)
+    engine = make_engine(changed, kind=FusedEngine, prepack=False)
     places = [w.data_ptr() for layer in engine.weights.layers for w in layer if w is not None]
     expected = {i: s.token_ids for i, s in generate(engine, make_sequences(8)).items()}
     changed.layers[0].down_proj.weight.data.neg_()

@@ -168,13 +168,26 @@ def test_uniforms_near_zero_and_one_draw_the_first_and_the_last_token():
         assert (tokens == token).all()
 
 
-def test_a_large_vocabulary_is_drawn_to_its_ends():
-    logits = random_logits(4, 150_000)
+@pytest.mark.parametrize("size", [8191, 8192, 8193, 150_000])
+def test_a_large_vocabulary_is_drawn_to_its_ends(size):
+    logits = random_logits(4, size)
     cdf = logits.double().softmax(-1).cumsum(-1)
     for uniform in (0.0, 0.3, 0.9, 1.0 - 2.0**-53):
         tokens, logprobs = sample(logits, torch.full((4,), uniform, dtype=torch.float64), SamplingConfig())
         upper = cdf.gather(-1, tokens[:, None])[:, 0]
         assert (upper - logprobs.exp() - 1e-5 <= uniform).all() and (uniform <= upper + 1e-5).all()
+
+
+def test_a_large_vocabulary_is_searched_by_blocks_for_the_same_token():
+    logits = random_logits(64, 20_000)
+    logits[:, 3_000:9_000] = logits[:, 19_000:] = -torch.inf  # empty blocks inside and at the end
+    uniform = uniforms(torch.arange(64), torch.zeros(64, dtype=torch.int64))
+    uniform[0], uniform[1] = 0.0, 1.0 - 2.0**-53
+    cdf = logits.double().softmax(-1).cumsum(-1)
+    tokens, logprobs = sample(logits, uniform, SamplingConfig())
+    upper = cdf.gather(-1, tokens[:, None])[:, 0]
+    assert torch.isfinite(logprobs).all()
+    assert (upper - logprobs.double().exp() - 1e-6 <= uniform).all() and (uniform <= upper + 1e-6).all()
 
 
 @pytest.mark.parametrize("config", [SamplingConfig(0.0), SamplingConfig(0.0, 3, 0.5)], ids=str)

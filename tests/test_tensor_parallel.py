@@ -1,5 +1,6 @@
 """Tensor-parallel engines against one that has the whole model: same weights, same tokens, on every rank."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +8,16 @@ from random import Random
 
 import pytest
 import torch
+from conftest import FusedEngine
 
 import parallel
 from checkpoint import load_model, save_model
 from config import ConfigError
 from model import Model, Shard, Split, check_split, parse_shape
 from parallel import SharedMemory, TensorParallel, World
-from rollout import Engine, RolloutConfig, Sequence
+from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig, sample_key
+from sequence import Sequence
 
 SHAPE = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 FAMILIES = {
@@ -62,10 +65,18 @@ def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
     assert (tp.shared is not None) == (size > 1)
     if not shared:
         tp.shared = None
-    for temperature in (0.0, 1.0):
+    for temperature, kind in ((0.0, Engine), (1.0, Engine), (1.0, FusedEngine)):
         sampling = SamplingConfig(temperature)
         whole = generate(Engine(model, CONFIG, sampling, [7]))
-        split = generate(Engine(model, replace(CONFIG, tensor_parallel=size), sampling, [7], parallel=tp))
+        other = copy.deepcopy(model).requires_grad_(False)
+        engine = kind(other, replace(CONFIG, tensor_parallel=size), sampling, [7], parallel=tp)
+        if temperature:
+            other.layers[0].qkv_proj.weight.neg_()
+            engine.load_weights(other, 1)
+            assert {i: s.token_ids for i, s in generate(engine).items()} != {i: s.token_ids for i, s in whole.items()}
+            other.layers[0].qkv_proj.weight.neg_()
+            engine.load_weights(other, 0)
+        split = generate(engine)
         assert {i: s.token_ids for i, s in split.items()} == {i: s.token_ids for i, s in whole.items()}
         assert len({t for s in whole.values() for t in s.token_ids}) > 4
         for i, s in split.items():
@@ -129,7 +140,7 @@ def test_shards_are_views_where_each_rank_has_a_kv_head() -> None:
     model = random_model("llama")
     tp = TensorParallel(World(0, 1, torch.device("cpu")))
     tp.size, tp.rank = 2, 1
-    shard = Shard(model, tp)
+    shard = Shard(model, tp, prepack=False)
     owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
     tensors = [t for w in shard.layers for t in w if t is not None] + [shard.head]
     assert all(t.untyped_storage().data_ptr() in owned for t in tensors)

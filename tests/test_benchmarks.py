@@ -1,0 +1,80 @@
+"""The GPU's benchmark on a CPU: the same script on small shapes, and what it makes of sections that fail."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["gpu"]
+
+
+def test_the_gpu_script_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *table, last = done.stdout.splitlines()
+    metrics = json.loads(last)
+    assert metrics["name"] == "gpu" and metrics["failed"] == 0
+    assert 0 <= metrics["logprob_diff_fp32_max"] < 1e-4 and metrics["bandwidth_gbs"] > 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("| ")]
+    assert {len(row) for row in rows} == {5} and {row[0] for row in rows[1:]} == set(gpu.SECTIONS)
+    states = [row[4] for row in rows]
+    assert states.count("ok") > 20 and "FAIL" not in states
+    assert not list(tmp_path.iterdir())  # it cleans up after itself
+
+
+def raises(s) -> None:
+    s.row("first", "fine", True)
+    with s.guard("second"):
+        raise ValueError("what\nwhere")
+    s.row("third", "fine", True)
+    raise KeyError("gone")
+
+
+def crashes(s) -> None:
+    s.row("first", "fine", True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs(s) -> None:
+    s.row("first", "fine", True)
+    subprocess.run(["sleep", "60"])
+
+
+def is_slow(s) -> None:
+    for case in s.in_time(range(100)):
+        s.row(str(case), "done")
+        time.sleep(0.2)
+
+
+def test_what_raises_crashes_or_hangs_becomes_a_row(gpu: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    rows = gpu.run_section(raises, "cpu", 60, {})
+    assert [row.state for row in rows] == ["ok", "FAIL", "ok", "FAIL"]
+    assert rows[1].result.startswith("ValueError: what (test_benchmarks.py:") and "KeyError" in rows[3].result
+    assert [row.state for row in gpu.run_section(crashes, "cpu", 60, {})] == ["ok", "FAIL"]
+    start = time.perf_counter()
+    hung = gpu.run_section(hangs, "cpu", 0.2, {}, grace=0.3)
+    assert [row.state for row in hung] == ["ok", "FAIL"] and time.perf_counter() - start < 30
+    assert "killed after" in hung[1].result
+    slow = gpu.run_section(is_slow, "cpu", 0.5, {}, grace=60)
+    assert slow[-1].state == "skipped" and len(slow) < 20
+    gpu.print_table([("name", row) for row in rows], 1.0)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 2
