@@ -20,9 +20,10 @@ def row_bucket(n: int) -> int:
 
 
 class DecodeGraphs:
-    """One graph for each (rows, pages of the longest row) that occurs, captured when it first occurs.
+    """One graph for each (layout, rows, pages of the longest row) that occurs, captured when it first occurs.
 
-    `ended` [rows] is 0 for the rows that a step may change.
+    `ended` [rows] is 0 for the rows that a step may change. `layout` names what else a step reads, such as the
+    shards of one tensor-parallel size.
     """
 
     def __init__(self, ended: Tensor, max_rows: int, max_width: int):
@@ -30,7 +31,8 @@ class DecodeGraphs:
         # Its own: graphs of one stream share a cuBLAS workspace, which the end of any of them frees (pytorch #193402).
         self.stream = torch.cuda.Stream(ended.device) if ended.is_cuda else None
         self.captures = ended.is_cuda  # False: run every step eagerly, to compare
-        self.graphs: dict[tuple[int, int], Any] = {}
+        self.layout = 1
+        self.graphs: dict[tuple[int, int, int], Any] = {}
         self.memory = None  # shared: graphs never run side by side
 
     def clear(self) -> None:
@@ -46,9 +48,10 @@ class DecodeGraphs:
         shape = min(row_bucket(n), self.max_rows), min(max(8, 1 << (width - 1).bit_length()), self.max_width)
         if not self.captures:
             return step(*shape)
-        if shape not in self.graphs:
-            self.graphs[shape] = self._capture(step, *shape)
-        self.graphs[shape].replay()
+        key = self.layout, *shape
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(step, *shape)
+        self.graphs[key].replay()
 
     def _capture(self, step: Callable[[int, int], None], rows: int, width: int) -> Any:
         ended = self.ended.clone()

@@ -212,15 +212,15 @@ class Split:
 
 def check_split(shape: ModelShape, size: int) -> None:
     """Raise ConfigError when `size` ranks cannot share the layers."""
-    possible = [n for n in (1, 2, 4, 8) if _can_split(shape, n)]
-    if not _can_split(shape, size):
+    possible = [n for n in (1, 2, 4, 8) if can_split(shape, n)]
+    if not can_split(shape, size):
         raise ConfigError(
             f"tensor parallelism over {size} ranks does not divide {shape.num_heads} heads, {shape.num_kv_heads} "
             f"KV heads and {shape.intermediate_size} intermediate rows; possible here: {possible}"
         )
 
 
-def _can_split(shape: ModelShape, size: int) -> bool:
+def can_split(shape: ModelShape, size: int) -> bool:
     kv = shape.num_kv_heads
     return not (shape.num_heads % size or (kv % size and size % kv) or shape.mlp_blocks % size)
 
@@ -333,7 +333,7 @@ class Layer(nn.Module):
         )
 
 
-def _alone(x: Tensor) -> Tensor:
+def _alone(x: Any) -> Any:
     return x
 
 
@@ -454,13 +454,18 @@ class Shard:
     def __init__(self, model: Model, parallel: TensorParallel, prepack: bool = True):
         self.model, self.shape, self.parallel = model, model.shape, parallel
         self.split = Split(model.shape, parallel.rank, parallel.size)
-        self.layers = [layer.shard(self.split) for layer in model.layers]
-        self.head = self._own_head()
-        self.missing = -(-self.shape.vocab_size // parallel.size) - len(self.head)
-        if prepack:
-            names = ("qkv", "out", "gate_up", "down")
-            self.layers = [w._replace(**{n: _packed(getattr(w, n)) for n in names}) for w in self.layers]
-            self.head = _packed(self.head)
+        pack = _packed if prepack else _alone
+        names = ("qkv", "out", "gate_up", "down")
+        shards = (layer.shard(self.split) for layer in model.layers)  # one at a time: packing drops what it copies
+        self.layers = [w._replace(**{n: pack(getattr(w, n)) for n in names}) for w in shards]
+        head = self._own_head()
+        self.missing = -(-self.shape.vocab_size // parallel.size) - len(head)
+        self.head = pack(head)
+        own = {_start(p) for p in model.parameters()}
+        tensors = [t for w in self.layers for t in w if t is not None] + [self.head]
+        #: Bytes that are not views of the model's weights: what making or refreshing this shard copies.
+        self.copied_bytes = sum(t.plain.nbytes for t in tensors if isinstance(t, Packed))
+        self.copied_bytes += sum(t.nbytes for t in tensors if isinstance(t, Tensor) and _start(t) not in own)
 
     def refresh(self) -> None:
         """Follow the model's newest weights: views need nothing, copies are made again where they are."""
@@ -511,6 +516,10 @@ class Shard:
         part = linear(hidden, self.head, None)
         part = F.pad(part, (0, self.missing)) if self.missing else part
         return self.parallel.gather(part)[:, : self.shape.vocab_size]
+
+
+def _start(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _packed(weight: Tensor) -> Any:

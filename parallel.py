@@ -4,13 +4,14 @@ Every function here is collective over all ranks unless it says otherwise, and e
 `timeout_seconds`. Tensors travel by NCCL on GPUs and gloo on CPU; Python values always by gloo.
 """
 
+import math
 import os
 import pickle
 import platform
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from config import ConfigError
+
 BUCKET_BYTES = 64 * 2**20
 FRAME_BYTES, HEAD_BYTES = 8 * 2**10, 8  # of the first collective of `gather_objects`, and its count of bytes
+SIZES = (1, 2, 4, 8)  # of tensor-parallel groups
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class World:
     size: int
     device: torch.device
     objects: Any = None  # the gloo group for Python values; None: a single process
+    node_size: int = 0  # ranks on each machine; their greatest common divisor where machines differ; 0: unknown
 
     @property
     def is_main(self) -> bool:
@@ -56,7 +61,13 @@ def start(device: str, timeout_seconds: float) -> World:
     backend, device_id = ("nccl", torch_device) if use_cuda else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     objects = dist.new_group(backend="gloo", timeout=timeout) if use_cuda else dist.group.WORLD
-    return World(rank, size, torch_device, objects)
+    world = World(rank, size, torch_device, objects)
+    return replace(world, node_size=math.gcd(*gather_objects(world, own_node_size(size))))
+
+
+def own_node_size(num_ranks: int) -> int:
+    """Return how many ranks this machine has, as torchrun says; 0: unknown. Not collective."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if num_ranks == 1 else 0))
 
 
 def stop(world: World) -> None:
@@ -139,6 +150,38 @@ def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
 # ---- tensor parallelism of the rollout ---------------------------------------------------------------------------
 
 
+def group_sizes(num_ranks: int, node_size: int) -> list[int]:
+    """Return the sizes of tensor-parallel groups whose neighbours always share a machine. Pure.
+
+    `node_size` 0, which is unknown, leaves 1: a group that crosses machines would run at the speed of the network.
+    """
+    return [n for n in SIZES if num_ranks % n == 0 and (n == 1 or (node_size and node_size % n == 0))]
+
+
+def check_group_size(size: int, num_ranks: int, node_size: int) -> None:
+    """Raise ConfigError when ranks cannot be grouped by `size`. Pure."""
+    possible = group_sizes(num_ranks, node_size)
+    if size in possible:
+        return
+    where = f"{num_ranks} ranks with {node_size} on each machine"
+    if not node_size:
+        where = f"{num_ranks} ranks on unknown machines (LOCAL_WORLD_SIZE is not set; start by torchrun)"
+    raise ConfigError(f"rollout.tensor_parallel = {size} does not divide {where}; possible here: {possible}")
+
+
+class Groups:
+    """The tensor-parallel groups of each size, made and used once at the start: none is made later. Collective."""
+
+    def __init__(self, world: World, sizes: Iterable[int]):
+        self.by_size: dict[int, TensorParallel] = {}
+        for size in sorted(set(sizes)):
+            check_group_size(size, world.size, world.node_size)
+            self.by_size[size] = TensorParallel(world, size)
+
+    def __getitem__(self, size: int) -> "TensorParallel":
+        return self.by_size[size]
+
+
 class TensorParallel:
     """Ranks `rank // size * size` and the next `size - 1` compute every layer together. Making one is collective.
 
@@ -158,6 +201,8 @@ class TensorParallel:
                 self.group = group
         if world.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
             self.shared = SharedMemory(self.group, self.rank, size)
+        # The first use connects the ranks, which a CUDA graph's capture could not wait for.
+        dist.all_reduce(torch.zeros(1, device=world.device), group=self.group)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the sum of everybody's `x`."""

@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,28 +22,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import Chunks, PageAttention
-from config import ConfigError, option
 from core import Sample, SampleId
 from graphs import DecodeGraphs, Flight, upload
-from model import Model, ModelShape, Shard, Split
+from kv_memory import RolloutConfig, kv_budget, kv_page_bytes, num_pages_for
+from model import Model, Shard
 from pages import Pages, compact
 from parallel import TensorParallel, World
 from sampling import SamplingConfig, sample, sample_key, uniforms
 from sequence import Prefill, Sequence
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    max_prompt_tokens: int = option(512, "longest prompt allowed, in tokens", min=1)
-    max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1)
-    max_running: int = option(256, "sequences that decode together on one rank, at most", min=1)
-    step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
-    prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
-    tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
-    page_size: int = option(64, "tokens in one KV page", min=1)
-    kv_gib: float = option(
-        0.25, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory", min=0.0
-    )
 
 
 @dataclass(slots=True)
@@ -56,36 +42,7 @@ class EngineStats:
     preemptions: int = 0
     peak_pages: int = 0
     shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them
-
-
-def kv_page_bytes(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Bytes of one page on one rank: keys and values of `page_size` tokens in every layer."""
-    heads = Split(shape, 0, config.tensor_parallel).num_kv_heads
-    return 2 * shape.num_layers * heads * config.page_size * shape.head_dim * dtype.itemsize
-
-
-def num_pages_for(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many pages the memory budget holds. Raises ConfigError when one full sequence does not fit."""
-    budget = config.kv_gib * 2**30
-    if budget == 0:
-        if device.type != "cuda":
-            raise ConfigError("rollout.kv_gib = 0 needs a GPU; on CPU state the memory, such as rollout.kv_gib = 0.25")
-        budget = torch.cuda.mem_get_info(device)[0] / 2
-    if device.type == "cuda" and config.page_size not in (16, 32, 64, 128, 256):
-        raise ConfigError(f"rollout.page_size = {config.page_size}: on a GPU take 16, 32, 64, 128 or 256")
-    page_bytes = kv_page_bytes(config, shape, dtype)
-    num_pages = int(budget // page_bytes)
-    longest = config.max_prompt_tokens + config.max_response_tokens
-    needed = -(-longest // config.page_size)
-    if num_pages < needed:
-        raise ConfigError(
-            f"rollout.kv_gib = {config.kv_gib} holds {num_pages} pages of {page_bytes} bytes, but one sequence of "
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens needs {needed}; set "
-            f"rollout.kv_gib to at least {math.ceil(needed * page_bytes / 2**30 * 1e6) / 1e6}, "
-            "or lower rollout.max_response_tokens"
-        )
-    most = config.max_running * needed  # more could never be used
-    return min(num_pages, most)
+    regroup_bytes: int = 0  # weights copied because the tensor-parallel size changed
 
 
 ALONE = TensorParallel(World(0, 1, torch.device("cpu")))
@@ -102,13 +59,14 @@ class Engine:
         eos_ids: Iterable[int],
         tokenizer: Any = None,
         parallel: TensorParallel = ALONE,
+        sizes: Iterable[int] = (),
     ):
         """Only `stop` texts and text prompts need the `tokenizer`.
 
-        With `parallel`, all its ranks make the same calls in the same order and get the same samples.
+        With `parallel`, all its ranks make the same calls in the same order and get the same samples. `sizes` are the
+        tensor-parallel sizes, besides its own, that `regroup` may ask for.
         """
         self.config, self.sampling, self.tokenizer = config, sampling, tokenizer
-        self.parallel, self.weights = parallel, Shard(model, parallel, config.prepack)
         self.version = 0  # of the weights, stamped on finished samples
         self.stats = EngineStats()
         self.waiting: deque[Sequence] = deque()
@@ -123,12 +81,13 @@ class Engine:
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             raise ValueError(f"the model is on {self.device}; call torch.cuda.set_device({self.device.index}) first")
         rows, page = config.max_running, config.page_size
-        num_pages = num_pages_for(config, shape, weight.dtype, self.device)
-        self.pages = Pages(num_pages, page, dense=not fused)
-        per_sequence = self.pages.needed(config.max_prompt_tokens + config.max_response_tokens)
-        # One tensor, so that a page moves with one copy: [layers, k|v, pages, K, page, D]
-        pool_shape = (shape.num_layers, 2, num_pages, self.weights.split.num_kv_heads, page, shape.head_dim)
-        self.pool = torch.zeros(pool_shape, dtype=weight.dtype, device=self.device)
+        if config.kv_gib == 0:  # what is free now: the sizes share it
+            config = replace(config, kv_gib=kv_budget(config, self.device) / 2**30)
+        own = {n: (config, shape, weight.dtype, self.device, n) for n in {parallel.size, *sizes}}
+        self.num_pages = {n: num_pages_for(*args) for n, args in own.items()}  # by tensor-parallel size
+        most_bytes = max(pages * kv_page_bytes(config, shape, weight.dtype, n) for n, pages in self.num_pages.items())
+        self.memory = torch.zeros(most_bytes // weight.itemsize, dtype=weight.dtype, device=self.device)
+        per_sequence = -(-(config.max_prompt_tokens + config.max_response_tokens) // page)
 
         def state(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
@@ -150,7 +109,8 @@ class Engine:
         self.host_length = np.zeros(rows, np.int64)
         self.host_pages = np.zeros(rows, np.int64)
         self.table = np.zeros((rows, per_sequence), np.int64)
-        self.page_row = np.zeros(num_pages, np.int64)  # row of a page's sequence; `rows` while it is prefilled
+        most_pages = max(self.num_pages.values())
+        self.page_row = np.zeros(most_pages, np.int64)  # row of a page's sequence; `rows` while it is prefilled
         filled = torch.arange(page)[None] < torch.arange(page + 1)[:, None]  # [page + 1, page]
         self.bias = torch.zeros(page + 1, page).masked_fill(~filled, -torch.inf).to(weight.dtype)
         on_gpu = self.device.type == "cuda"
@@ -163,6 +123,8 @@ class Engine:
             self.sent_tables = deque(
                 torch.zeros(rows, per_sequence, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)
             )
+        self.shards: dict[int, Shard] = {}
+        self._enter(model, parallel)
 
     @staticmethod
     def _is_fused(device: torch.device) -> bool:
@@ -180,15 +142,57 @@ class Engine:
         return self.pages.used
 
     def load_weights(self, model: Model, version: int) -> None:
-        """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine."""
+        """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine.
+
+        Copies are made again by the next `regroup` or `step`, so that weights that are regrouped are not copied twice.
+        """
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
         self.version = version
         if model is self.weights.model:
-            self.weights.refresh()
+            self.is_stale = True
             return
-        self.weights = Shard(model, self.parallel, self.config.prepack)
+        self.shards.clear()
         if self.graphs:
             self.graphs.clear()
+        self._enter(model, self.parallel)
+
+    def regroup(self, parallel: TensorParallel) -> None:
+        """Decode in the group `parallel` from now on: same weights, same KV memory. Wants an idle engine.
+
+        Shards are views of the full weights; those that must be copies (`Shard.copied_bytes`) are copied layer by
+        layer, and so are they, without counting, when the size stays but the weights are new. (RollPacker, section 4.2)
+        """
+        assert self.is_idle, "sequences that run hold pages of the old shape"
+        assert parallel.size in self.num_pages, f"the engine was made for the sizes {sorted(self.num_pages)}"
+        if parallel is not self.parallel:
+            self._settle()
+            self._enter(self.weights.model, parallel)
+            self.stats.regroup_bytes += self.weights.copied_bytes
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self.is_stale:
+            self.weights.refresh()
+            self.is_stale = False
+
+    def _enter(self, model: Model, parallel: TensorParallel) -> None:
+        """Take the shards of `parallel` and give the KV memory the shape of their pages."""
+        size, shape = parallel.size, model.shape
+        if size in self.shards:
+            self.shards[size].refresh()
+        else:
+            if not self.graphs:  # graphs hold addresses, so they need their shards; without them one size is enough
+                self.weights = None
+                self.shards.clear()
+            self.shards[size] = Shard(model, parallel, self.config.prepack)
+        self.parallel, self.weights, self.is_stale = parallel, self.shards[size], False
+        if self.graphs:
+            self.graphs.layout = size
+        page, num_pages = self.config.page_size, self.num_pages[size]
+        self.pages = Pages(num_pages, page, dense=not self.graphs)
+        # One tensor, so that a page moves with one copy: [layers, k|v, pages, K, page, D]
+        pool_shape = (shape.num_layers, 2, num_pages, self.weights.split.num_kv_heads, page, shape.head_dim)
+        self.pool = self.memory[: math.prod(pool_shape)].view(pool_shape)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
@@ -216,6 +220,7 @@ class Engine:
         On a CPU this is one forward, and the samples are its own. On a GPU it is a graph and a forward for the prefill,
         and the samples are those of the step before, whose flags have arrived meanwhile.
         """
+        self._refresh()
         self._admit()
         if self.running:
             self._make_room()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,9 @@ from data import DataConfig, load_prompts
 from judge import TASK, JudgeConfig, check_judge
 from loss import LossConfig
 from metrics import LogConfig, check_loggers
-from model import check_split, parse_shape
+from model import ModelShape, can_split, check_split, parse_shape
+from parallel import check_group_size, group_sizes, own_node_size
+from planner import PROFILE_NAME, PlannerConfig, Profile, load_profile
 from reward import RewardConfig, check_grader, check_rewards, try_graders
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
@@ -54,6 +57,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -71,15 +75,67 @@ def model_dtype(config: Config, device_type: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def model_source(config: Config) -> Path:
+    """Return the folder of the model that a run starts from; a warm-started one may not exist yet."""
+    return Path(config.model.path) if config.model.path else model_folder(config.warm_start, config.data.train, MODELS)
+
+
+def rollout_sizes(
+    config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device, elastic: bool
+) -> list[int]:
+    """Return the tensor-parallel sizes that the rollout may have; without `elastic` only its own.
+
+    Raises ConfigError, with what is possible, when that one does not divide ranks, machines or model, or when its
+    pages do not hold one full sequence.
+    """
+    c, dtype = config.rollout, model_dtype(config, device.type)
+    own = c.tensor_parallel
+    check_group_size(own, num_ranks, node_size)
+    check_split(shape, own)
+    num_pages_for(c, shape, dtype, device, own)
+    if not elastic:
+        return [own]
+    possible = [n for n in group_sizes(num_ranks, node_size) if can_split(shape, n)]
+    return [n for n in possible if n == own or _holds_one(c, shape, dtype, device, n)]
+
+
+def _holds_one(c: RolloutConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, size: int) -> bool:
+    try:
+        return num_pages_for(c, shape, dtype, device, size) > 0
+    except ConfigError:
+        return False
+
+
+def profile_path(config: Config) -> Path:
+    return Path(config.planner.profile or model_source(config) / PROFILE_NAME)
+
+
+def profile_conditions(config: Config, shape: ModelShape, num_ranks: int, device: torch.device) -> dict[str, Any]:
+    """Return what the times of a rollout profile depend on: one made under others is refused."""
+    return {
+        "model": f"{shape.num_layers} layers of {shape.hidden_size}, {shape.num_heads}/{shape.num_kv_heads} heads",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "dtype": str(model_dtype(config, device.type)).removeprefix("torch."),
+        "ranks": num_ranks,
+        "page_size": config.rollout.page_size,
+    }
+
+
+def rollout_profile(
+    config: Config, shape: ModelShape, sizes: list[int], num_ranks: int, device: torch.device
+) -> Profile | None:
+    """Read the profile that the planner's rule needs, or that it can use and is there."""
+    rule, path = config.planner.rule, profile_path(config)
+    if rule == "fixed" or (rule == "paper" and not config.planner.profile and not path.exists()):
+        return None
+    return load_profile(path, profile_conditions(config, shape, num_ranks, device), sizes)
+
+
 def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     """Raise ConfigError on anything that would fail later: combinations, data, graders, model folder, run folder."""
     c = config
     tp = c.rollout.tensor_parallel
-    if world_size % tp:
-        raise ConfigError(
-            f"rollout.tensor_parallel = {tp} does not divide the {world_size} ranks; possible here: "
-            f"{[n for n in (1, 2, 4, 8) if world_size % n == 0]}"
-        )
+    check_group_size(tp, world_size, own_node_size(world_size))
     if c.scheduler.num_prompts % (world_size // tp):
         replicas = f"{world_size // tp} replicas of {tp} ranks" if tp > 1 else f"{world_size} ranks"
         near = max(c.scheduler.num_prompts // (world_size // tp), 1) * (world_size // tp)
@@ -120,7 +176,7 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     check_loggers(c.log)
     check_run_folder(config, resume)
     device = torch.device("cuda" if c.run.device != "cpu" and torch.cuda.is_available() else "cpu")
-    folder = Path(c.model.path) if c.model.path else model_folder(c.warm_start, c.data.train, MODELS)
+    folder = model_source(c)
     if c.model.path or folder.exists():
         checkpoint.check_model(folder)
         tokenizer = checkpoint.load_tokenizer(folder)
@@ -134,14 +190,15 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     else:
         tokenizer = byte_tokenizer()
         shape = parse_shape(hf_config(c.warm_start, tokenizer), "warm_start")
-    check_split(shape, tp)
     longest = c.rollout.max_prompt_tokens + c.rollout.max_response_tokens
     if longest > shape.max_positions:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} is over the model's context of "
             f"{shape.max_positions} tokens; lower rollout.max_response_tokens"
         )
-    num_pages_for(c.rollout, shape, model_dtype(config, device.type), device)
+    elastic = c.planner.rule != "fixed"
+    sizes = rollout_sizes(c, shape, world_size, own_node_size(world_size), device, elastic)
+    rollout_profile(c, shape, sizes, world_size, device)
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
     first = {p.task: p.where for p in reversed(prompts + held_out)}
     if TASK in first:
@@ -211,7 +268,7 @@ def check_run_folder(config: Config, resume: bool) -> None:
         return  # with --resume too: what restarts a run gives it one command line for the first start and the others
     before = flatten(load_config(Config, str(saved), []))
     for key, (value, _) in flatten(config).items():
-        is_free = key in FREE_TO_CHANGE or key.startswith("log.")
+        is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner."))
         if key == "run.steps" and config.trainer.lr_schedule != "constant":
             is_free = False  # the schedule ends with the run
         if value != before[key][0] and not is_free:

@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,15 @@ from jobs import merge_stats
 from judge import Graders, judge_record, open_graders
 from loss import ADVANTAGES
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
+from model import Model
 from parallel import World
 from placement import assign_by_load
+from planner import Choice, Launch, Limits, ParallelismPlanner, Report
 from reward import GraderError, by_grader
-from rollout import Engine, EngineStats
+from rollout import Engine, EngineStats, kv_budget
 from rounds import Referee, Round, shaped_reward
 from scheduler import POLICIES, Race, TailBatching
-from settings import MODELS, Config, check, model_dtype
+from settings import MODELS, Config, check, model_dtype, rollout_profile, rollout_sizes
 from trainer import Example, NonFiniteError, Trainer
 from warm_start import ensure_model
 
@@ -62,6 +64,7 @@ def train(config: Config, world: World, resume: bool) -> None:
                     groups = load_groups(Path(config.run.replay), run.step + 1)
             else:
                 plan = run.policy.plan(run.stream.take, config.run.steps - run.step)
+                regroup(run, plan, clock)
                 groups, current = roll_out(run, plan, run.policy, clock)
                 played = asdict(run.policy.close(current.aborted)) | current.record
             with clock.span("train"):
@@ -71,6 +74,8 @@ def train(config: Config, world: World, resume: bool) -> None:
                 run.step += 1
                 engine.load_weights(trainer.model, run.step)
             record = step_record(run, groups, played, updates, clock, time.perf_counter() - start)
+            if run.choice:
+                record["planner"] = close_round(run, plan.kind, groups, record)
 
             is_last = run.step == config.run.steps
             if config.run.dump_rollouts and world.is_main:
@@ -97,6 +102,22 @@ def roll_out(run: "Run", plan: RoundPlan, referee: Referee, clock: Clock) -> tup
         current.play(plan, referee)
     with clock.span("exchange"):
         return current.collect(), current
+
+
+def regroup(run: "Run", plan: RoundPlan, clock: Clock) -> None:
+    """Let the planner choose the tensor-parallel size of the round and take it. No collective: all choose the same."""
+    prompt_tokens = sum(len(prompt.token_ids) for _, prompt in plan.prompts) / len(plan.prompts)
+    launch = Launch(len(plan.prompts) * plan.num_responses, prompt_tokens, plan.num_responses)
+    run.choice = run.planner.choose(plan.kind, launch)
+    with clock.span("regroup"):
+        run.engine.regroup(run.groups[run.choice.size])
+
+
+def close_round(run: "Run", kind: str, groups: Sequence[Group], record: dict[str, Any]) -> dict[str, Any]:
+    """Tell the planner what became of the round; return its decision for the record."""
+    lengths = tuple(len(sample.token_ids) for group in groups for sample in group.samples)
+    run.planner.observe(kind, Report(record["engine"]["preemptions"], record["seconds"]["rollout"], lengths))
+    return {"kind": kind, **asdict(run.choice), "predicted": {str(n): t for n, t in run.choice.predicted.items()}}
 
 
 def group_advantages(groups: Sequence[Group], config: Config) -> torch.Tensor:
@@ -209,9 +230,10 @@ def step_record(
         },
         "engine": {
             **{
-                k: sum(e[k] for e in engines)
+                k: sum(e[k] for e in engines[:: run.engine.parallel.size])  # a replica's ranks count the same
                 for k in ("decoded_tokens", "prefilled_tokens", "shared_tokens", "preemptions")
             },
+            "regroup_bytes": sum(e["regroup_bytes"] for e in engines),
             "decode_steps": max(e["decode_steps"] for e in engines),
             "peak_pages": max(e["peak_pages"] for e in engines),
             "pages": run.engine.pages.size,
@@ -245,9 +267,12 @@ class Run:
     pool: Graders
     stream: PromptStream
     policy: TailBatching
+    groups: parallel.Groups
+    planner: ParallelismPlanner
     held_out: list[Prompt]
     recorder: Recorder
     step: int = 0
+    choice: Choice | None = None  # of the newest round
 
 
 def build(config: Config, world: World, resume: bool) -> Run:
@@ -276,10 +301,8 @@ def build(config: Config, world: World, resume: bool) -> Run:
         config.run.steps * config.trainer.updates_per_step,
         reference,
     )
-    tensor_parallel = parallel.TensorParallel(world, config.rollout.tensor_parallel)
-    engine = Engine(
-        model, config.rollout, config.sampling, checkpoint.eos_ids(source, tokenizer), tokenizer, tensor_parallel
-    )
+    ends = checkpoint.eos_ids(source, tokenizer)
+    groups, engine, planner = build_rollout(config, model, ends, tokenizer, world)
     stream = PromptStream(prompts, config.run.seed)
     policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
     step = 0
@@ -287,6 +310,7 @@ def build(config: Config, world: World, resume: bool) -> Run:
         state = checkpoint.load_state(checkpoints[-1], world.device)
         trainer.load_state_dict(state["trainer"])
         stream.load_state_dict(state["stream"])
+        planner.load_state_dict(state["planner"])
         step = state["step"]
         policy.load_state_dict(state["policy"], prompts)
         waiting, places = len(policy.queue), (config.run.steps - step) * config.scheduler.num_prompts
@@ -296,8 +320,9 @@ def build(config: Config, world: World, resume: bool) -> Run:
                 f"take at least {step + -(-waiting // config.scheduler.num_prompts)}"
             )
         engine.load_weights(model, step)
-    # The first rank of a replica has its samples graded.
-    tasks = set() if tensor_parallel.rank else {p.task for p in (*prompts, *held_out)}
+    # The first rank of a replica has its samples graded: any rank, when the size changes.
+    grades = engine.parallel.rank == 0 or config.planner.rule != "fixed"
+    tasks = {p.task for p in (*prompts, *held_out)} if grades else set()
     pool = open_graders(config.reward, config.judge, tasks, world.device, dtype)
     if checkpoints:
         pool.timeouts.load_state_dict(state["timeouts"])
@@ -309,9 +334,23 @@ def build(config: Config, world: World, resume: bool) -> Run:
         recorder.say(f"resumed from {checkpoints[-1]}" if checkpoints else f"no checkpoint in {folder}: starts afresh")
     if any(p.task == "code" for p in prompts + held_out):
         recorder.say(f"sandbox: {sandbox.isolation()}")
-    return Run(
-        config, world, folder, source, tokenizer, engine, trainer, pool, stream, policy, held_out, recorder, step
-    )
+    rooms = engine, trainer, pool, stream, policy, groups, planner
+    return Run(config, world, folder, source, tokenizer, *rooms, held_out, recorder, step)
+
+
+def build_rollout(
+    config: Config, model: Model, ends: Iterable[int], tokenizer: Any, world: World
+) -> tuple[parallel.Groups, Engine, ParallelismPlanner]:
+    """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
+    free = min(parallel.gather_objects(world, kv_budget(config.rollout, world.device)))  # ranks need equal pools
+    rollout = replace(config.rollout, kv_gib=free / 2**30)
+    config, elastic = replace(config, rollout=rollout), config.planner.rule != "fixed"
+    sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic)
+    profile = rollout_profile(config, model.shape, sizes, world.size, world.device)
+    groups, own = parallel.Groups(world, sizes), rollout.tensor_parallel
+    engine = Engine(model, rollout, config.sampling, ends, tokenizer, groups[own], sizes)
+    limits = Limits(world.size, engine.num_pages, rollout.page_size, rollout.max_running, rollout.max_response_tokens)
+    return groups, engine, ParallelismPlanner(config.planner, limits, own, profile)
 
 
 def save(run: Run) -> None:
@@ -320,6 +359,7 @@ def save(run: Run) -> None:
     if run.world.is_main:
         state = {"step": run.step, "trainer": trainer, "timeouts": run.pool.timeouts.state_dict()}
         state |= {"stream": run.stream.state_dict(), "policy": run.policy.state_dict()}
+        state |= {"planner": run.planner.state_dict()}
         keep = run.config.run.keep_checkpoints
         checkpoint.save_checkpoint(run.folder, run.step, run.trainer.model, run.source, state, keep)
     parallel.barrier(run.world)

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = {path.stem: path for path in ROOT.glob("*.py")}
-NO_TORCH = ("scheduler", "tasks", "reward", "config", "core", "pages", "sandbox", "box", "remote", "timeouts")
+NO_TORCH = ("scheduler", "placement", "planner", "tasks", "reward", "config", "core", "pages", "sandbox", "box")
+NO_TORCH += ("remote", "timeouts")
 MAX_LINES = 600
 
 

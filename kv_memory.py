@@ -1,0 +1,64 @@
+"""What the rollout is told, and how many KV pages its memory holds at each tensor-parallel size."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from config import ConfigError, option
+from model import ModelShape, Split
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    max_prompt_tokens: int = option(512, "longest prompt allowed, in tokens", min=1)
+    max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1)
+    max_running: int = option(256, "sequences that decode together in one replica, at most", min=1)
+    step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
+    prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
+    tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
+    page_size: int = option(64, "tokens in one KV page", min=1)
+    kv_gib: float = option(
+        0.25, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory", min=0.0
+    )
+
+
+def kv_page_bytes(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
+    """Bytes of one page on one rank of a replica: keys and values of `page_size` tokens in every layer."""
+    heads = Split(shape, 0, tensor_parallel).num_kv_heads
+    return 2 * shape.num_layers * heads * config.page_size * shape.head_dim * dtype.itemsize
+
+
+def kv_budget(config: RolloutConfig, device: torch.device) -> float:
+    """Return the bytes that one rank's page pool may have."""
+    if config.kv_gib:
+        return config.kv_gib * 2**30
+    if device.type != "cuda":
+        raise ConfigError("rollout.kv_gib = 0 needs a GPU; on CPU state the memory, such as rollout.kv_gib = 0.25")
+    return torch.cuda.mem_get_info(device)[0] / 2
+
+
+def num_pages_for(
+    config: RolloutConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel: int = 1,
+) -> int:
+    """Return how many pages the memory budget holds. Raises ConfigError when one full sequence does not fit."""
+    budget = kv_budget(config, device)
+    if device.type == "cuda" and config.page_size not in (16, 32, 64, 128, 256):
+        raise ConfigError(f"rollout.page_size = {config.page_size}: on a GPU take 16, 32, 64, 128 or 256")
+    page_bytes = kv_page_bytes(config, shape, dtype, tensor_parallel)
+    num_pages = int(budget // page_bytes)
+    longest = config.max_prompt_tokens + config.max_response_tokens
+    needed = -(-longest // config.page_size)
+    if num_pages < needed:
+        raise ConfigError(
+            f"rollout.kv_gib = {config.kv_gib} holds {num_pages} pages of {page_bytes} bytes, but one sequence of "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens needs {needed}; set "
+            f"rollout.kv_gib to at least {math.ceil(needed * page_bytes / 2**30 * 1e6) / 1e6}, "
+            "or lower rollout.max_response_tokens"
+        )
+    most = config.max_running * needed  # more could never be used
+    return min(num_pages, most)

@@ -1,0 +1,132 @@
+"""Measure the rollout for the parallelism planner: `torchrun --nproc_per_node=4 profiler.py --config FILE.toml ...`
+
+Takes the settings and the ranks of the run it is made for. Writes `planner.profile`, or rollout_profile.json in the
+model folder: seconds of prefill and decode over tensor-parallel size, sequences and context. (RollPacker, section 4.2)
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence as List
+from random import Random
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import parallel
+from config import ConfigError, load_config
+from parallel import Groups, World
+from planner import Profile, SizeProfile
+from rollout import Engine
+from sequence import Sequence
+from settings import Config, model_dtype, model_source, profile_conditions, profile_path, rollout_sizes
+
+MAX_TOKENS = 2**18  # of context in one point: more would take minutes to prefill, and times grow evenly
+BLOCKS = 5  # of decode steps; the fastest counts, for other work on the machine only adds
+
+
+def measure(engine: Engine, groups: Groups, world: World, contexts: List[int] = ()) -> dict[int, SizeProfile]:
+    """Return what an idle engine does in groups of each of its sizes, at 1, 4, 16 .. sequences. Collective.
+
+    `contexts`: tokens of each sequence, by default a longest sequence, a quarter and a sixteenth of it. All replicas
+    work side by side, as they do in a rollout; the slowest rank counts.
+    """
+    batches = sorted({min(4**i, engine.config.max_running) for i in range(8)})
+    longest = engine.config.max_prompt_tokens + engine.config.max_response_tokens
+    sizes = {}
+    for size, num_pages in sorted(engine.num_pages.items()):
+        engine.regroup(groups[size])
+        points = [Point(engine, b, c) for b in batches for c in contexts or (longest // 16, longest // 4, longest)]
+        points = [point for point in points if point.fits]
+        if not any(point.batch == 1 for point in points):
+            raise ConfigError(
+                f"rollout.kv_gib: {num_pages} pages of tensor-parallel size {size} are too few to measure"
+            )
+        decode, prefill = [], {}
+        for point in tqdm(points, desc=f"tensor parallel {size}", disable=None if world.is_main else True):
+            for _ in range(2 if engine.graphs else 1):  # the first time captures graphs
+                seconds = parallel.gather_objects(world, point.measure(world))
+            prefill[point.nominal] = point.context, max(s for s, _ in seconds)
+            decode.append((point.batch, point.context, max(s for _, s in seconds)))
+        sizes[size] = SizeProfile(num_pages, tuple(decode), tuple(sorted(prefill.values())))
+    return sizes
+
+
+class Point:
+    """A number of sequences with so many tokens of context each; less what the measurement itself decodes."""
+
+    def __init__(self, engine: Engine, batch: int, context: int):
+        c, self.engine, self.batch, self.nominal = engine.config, engine, batch, context
+        self.steps = min(max(c.max_response_tokens // (2 * BLOCKS), 1), 8)  # of decoding in a block
+        chunk = max(c.step_tokens - batch, c.page_size)
+        # The first sequences decode while the last are prefilled, and none may end before the blocks do.
+        self.new_tokens = BLOCKS * self.steps + 3 + batch * context // chunk
+        longest = c.max_prompt_tokens + c.max_response_tokens
+        self.context = max(min(context, longest - self.new_tokens), 1)
+
+    @property
+    def fits(self) -> bool:
+        tokens, pages = self.context + self.new_tokens, self.engine.pages
+        holds = self.batch * pages.needed(tokens) + pages.size // 100 <= pages.size
+        return holds and self.new_tokens <= self.engine.config.max_response_tokens and self.batch * tokens <= MAX_TOKENS
+
+    def measure(self, world: World) -> tuple[float, float]:
+        """Return (prefill seconds of a token, seconds of a decode step) on this rank."""
+        engine, rng = self.engine, Random(0)
+        for i in range(self.batch):
+            ids = tuple(rng.randrange(engine.weights.shape.vocab_size) for _ in range(self.context))
+            engine.add(Sequence(i, 0, 0, ids, i, self.new_tokens, ignore_eos=True))
+        parallel.barrier(world)
+        start = time.perf_counter()
+        while len(engine.running) < self.batch:
+            engine.step()
+        prefill = (_now(world) - start) / (self.batch * self.context)
+        blocks = []
+        for _ in range(BLOCKS):
+            start = time.perf_counter()
+            for _ in range(self.steps):
+                engine.step()
+            blocks.append((_now(world) - start) / self.steps)
+        engine.abort([(0, i, 0) for i in range(self.batch)])
+        return prefill, min(blocks)
+
+
+def _now(world: World) -> float:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main(argv: list[str]) -> int:
+    path = argv[argv.index("--config") + 1] if "--config" in argv[:-1] else None
+    overrides = [a for i, a in enumerate(argv) if a != "--config" and (i == 0 or argv[i - 1] != "--config")]
+    world = None
+    try:
+        config = load_config(Config, path, overrides)
+        folder = model_source(config)
+        if not folder.exists():
+            raise ConfigError(f"{folder}: no such model; a run of train.py makes the small one, or give model.path")
+        world = parallel.start(config.run.device, config.run.timeout_seconds)
+        dtype = model_dtype(config, world.device.type)
+        model = checkpoint.load_model(folder, world.device, dtype).requires_grad_(False)
+        sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
+        groups = Groups(world, sizes)
+        engine = Engine(model, config.rollout, config.sampling, (), parallel=groups[sizes[0]], sizes=sizes)
+        made_on = profile_conditions(config, model.shape, world.size, world.device)
+        profile = Profile(made_on, measure(engine, groups, world))
+        if world.is_main:
+            profile.save(profile_path(config))
+            print(f"times of tensor-parallel sizes {sizes} written to {profile_path(config)}")
+        return 0
+    except ConfigError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if world:
+            parallel.stop(world)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

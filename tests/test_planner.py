@@ -1,0 +1,302 @@
+"""The planner's rules on made-up rounds, its simulator on counts that can be checked by hand, and its profile file."""
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from config import ConfigError
+from planner import (
+    HISTORY,
+    QUIET_ROUNDS,
+    RULES,
+    Launch,
+    Limits,
+    ParallelismPlanner,
+    PlannerConfig,
+    Profile,
+    Report,
+    Simulator,
+    SizeProfile,
+    _resample,
+    load_profile,
+)
+
+PAGE = 64
+LAUNCH = Launch(64, 32.0, 8)
+
+
+def size_profile(start: float, each: float = 1e-5, read: float = 1e-8, pages: int = 1000) -> SizeProfile:
+    grid = [(n, c, start + n * (each + c * read)) for n in (1, 8, 64) for c in (64, 512, 4096)]
+    return SizeProfile(pages, tuple(grid), ((64, each + 1e-12), (4096, each + 1e-12)))
+
+
+def planner(rule: str, sizes=(1, 2, 4), start: int = 1, profile=None, ranks: int = 4, **limits) -> ParallelismPlanner:
+    settings = {"page_size": PAGE, "max_running": 256, "max_response_tokens": 1024} | limits
+    return ParallelismPlanner(
+        PlannerConfig(rule), Limits(ranks, dict.fromkeys(sizes, 1000), **settings), start, profile
+    )
+
+
+def play(p: ParallelismPlanner, preemptions: list[int], kind: str = "short") -> list[int]:
+    sizes = []
+    for count in preemptions:
+        sizes.append(p.choose(kind, LAUNCH).size)
+        p.observe(kind, Report(count, 1.0, (100,) * 64))
+    return sizes
+
+
+# ---- the paper's rule --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "start, preemptions, sizes",
+    [
+        (1, [100, 105, 110, 110], [1, 1, 1, 1]),  # a rise of 1.05 or less is none
+        (1, [100, 106, 50, 0], [1, 1, 2, 2]),
+        (1, [0, 1, 0, 0], [1, 1, 2, 2]),  # from nothing to something is a rise
+        (1, [10, 20, 40, 80, 160], [1, 1, 2, 4, 4]),  # not past the largest
+        (4, [0] * 10, [4, 4, 4, 4, 2, 2, 2, 2, 1, 1]),  # four quiet rounds each, not past the smallest
+        (2, [0, 0, 0, 5, 0, 0, 0, 0], [2, 2, 2, 2, 4, 4, 4, 4]),  # a preemption starts the count again
+    ],
+)
+def test_preemptions_that_rise_double_and_quiet_rounds_halve(start, preemptions, sizes) -> None:
+    assert play(planner("paper", start=start), preemptions) == sizes
+
+
+def test_short_and_long_rounds_are_judged_apart() -> None:
+    p = planner("paper", start=2)
+    sizes = {"short": [], "long": []}
+    for step in range(2 * QUIET_ROUNDS + 2):
+        kind = ("short", "long")[step % 2]
+        sizes[kind] += play(p, [0 if kind == "long" else 100 + 10 * step], kind)
+    assert sizes == {"short": [2, 2, 4, 4, 4], "long": [2, 2, 2, 2, 1]}
+
+
+def test_every_decision_has_its_reason() -> None:
+    p = planner("paper", start=1)
+    reasons = []
+    for count in (3, 9, 9, 0, 0, 0, 0, 0):
+        reasons.append(p.choose("short", LAUNCH).reason)
+        p.observe("short", Report(count, 1.0, (100,)))
+    assert reasons[0] == "start: no profile" and reasons[1] == "kept: 3 preemptions"
+    assert reasons[2] == "preemptions rose from 3 to 9: doubled"
+    assert reasons[-1] == "no preemption in 4 short rounds: halved"
+
+
+def test_sizes_that_are_not_allowed_are_stepped_over() -> None:
+    assert play(planner("paper", sizes=(1, 4)), [1, 2, 0, 0, 0, 0, 0]) == [1, 1, 4, 4, 4, 4, 1]
+
+
+def test_fixed_stays() -> None:
+    assert play(planner("fixed", start=2), [0, 50, 100, 0, 0, 0, 0, 0]) == [2] * 8
+
+
+# ---- the simulator -----------------------------------------------------------------------------------------------
+
+
+def simulator(pages: int, max_running: int = 256, **profile: float) -> Simulator:
+    limits = Limits(1, {1: pages}, PAGE, max_running, 1024)
+    return Simulator(size_profile(**{"start": 1.0, "each": 0.0, "read": 0.0, **profile}), limits, pages)
+
+
+def test_the_fit_finds_the_costs_that_made_the_times() -> None:
+    s = simulator(10, start=2e-3, each=3e-5, read=4e-9)
+    assert s.decode == pytest.approx([2e-3, 3e-5, 4e-9], rel=1e-6)
+    assert s.decode_seconds(100, 1000) == pytest.approx(2e-3 + 3e-3 + 4e-4, rel=1e-6)
+
+
+def test_noise_never_makes_more_work_cost_less() -> None:
+    rng = Random(0)
+    for _ in range(50):
+        grid = tuple((n, c, rng.uniform(1e-3, 1.1e-3)) for n in (1, 4, 16) for c in (64, 256))
+        profile = SizeProfile(10, grid, tuple((c, rng.uniform(1e-5, 2e-5)) for c in (64, 256)))
+        s = Simulator(profile, Limits(1, {1: 10}, PAGE, 8, 64), 10)
+        assert min(*s.decode, *s.prefill) >= 0 and s.decode_seconds(8, 8) > 0
+
+
+def test_steps_are_those_of_the_longest_while_all_fit() -> None:
+    """The prefill draws the first token, so there is one step fewer than tokens."""
+    assert simulator(1000).run(Launch(8, 10, 8), [5, 100, 300, 17]) == (pytest.approx(299), 0)
+    assert simulator(1000, max_running=2).run(Launch(4, 10, 4), [100, 100, 100, 100]) == (pytest.approx(2 * 99), 0)
+
+
+def test_the_newest_is_preempted_when_pages_run_out() -> None:
+    # Two sequences of 10 + 182 tokens need 3 pages each. With 5 the second starts again after the first, from 118 on.
+    seconds, preemptions = simulator(5).run(Launch(2, 10, 1), [182, 182])
+    assert preemptions == 1 and seconds == pytest.approx(181 + 181 - 118, abs=1)
+    assert simulator(6).run(Launch(2, 10, 1), [182, 182]) == (pytest.approx(181), 0)
+
+
+def test_fewer_pages_are_never_faster() -> None:
+    rng = Random(1)
+    lengths = [rng.randrange(1, 600) for _ in range(60)]
+    runs = [simulator(pages, each=0.01).run(Launch(60, 20, 4), lengths) for pages in (15, 40, 80, 160, 2000)]
+    assert [s for s, _ in runs] == sorted((s for s, _ in runs), reverse=True)
+    assert runs[-1][1] == 0 and runs[0][1] > 5
+
+
+def test_a_prompt_is_computed_once_for_all_its_responses() -> None:
+    s = simulator(1000, each=1e-3)
+    assert s.run(Launch(16, 64.0, 8), [1] * 16) == (pytest.approx(2 * 64 * 1e-3, rel=1e-3), 0)
+
+
+def test_lengths_of_another_number_of_sequences_keep_their_quantiles() -> None:
+    assert _resample([4, 1, 3, 2], 4) == [1, 2, 3, 4] and _resample(range(1, 11), 2) == [3, 8]
+    assert _resample([7], 3) == [7, 7, 7]
+
+
+# ---- the rule that predicts --------------------------------------------------------------------------------------
+
+
+def profile_of(seconds: dict[int, float]) -> Profile:
+    return Profile({"device": "cpu"}, {n: size_profile(s) for n, s in seconds.items()})
+
+
+def test_the_fastest_size_is_taken_from_the_start() -> None:
+    assert play(planner("predict", profile=profile_of({1: 3e-3, 2: 1e-3, 4: 2e-3})), [0, 0]) == [2, 2]
+    paper = planner("paper", profile=profile_of({1: 3e-3, 2: 1e-3, 4: 2e-3}))
+    choice = paper.choose("short", LAUNCH)
+    assert (choice.size, choice.reason) == (2, "start: the profile's best") and set(choice.predicted) == {1, 2, 4}
+
+
+def test_a_gain_under_the_margin_changes_nothing() -> None:
+    """Sizes 1 and 2 differ by 3 %, and which is faster depends on the lengths."""
+    profile = Profile({}, {1: size_profile(1e-3, each=3e-6, read=0), 2: size_profile(1.03e-3, each=0, read=0)})
+    limits = Limits(2, {1: 1000, 2: 1000}, PAGE, 64, 1024)
+    nervous, calm = (ParallelismPlanner(PlannerConfig("predict", margin=m), limits, 1, profile) for m in (0.0, 0.08))
+    sizes = {}
+    for p in (nervous, calm):
+        sizes[p] = []
+        for step in range(8):
+            launch = Launch(4, 10.0, 4) if step % 2 else Launch(64, 10.0, 4)
+            sizes[p].append(p.choose("short", launch).size)
+            lengths = (200,) * launch.num_sequences
+            p.observe("short", Report(0, p._seconds(sizes[p][-1], launch, lengths), lengths))
+    assert len(set(sizes[nervous])) == 2 and len(set(sizes[calm])) == 1
+
+
+def test_a_wrong_profile_is_found_out_but_not_by_one_slow_round() -> None:
+    p = planner("predict", sizes=(1, 2), ranks=2, profile=profile_of({1: 1.6e-3, 2: 1e-3}))
+    wrong = {1: 1.0, 2: 2.0}  # size 2 is twice as slow as the profile says
+    sizes = []
+    for step in range(14):
+        choice = p.choose("short", LAUNCH)
+        sizes.append(choice.size)
+        simulated = p._seconds(choice.size, LAUNCH, (300,) * 64)
+        p.observe("short", Report(0, simulated * wrong[choice.size] * (3 if step == 11 else 1), (300,) * 64))
+    first = sizes.index(1)
+    assert set(sizes[:first]) == {2} and first >= HISTORY and set(sizes[first:]) == {1}, sizes
+
+
+def test_lengths_of_the_other_kind_serve_until_there_are_own() -> None:
+    p = planner("predict", profile=profile_of({1: 1e-3, 2: 1e-3, 4: 1e-3}))
+    p.choose("short", LAUNCH)
+    guess = p.predict("short", LAUNCH)
+    p.observe("short", Report(0, guess[1], (5,) * 64))
+    assert p.choose("long", LAUNCH).predicted[1] < guess[1] / 10
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_restored_planner_goes_on_as_the_first_would(rule) -> None:
+    def fresh() -> ParallelismPlanner:
+        return planner(rule, profile=profile_of({1: 1.3e-3, 2: 1.1e-3, 4: 1e-3}))
+
+    rng, one, two = Random(2), fresh(), fresh()
+    for step in range(30):
+        kind = ("short", "short", "long")[step % 3]
+        report = Report(rng.choice((0, 0, 0, 9, 50)), rng.uniform(0.05, 0.5), tuple(rng.sample(range(1, 900), 64)))
+        assert one.choose(kind, LAUNCH) == two.choose(kind, LAUNCH)
+        one.observe(kind, report)
+        two.observe(kind, report)
+        state, two = two.state_dict(), fresh()
+        two.load_state_dict(state)
+
+
+def test_a_restored_size_that_is_not_allowed_gives_way_to_a_smaller_one() -> None:
+    p = planner("paper", start=4)
+    play(p, [1])
+    other = planner("paper", sizes=(1, 2), start=1)
+    other.load_state_dict(p.state_dict())
+    assert other.choose("short", LAUNCH).size == 2
+
+
+# ---- the paper's Figure 12 ---------------------------------------------------------------------------------------
+
+
+def growing_rounds() -> list[tuple[int, ...]]:
+    """Rounds of 1024 responses whose limit grows from 8k to 32k tokens; many more of them come near it."""
+    rng, rounds = Random(0), []
+    for step in range(10):
+        limit = 8192 + step * 24576 // 9
+        rounds.append(tuple(min(int(rng.lognormvariate(0, 0.9) * limit / 5) + 1, limit) for _ in range(1024)))
+    return rounds
+
+
+def replay(rule: str, start: int = 1) -> tuple[list[int], float]:
+    """Play the growing rounds on 8 GPUs that hold an 8B model; return the sizes and the total seconds.
+
+    A replica's pages: 80 GB a GPU, less its part of 16 GB of weights, at 147 kB a token over its ranks. A step reads
+    weights and keys at 3 TB/s a GPU; two reductions a layer cost 30 us beyond one GPU.
+    """
+    sizes, pages = {}, {}
+    for n in (1, 2, 4, 8):
+        pages[n] = int(n * (72e9 - 16e9 / n) / 147e3) // PAGE
+        start_seconds = 16e9 / n / 3e12 + 36 * 2 * 30e-6 * (n > 1) * n**0.3
+        grid = [
+            (b, c, start_seconds + b * (1e-5 + c * 147e3 / n / 3e12)) for b in (1, 64, 512) for c in (256, 4096, 16384)
+        ]
+        sizes[n] = SizeProfile(pages[n], tuple(grid), ((256, 2e-5 / n), (16384, 2e-5 / n)))
+    limits = Limits(8, pages, PAGE, 1024, 32768)
+    world = ParallelismPlanner(PlannerConfig("predict"), limits, 1, Profile({}, sizes))  # its simulators play the GPUs
+    p = ParallelismPlanner(PlannerConfig(rule), limits, start, Profile({}, sizes) if rule == "predict" else None)
+    chosen, total, launch = [], 0.0, Launch(1024, 512.0, 8)
+    for lengths in growing_rounds():
+        size = p.choose("short", launch).size
+        replicas = 8 // size
+        runs = [world.simulators[size].run(launch, lengths[i::replicas]) for i in range(replicas)]
+        seconds, preemptions = max(s for s, _ in runs), sum(n for _, n in runs)
+        p.observe("short", Report(preemptions, seconds, lengths))
+        chosen.append(size)
+        total += seconds
+    return chosen, total
+
+
+def test_growing_lengths_raise_the_size_step_by_step() -> None:
+    """Figure 12: from 1 to 2 and from 2 to 4 while lengths grow from 8k to 32k, for less time than at 1."""
+    sizes, seconds = replay("paper")
+    assert sizes == sorted(sizes) and [n for i, n in enumerate(sizes) if n not in sizes[:i]] == [1, 2, 4], sizes
+    assert seconds < replay("fixed")[1]
+
+
+def test_the_prediction_is_close_to_the_best_fixed_size_in_hindsight() -> None:
+    best = min(replay("fixed", n)[1] for n in (1, 2, 4, 8))
+    assert replay("predict")[1] < 1.05 * best
+
+
+# ---- the profile's file ------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    profile = profile_of({1: 1e-3, 2: 2e-3})
+    profile.save(tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json", {"device": "cpu"}, [1, 2]) == profile
+
+
+def test_a_profile_of_other_conditions_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    with pytest.raises(ConfigError, match="cannot read .* make it by: torchrun"):
+        load_profile(path, {}, [1])
+    profile_of({1: 1e-3}).save(path)
+    with pytest.raises(ConfigError, match=r"made on \{'device': 'cpu'\}, this run is on \{'device': 'H100'\}"):
+        load_profile(path, {"device": "H100"}, [1])
+    with pytest.raises(ConfigError, match=r"no times for tensor-parallel sizes \[2, 4\]"):
+        load_profile(path, {"device": "cpu"}, [1, 2, 4])
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="not a rollout profile"):
+        load_profile(path, {}, [1])
+
+
+def test_rules_are_chosen_by_name() -> None:
+    assert replace(PlannerConfig(), rule="paper").rule in RULES and set(RULES) == {"fixed", "paper", "predict"}

@@ -1,0 +1,295 @@
+"""Engines that change their tensor-parallel size between rounds: same tokens, same memory, same training."""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from test_rollout import FusedEngine
+from test_tensor_parallel import CONFIG, FAMILIES, SHAPE, random_model
+
+import model as model_room
+import planner
+import profiler
+import train
+from config import ConfigError, load_config
+from metrics import read_records
+from model import Model, Packed, parse_shape
+from parallel import Groups, World, check_group_size, group_sizes
+from planner import Choice, Launch, Limits, Simulator
+from rollout import Engine, RolloutConfig, kv_page_bytes
+from sampling import SamplingConfig, sample_key
+from sequence import Sequence
+from settings import Config
+
+ORDER = (2, 4, 1, 4, 2)
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("a group was made after the start")
+
+
+def generate(engine: Engine) -> dict[tuple, tuple[int, ...]]:
+    for i in range(6):
+        engine.add(Sequence(i // 2, i % 2, 0, tuple(range(i // 2, 9)), sample_key(0, i), 5 + 2 * i))
+    samples = {}
+    while not engine.is_idle:
+        samples |= {s.id: s.token_ids for s in engine.step()}
+    return samples
+
+
+def same_tokens_at_every_size(world: World, family: str, kind: type[Engine], packed: bool) -> None:
+    model_room.Packed.MIN_ELEMENTS = 1 if packed else 2**60
+    groups, model = Groups(world, [1, 2, 4]), random_model(family)
+    dist.new_group = refuse
+    for temperature in (0.0, 1.0):
+        sampling = SamplingConfig(temperature)
+        engine = kind(model, CONFIG, sampling, [7], parallel=groups[1], sizes=(1, 2, 4))
+        address, seen = engine.memory.data_ptr(), set()
+        for step, size in enumerate(ORDER):
+            with torch.no_grad():  # the weights change between rounds, as in training
+                for parameter in model.parameters():
+                    parameter.mul_(1.01)
+            engine.load_weights(model, step)
+            engine.regroup(groups[size])
+            assert engine.pool.data_ptr() == address and engine.pool.shape[2] == engine.num_pages[size]
+            assert engine.pool.shape[3] == max(model.shape.num_kv_heads // size, 1)
+            samples = generate(engine)
+            assert samples == generate(Engine(model, CONFIG, sampling, [7]))
+            seen |= set(samples.values())
+        assert len(seen) > 10, "the weights must have changed the tokens"
+
+
+@pytest.mark.parametrize(
+    "family, kind, packed",
+    [("qwen2", Engine, False), ("qwen3", Engine, True), ("qwen2", FusedEngine, False)],
+)
+def test_every_size_draws_the_tokens_of_one_rank(run_ranks, family, kind, packed) -> None:
+    run_ranks(4, same_tokens_at_every_size, family, kind, packed)
+
+
+def what_is_copied(world: World) -> None:
+    groups = Groups(world, [1, 2, 4])
+    for family, kv_heads in (("qwen2", 2), ("qwen3", 4)):
+        model = random_model(family)
+        engine = Engine(model, CONFIG, SamplingConfig(), [7], parallel=groups[1], sizes=(1, 2, 4))
+        rows = [layer.shard(replace(layer.split, rank=world.rank, size=4)).qkv for layer in model.layers]
+        biases = 0 if family == "qwen3" else sum(r.shape[0] * r.element_size() for r in rows)
+        copies = 0 if kv_heads == 4 else sum(r.nbytes for r in rows) + biases
+        for size, moved in ((2, 0), (4, copies), (1, 0), (4, copies)):
+            before = engine.stats.regroup_bytes
+            engine.regroup(groups[size])
+            assert engine.stats.regroup_bytes - before == moved, (family, size)
+        engine.regroup(groups[4])
+        assert engine.stats.regroup_bytes - before == copies, "the size stayed"
+
+
+def test_views_cost_nothing_and_copies_are_counted(run_ranks) -> None:
+    run_ranks(4, what_is_copied)
+
+
+def test_new_weights_are_packed_once_whether_the_size_changes_or_not(tiny_model, monkeypatch) -> None:
+    monkeypatch.setattr(Packed, "MIN_ELEMENTS", 1)
+    packs, pack = [], Packed.pack
+    monkeypatch.setattr(Packed, "pack", lambda self, weight: packs.append(weight) or pack(self, weight))
+    engine = Engine(tiny_model, CONFIG, SamplingConfig(), [7])
+    once = len(packs)
+    assert once == 4 * tiny_model.shape.num_layers + 1
+    for step, parallel in enumerate((engine.parallel, copy(engine.parallel)), 1):
+        packs.clear()
+        engine.load_weights(tiny_model, step)
+        engine.regroup(parallel)
+        generate(engine)
+        assert len(packs) == once
+    packs.clear()
+    engine.load_weights(tiny_model, 3)
+    generate(engine)
+    assert len(packs) == once, "without a regroup the first step does it"
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def resident(peak: bool) -> int:
+    """Bytes of this process in memory, now or at most since `forget_peak`."""
+    name = "VmHWM" if peak else "VmRSS"
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_is_bounded(world: World) -> None:
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    c = SHAPE | FAMILIES["llama"] | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    model = Model(parse_shape(c, "llama"))
+    layer_bytes = sum(p.nbytes for p in model.layers[0].parameters())
+    groups = Groups(world, [1, 2])
+    config = RolloutConfig(max_prompt_tokens=8, max_response_tokens=8, max_running=2, page_size=4, kv_gib=0.01)
+    engine = Engine(model, config, SamplingConfig(), [7], parallel=groups[1], sizes=(2,))
+    assert isinstance(engine.weights.layers[0].qkv, Packed)
+    for size in (2, 1, 2, 1):
+        before = resident(peak=False)
+        forget_peak()
+        engine.regroup(groups[size])
+        peak, after = resident(peak=True), resident(peak=False)
+        assert peak <= max(before, after) + layer_bytes + 2**22, [x / 2**20 for x in (before, peak, after)]
+        assert abs(after - before) > 3 * layer_bytes, "half of the packed weights came or went"
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc")
+def test_a_regroup_needs_no_more_than_one_layer_besides(run_ranks) -> None:
+    run_ranks(2, peak_is_bounded)
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+
+def every_step_another(p, kind: str, launch: Launch, is_first: bool) -> Choice:
+    return Choice(p.sizes[(p.sizes.index(p.tracks[kind].size) + 1) % len(p.sizes)], "the next")
+
+
+def train_on(world: World, settings: list[str], switches: bool) -> None:
+    if switches:
+        planner.RULES["paper"] = every_step_another
+    config = load_config(Config, None, settings)
+    Path(config.run.dir).mkdir(exist_ok=True)
+    train.train(config, world, resume=False)
+
+
+@pytest.fixture
+def settings(tiny_folder: Path, tmp_path: Path):
+    rows = [{"prompt": f"say {i}", "answer": str(i), "task": "tests/graders.py:share_of_digits"} for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(folder: str, **overrides) -> list[str]:
+        values = {
+            "run.dir": tmp_path / folder,
+            "model.path": tiny_folder,
+            "data.train": tmp_path / "data.jsonl",
+            "run.steps": 5,
+            "data.eval_prompts": 4,
+            "scheduler.num_prompts": 4,
+            "scheduler.num_responses": 4,
+            "rollout.max_prompt_tokens": 16,
+            "rollout.max_response_tokens": 24,
+            "rollout.kv_gib": 0.01,
+            "trainer.lr": 1e-3,
+            "reward.num_workers": 1,
+        } | {key.replace("__", "."): value for key, value in overrides.items()}
+        return [f"--{key}={value}" for key, value in values.items()]
+
+    return make
+
+
+def steps_of(folder: Path) -> list[dict]:
+    return [r for r in read_records(folder / "steps.jsonl") if r["step"]]
+
+
+def test_switching_at_every_step_leaves_the_training_as_it_was(run_ranks, settings, tmp_path) -> None:
+    run_ranks(4, train_on, settings("switching", planner__rule="paper"), True)
+    run_ranks(4, train_on, settings("fixed"), False)
+    switched, fixed = steps_of(tmp_path / "switching"), steps_of(tmp_path / "fixed")
+    assert [r["planner"]["size"] for r in switched] == [2, 4, 1, 2, 4]
+    assert [r["planner"]["size"] for r in fixed] == [1] * 5
+    assert [r["engine"]["regroup_bytes"] > 0 for r in switched] == [False, True, False, False, True]  # 2 KV heads
+    assert all(r["seconds"]["regroup"] >= 0 and r["planner"]["reason"] == "the next" for r in switched)
+    for mine, theirs in zip(switched, fixed, strict=True):
+        assert (mine["reward"], mine["tokens"]) == (theirs["reward"], theirs["tokens"])
+        assert mine["engine"]["decoded_tokens"] == theirs["engine"]["decoded_tokens"]
+        for name in ("loss", "grad_norm", "entropy"):
+            assert mine["train"][name] == pytest.approx(theirs["train"][name], abs=1e-5), name
+        assert mine["train"]["logprob_diff_max"] < 1e-4
+
+
+def launch(script: str, ranks: int, *args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += [str(ROOT / script), *args]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_a_profile_is_made_and_used_and_one_of_other_ranks_refused(settings, tiny_folder, tmp_path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    args = settings("run", model__path=folder, planner__rule="predict", run__steps=2, rollout__page_size=8)
+    done = launch("train.py", 2, *args, "--check")
+    assert done.returncode and "cannot read the rollout profile" in done.stderr
+    done = launch("profiler.py", 2, *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    profile = json.loads((folder / planner.PROFILE_NAME).read_text())
+    assert set(profile["sizes"]) == {"1", "2"} and profile["made_on"]["ranks"] == 2
+    for size in profile["sizes"].values():
+        assert {n for n, _, _ in size["decode"]} == {1, 4, 16, 64, 256} and size["pages"] > 0
+        assert min(seconds for *_, seconds in size["decode"] + size["prefill"]) > 0
+    done = launch("train.py", 2, *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for record in steps_of(tmp_path / "run"):
+        assert set(record["planner"]["predicted"]) == {"1", "2"} and record["planner"]["size"] in (1, 2)
+    done = launch("train.py", 1, *settings("other", model__path=folder, planner__rule="predict"), "--check")
+    assert done.returncode and "'ranks': 2" in done.stderr
+
+
+# ---- refusals, and the simulator against the engine --------------------------------------------------------------
+
+
+def test_groups_stay_inside_a_machine() -> None:
+    assert group_sizes(16, 8) == [1, 2, 4, 8] and group_sizes(6, 6) == [1, 2] and group_sizes(12, 6) == [1, 2]
+    assert group_sizes(8, 0) == [1] and group_sizes(1, 1) == [1]
+    with pytest.raises(ConfigError, match=r"= 4 does not divide 12 ranks with 6 on each machine; possible.*\[1, 2\]"):
+        check_group_size(4, 12, 6)
+    with pytest.raises(ConfigError, match=r"unknown machines \(LOCAL_WORLD_SIZE is not set.*possible here: \[1\]"):
+        check_group_size(2, 4, 0)
+
+
+def test_an_engine_regroups_only_to_what_it_was_made_for(tiny_model) -> None:
+    engine = Engine(tiny_model, CONFIG, SamplingConfig(), [7])
+    other = copy(engine.parallel)
+    other.size = 2
+    with pytest.raises(AssertionError, match=r"made for the sizes \[1\]"):
+        engine.regroup(other)
+
+
+def test_the_simulator_counts_the_preemptions_of_the_engine(tiny_model) -> None:
+    lengths = [int(x) for x in torch.randint(5, 90, (40,), generator=torch.Generator().manual_seed(0))]
+    page_bytes = kv_page_bytes(CONFIG, tiny_model.shape, torch.float32)
+    for num_pages in (45, 80, 200, 2000):
+        config = RolloutConfig(
+            max_prompt_tokens=20,
+            max_response_tokens=90,
+            max_running=32,
+            page_size=4,
+            kv_gib=(num_pages + 0.5) * page_bytes / 2**30,
+        )
+        engine = Engine(tiny_model, config, SamplingConfig(), [])
+        for i, n in enumerate(lengths):
+            engine.add(Sequence(i, 0, 0, tuple(range(2 + i % 3, 12 + i % 3)) + (i + 2,), i, n, ignore_eos=True))
+        while not engine.is_idle:
+            engine.step()
+        profile = planner.SizeProfile(num_pages, ((1, 8, 1.0), (32, 64, 1.0)), ((8, 1e-9), (64, 1e-9)))
+        simulator = Simulator(profile, Limits(1, {1: num_pages}, 4, 32, 90), num_pages)
+        steps, preemptions = simulator.run(Launch(40, 11.0, 1), lengths)
+        assert preemptions == pytest.approx(engine.stats.preemptions, rel=0.15, abs=1), num_pages
+        assert steps == pytest.approx(engine.stats.decode_steps, rel=0.1), num_pages
+    assert engine.stats.preemptions == 0
+
+
+def test_points_that_the_pool_cannot_hold_are_left_out(tiny_model) -> None:
+    engine = Engine(tiny_model, replace(CONFIG, max_response_tokens=40, max_running=64), SamplingConfig(), [])
+    world = World(0, 1, torch.device("cpu"), node_size=1)
+    [profile] = profiler.measure(engine, Groups(world, [1]), world).values()
+    assert profile.pages == engine.pages.size and engine.is_idle and engine.stats.preemptions == 0
+    longest = 20 + 40
+    assert {c for _, c, _ in profile.decode} >= {longest // 16, longest // 4}
+    assert all(batch * context <= profile.pages * 4 for batch, context, _ in profile.decode)
