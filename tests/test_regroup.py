@@ -17,7 +17,6 @@ from conftest import ROOT
 from test_rollout import FusedEngine
 from test_tensor_parallel import CONFIG, FAMILIES, SHAPE, random_model
 
-import model as model_room
 import planner
 import profiler
 import train
@@ -48,12 +47,11 @@ def generate(engine: Engine) -> dict[tuple, tuple[int, ...]]:
 
 
 def same_tokens_at_every_size(world: World, family: str, kind: type[Engine], packed: bool) -> None:
-    model_room.Packed.MIN_ELEMENTS = 1 if packed else 2**60
     groups, model = Groups(world, [1, 2, 4]), random_model(family)
     dist.new_group = refuse
     for temperature in (0.0, 1.0):
         sampling = SamplingConfig(temperature)
-        engine = kind(model, CONFIG, sampling, [7], parallel=groups[1], sizes=(1, 2, 4))
+        engine = kind(model, replace(CONFIG, prepack=packed), sampling, [7], parallel=groups[1], sizes=(1, 2, 4))
         address, seen = engine.memory.data_ptr(), set()
         for step, size in enumerate(ORDER):
             with torch.no_grad():  # the weights change between rounds, as in training
@@ -81,7 +79,8 @@ def what_is_copied(world: World) -> None:
     groups = Groups(world, [1, 2, 4])
     for family, kv_heads in (("qwen2", 2), ("qwen3", 4)):
         model = random_model(family)
-        engine = Engine(model, CONFIG, SamplingConfig(), [7], parallel=groups[1], sizes=(1, 2, 4))
+        plain = replace(CONFIG, prepack=False)
+        engine = Engine(model, plain, SamplingConfig(), [7], parallel=groups[1], sizes=(1, 2, 4))
         rows = [layer.shard(replace(layer.split, rank=world.rank, size=4)).qkv for layer in model.layers]
         biases = 0 if family == "qwen3" else sum(r.shape[0] * r.element_size() for r in rows)
         copies = 0 if kv_heads == 4 else sum(r.nbytes for r in rows) + biases
@@ -98,7 +97,6 @@ def test_views_cost_nothing_and_copies_are_counted(run_ranks) -> None:
 
 
 def test_new_weights_are_packed_once_whether_the_size_changes_or_not(tiny_model, monkeypatch) -> None:
-    monkeypatch.setattr(Packed, "MIN_ELEMENTS", 1)
     packs, pack = [], Packed.pack
     monkeypatch.setattr(Packed, "pack", lambda self, weight: packs.append(weight) or pack(self, weight))
     engine = Engine(tiny_model, CONFIG, SamplingConfig(), [7])
@@ -198,7 +196,7 @@ def steps_of(folder: Path) -> list[dict]:
 
 
 def test_switching_at_every_step_leaves_the_training_as_it_was(run_ranks, settings, tmp_path) -> None:
-    run_ranks(4, train_on, settings("switching", planner__rule="paper"), True)
+    run_ranks(4, train_on, settings("switching", planner__rule="paper", rollout__prepack="false"), True)
     run_ranks(4, train_on, settings("fixed"), False)
     switched, fixed = steps_of(tmp_path / "switching"), steps_of(tmp_path / "fixed")
     assert [r["planner"]["size"] for r in switched] == [2, 4, 1, 2, 4]
