@@ -153,6 +153,11 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
             "run.device = cuda, but torch sees no GPU; take run.device = auto, or install torch with CUDA"
         )
     check_scheduler(c.scheduler, tp)
+    if c.scheduler.window_seconds and c.planner.rule != "fixed":
+        raise ConfigError(
+            f"scheduler.window_seconds = {c.scheduler.window_seconds} with planner.rule = {c.planner.rule}: the ranks of "
+            "a replica must end windows after the same step; take scheduler.window_iterations (and window_seconds = 0)"
+        )
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo, gspo or cispo")
     if c.trainer.updates_per_step > c.scheduler.num_prompts:

@@ -66,6 +66,7 @@ def train(config: Config, world: World, resume: bool) -> None:
                 plan = run.policy.plan(run.stream.take, config.run.steps - run.step)
                 regroup(run, plan, clock)
                 groups, current = roll_out(run, plan, run.policy, clock)
+                tokens = run.policy.race.tokens | current.aborted  # of all launched responses
                 played = asdict(run.policy.close(current.aborted)) | current.record
             with clock.span("train"):
                 advantages = group_advantages(groups, config)
@@ -75,7 +76,7 @@ def train(config: Config, world: World, resume: bool) -> None:
                 engine.load_weights(trainer.model, run.step)
             record = step_record(run, groups, played, updates, clock, time.perf_counter() - start)
             if run.choice:
-                record["planner"] = close_round(run, plan.kind, groups, record)
+                record["planner"] = close_round(run, plan.kind, tuple(tokens.values()), record)
 
             is_last = run.step == config.run.steps
             if config.run.dump_rollouts and world.is_main:
@@ -113,9 +114,8 @@ def regroup(run: "Run", plan: RoundPlan, clock: Clock) -> None:
         run.engine.regroup(run.groups[run.choice.size])
 
 
-def close_round(run: "Run", kind: str, groups: Sequence[Group], record: dict[str, Any]) -> dict[str, Any]:
+def close_round(run: "Run", kind: str, lengths: tuple[int, ...], record: dict[str, Any]) -> dict[str, Any]:
     """Tell the planner what became of the round; return its decision for the record."""
-    lengths = tuple(len(sample.token_ids) for group in groups for sample in group.samples)
     run.planner.observe(kind, Report(record["engine"]["preemptions"], record["seconds"]["rollout"], lengths))
     return {"kind": kind, **asdict(run.choice), "predicted": {str(n): t for n, t in run.choice.predicted.items()}}
 
