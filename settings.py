@@ -155,8 +155,8 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     check_scheduler(c.scheduler, tp)
     if c.scheduler.window_seconds and c.planner.rule != "fixed":
         raise ConfigError(
-            f"scheduler.window_seconds = {c.scheduler.window_seconds} with planner.rule = {c.planner.rule}: the ranks of "
-            "a replica must end windows after the same step; take scheduler.window_iterations (and window_seconds = 0)"
+            f"scheduler.window_seconds = {c.scheduler.window_seconds} with planner.rule = {c.planner.rule}: the ranks "
+            "of a replica must end windows after the same step; take window_iterations (and window_seconds = 0)"
         )
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo, gspo or cispo")
