@@ -1,0 +1,342 @@
+"""Tensor-parallel size of the next round: fixed, by page pressure, or by predicted time. Pure, no torch.
+
+(RollPacker, section 4.2.) Every rank feeds its own planner the same reports and comes to the same choice:
+
+    choice = planner.choose(kind, launch)
+    regroup to choice.size, play the round
+    planner.observe(report)
+
+One entry in RULES for each rule. State is kept apart for short and long rounds: the first run out of pages, the second
+wait for their longest response.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from config import ConfigError, option
+
+RISE = 1.05  # a rise of preemptions over this doubles (section 4.2)
+QUIET_ROUNDS = 4  # so many rounds without preemption halve (section 4.2)
+HISTORY = 3  # rounds of one kind whose lengths, and whose measured over predicted times, are remembered
+PROFILE_NAME = "rollout_profile.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the rollout has."""
+
+    num_ranks: int
+    pages: dict[int, int]  # of one replica, by the tensor-parallel sizes that are allowed
+    page_size: int  # tokens
+    max_running: int  # sequences of one replica that decode together
+    max_response_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a round starts with."""
+
+    num_sequences: int
+    prompt_tokens: float  # of one prompt, on average
+    num_responses: int  # sequences that share a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a round came to, over all replicas."""
+
+    preemptions: int
+    seconds: float  # of the slowest replica
+    lengths: tuple[int, ...]  # response tokens of every sequence, aborted ones included
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision and its reason, for the records."""
+
+    size: int
+    reason: str
+    predicted: dict[int, float] = field(default_factory=dict)  # seconds of the round, by size
+
+
+# ---- the offline profile -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SizeProfile:
+    """What one replica of a tensor-parallel size can do, as measured."""
+
+    pages: int
+    decode: tuple[tuple[int, int, float], ...]  # (sequences, tokens of context each, seconds of a step)
+    prefill: tuple[tuple[int, float], ...]  # (tokens of context, seconds of a token)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured prefill and decode times of a model on a machine, by tensor-parallel size."""
+
+    made_on: dict[str, Any]  # what the times depend on: model, device, number of ranks, page size
+    sizes: dict[int, SizeProfile]
+
+    def save(self, path: Path) -> None:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+
+
+def load_profile(path: Path, made_on: dict[str, Any], sizes: Sequence[int]) -> Profile:
+    """Read a profile. Raises ConfigError when there is none, or one of other conditions."""
+    remedy = "make it by: torchrun --nproc_per_node=N profiler.py, with the settings and the ranks of this run"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        by_size = {
+            int(n): SizeProfile(p["pages"], tuple(map(tuple, p["decode"])), tuple(map(tuple, p["prefill"])))
+            for n, p in raw["sizes"].items()
+        }
+        profile = Profile(dict(raw["made_on"]), by_size)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the rollout profile ({error.strerror}); {remedy}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a rollout profile ({error}); {remedy}") from None
+    if profile.made_on != made_on:
+        raise ConfigError(f"{path}: made on {profile.made_on}, this run is on {made_on}; {remedy}")
+    if missing := set(sizes) - profile.sizes.keys():
+        raise ConfigError(f"{path}: no times for tensor-parallel sizes {sorted(missing)}; {remedy}")
+    return profile
+
+
+class Simulator:
+    """Predicts how long one replica of a size takes, by the rules of the engine: admission, growth, preemption."""
+
+    def __init__(self, profile: SizeProfile, limits: Limits, pages: int):
+        self.pages, self.page_size, self.max_running = pages, limits.page_size, limits.max_running
+        # A step reads the weights, computes each sequence and reads its context; a token attends to its context.
+        self.decode = _fit([(1, n, n * context) for n, context, _ in profile.decode], [t for *_, t in profile.decode])
+        self.prefill = _fit([(1, context) for context, _ in profile.prefill], [t for _, t in profile.prefill])
+
+    def decode_seconds(self, sequences: int, context: float) -> float:
+        start, each, read = self.decode
+        return start + sequences * (each + context * read)
+
+    def prefill_seconds(self, context: float) -> float:
+        token, attend = self.prefill
+        return context * (token + context * attend)
+
+    def _needed(self, tokens: Any) -> Any:
+        return -(-tokens // self.page_size)
+
+    def run(self, launch: Launch, lengths: Sequence[int]) -> tuple[float, int]:
+        """Return (seconds, preemptions) of decoding responses of `lengths`."""
+        page, prompt = self.page_size, round(launch.prompt_tokens)
+        waiting = deque((0, length) for length in lengths)  # (tokens so far, tokens in the end)
+        rows = np.zeros((2, 0), np.int64)  # tokens in the cache, tokens still to come; in order of admission
+        ends = np.zeros(0, np.int64)
+        seconds, preemptions = 0.0, 0
+        while waiting or len(ends):
+            free = self.pages - int(self._needed(rows[0]).sum())
+            admitted = self._admit(waiting, len(ends), free, prompt)
+            for before, _ in admitted:  # a prompt is computed once for all its responses, a preempted one alone
+                seconds += self.prefill_seconds(prompt + before) / (1 if before else launch.num_responses)
+            more = np.array(admitted, np.int64).reshape(-1, 2)
+            rows = np.concatenate((rows, [prompt + more[:, 0], more[:, 1] - more[:, 0] - 1]), 1)
+            ends = np.concatenate((ends, more[:, 1]))
+            rows, ends = rows[:, rows[1] > 0], ends[rows[1] > 0]  # the prefill draws a token
+            while len(ends):
+                free = self.pages - int(self._needed(rows[0]).sum())
+                full_in = np.sort(-rows[0] % page)  # steps until each row needs a page
+                if free >= len(ends) or full_in[free]:
+                    break
+                waiting.appendleft((int(ends[-1] - rows[1, -1]), int(ends[-1])))  # the newest makes room
+                rows, ends, preemptions = rows[:, :-1], ends[:-1], preemptions + 1
+            if len(ends):
+                steps = min(page, int(rows[1].min()), *([int(full_in[free])] if free < len(ends) else []))
+                seconds += steps * self.decode_seconds(len(ends), float(rows[0].mean()) + steps / 2)
+                rows += np.array([[steps], [-steps]])
+                rows, ends = rows[:, rows[1] > 0], ends[rows[1] > 0]
+        return seconds, preemptions
+
+    def _admit(self, waiting: deque, num_running: int, free: int, prompt: int) -> list[tuple[int, int]]:
+        """Take out what the engine would admit: it has pages for its context, and leaves a reserve for the others."""
+        admitted: list[tuple[int, int]] = []
+        while waiting and num_running + len(admitted) < self.max_running:
+            needed = self._needed(prompt + waiting[0][0])
+            if needed > free - (self.pages // 100 if num_running + len(admitted) else 0):
+                break
+            free -= needed
+            admitted.append(waiting.popleft())
+        assert num_running or admitted, "one sequence does not fit"
+        return admitted
+
+
+def _fit(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
+    """Return a weight of at least 0 for each feature: least squares of the relative error, so that noise cancels."""
+    x, used = np.array(features, np.float64) / np.array(seconds)[:, None], list(range(len(features[0])))
+    while True:
+        scale = np.abs(x[:, used]).max(0)
+        weights = np.linalg.lstsq(x[:, used] / scale, np.ones(len(x)), rcond=None)[0] / scale
+        if weights.min() >= 0:
+            found = dict(zip(used, weights.tolist()))
+            return [found.get(i, 0.0) for i in range(len(features[0]))]
+        del used[int(np.argmin(weights * scale))]  # time does not fall with work: that was noise
+
+
+# ---- the planner -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Track:
+    """What is known of one kind of round."""
+
+    size: int
+    preemptions: int | None = None  # in the newest round
+    rose_from: int | None = None  # before it, when it rose by more than RISE
+    quiet: int = 0  # rounds without preemption, in a row
+    lengths: list[list[int]] = field(default_factory=list)  # of the newest rounds
+    slowness: dict[int, list[float]] = field(default_factory=dict)  # by size: measured over predicted seconds
+
+
+class ParallelismPlanner:
+    """Chooses the size of each round and remembers what came of it. (RollPacker, section 4.2)
+
+    `profile` is needed by `predict`; with it the rule of the paper starts from the size that is predicted fastest,
+    without it from `start`.
+    """
+
+    def __init__(self, config: "PlannerConfig", limits: Limits, start: int, profile: Profile | None = None):
+        assert start in limits.pages and (profile or config.rule != "predict")
+        self.config, self.limits, self.start, self.sizes = config, limits, start, sorted(limits.pages)
+        # Nothing is known of lengths at first: any is as likely.
+        self.guess = [max(limits.max_response_tokens * i // 16, 1) for i in range(1, 17)]
+        known = limits.pages.items() if profile else ()
+        self.simulators = {n: Simulator(profile.sizes[n], limits, pages) for n, pages in known}
+        self.tracks: dict[str, Track] = {}
+        self.asked: Launch | None = None  # by the newest `choose`
+
+    def choose(self, kind: str, launch: Launch) -> Choice:
+        """Return the size of the next round of `kind`."""
+        is_first = kind not in self.tracks
+        track = self.tracks.setdefault(kind, Track(self.start))
+        choice = RULES[self.config.rule](self, kind, launch, is_first)
+        assert choice.size in self.sizes
+        if choice.size != track.size:
+            track.quiet, track.rose_from = 0, None
+        track.size, self.asked = choice.size, launch
+        return choice
+
+    def observe(self, kind: str, report: Report) -> None:
+        """Take in what became of the round of the newest `choose`."""
+        track = self.tracks[kind]
+        before, now = track.preemptions, report.preemptions
+        track.rose_from = before if before is not None and now > RISE * before else None
+        track.preemptions, track.quiet = now, 0 if now else track.quiet + 1
+        track.lengths = [*track.lengths, list(report.lengths)][-HISTORY:]
+        if self.simulators:
+            expected = self._seconds(track.size, self.asked, report.lengths)
+            known = track.slowness.setdefault(track.size, [])
+            known[:] = [*known, report.seconds / max(expected, 1e-9)][-HISTORY:]
+
+    def predict(self, kind: str, launch: Launch) -> dict[int, float]:
+        """Return the seconds that a round would take, by size: simulated, times how wrong that was before.
+
+        A size has a correction of its own after HISTORY rounds: one slow round is no reason to leave it. The others get
+        the square root of what was measured everywhere: half of an error is taken to be the machine's, half the size's.
+        """
+        track, others = self.tracks[kind], [t for k, t in self.tracks.items() if k != kind]
+        rounds = track.lengths or [r for other in others for r in other.lengths] or [self.guess]
+        lengths = _resample([n for r in rounds for n in r], launch.num_sequences)
+        everything = [x for known in track.slowness.values() for x in known] or [1.0]
+        seconds = {}
+        for n in self.sizes:
+            known = track.slowness.get(n, [])
+            slowness = median(known) if len(known) >= HISTORY else median(everything) ** 0.5
+            seconds[n] = slowness * self._seconds(n, launch, lengths)
+        return seconds
+
+    def _seconds(self, size: int, launch: Launch, lengths: Sequence[int]) -> float:
+        """Return the seconds of the slowest replica: that of the most tokens, or that of the longest response."""
+        dealt, replicas = Random(0).sample(list(lengths), len(lengths)), self.limits.num_ranks // size
+        shares = [share for i in range(replicas) if (share := dealt[i::replicas])]
+        slowest = {shares.index(max(shares, key=sum)), shares.index(max(shares, key=max))}
+        return max(self.simulators[size].run(launch, shares[i])[0] for i in slowest)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {kind: asdict(track) for kind, track in self.tracks.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state. A size that is not allowed here becomes the next smaller one that is."""
+        self.tracks = {kind: Track(**track) for kind, track in state.items()}
+        for track in self.tracks.values():
+            track.size = max((n for n in self.sizes if n <= track.size), default=self.sizes[0])
+
+
+def _resample(lengths: Sequence[int], count: int) -> list[int]:
+    """Return `count` lengths with the quantiles of `lengths`."""
+    ordered = sorted(lengths)
+    return [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
+
+
+# ---- rules -------------------------------------------------------------------------------------------------------
+
+
+def fixed(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool) -> Choice:
+    """Stay at the size that the run was started with."""
+    return Choice(planner.start, "fixed")
+
+
+def paper(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool) -> Choice:
+    """Double when preemptions rise by more than RISE, halve after QUIET_ROUNDS without any. (section 4.2)"""
+    if is_first and planner.simulators:
+        predicted = planner.predict(kind, launch)
+        return Choice(min(predicted, key=predicted.get), "start: the profile's best", predicted)
+    track, sizes = planner.tracks[kind], planner.sizes
+    larger, smaller = [n for n in sizes if n > track.size], [n for n in sizes if n < track.size]
+    if is_first:
+        return Choice(track.size, "start: no profile")
+    if track.rose_from is not None:
+        rise = f"preemptions rose from {track.rose_from} to {track.preemptions}"
+        return Choice(larger[0], f"{rise}: doubled") if larger else Choice(track.size, f"{rise}: no larger size here")
+    if track.quiet >= QUIET_ROUNDS and smaller:
+        return Choice(smaller[-1], f"no preemption in {track.quiet} {kind} rounds: halved")
+    return Choice(track.size, f"kept: {track.preemptions} preemptions")
+
+
+def predict(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool) -> Choice:
+    """Take the size that is predicted fastest, but leave the current one only for a gain of `margin`.
+
+    Differs from the paper: page pressure counts as the time that it costs, and so does the number of replicas.
+    """
+    predicted = planner.predict(kind, launch)
+    best, current = min(predicted, key=predicted.get), planner.tracks[kind].size
+    if is_first or best == current:
+        return Choice(best, "predicted fastest", predicted)
+    gain = 1 - predicted[best] / predicted[current]
+    if gain < planner.config.margin:
+        return Choice(current, f"kept: {best} would gain {gain:.1%}, under the margin", predicted)
+    return Choice(best, f"predicted to gain {gain:.1%} over {current}", predicted)
+
+
+RULES: dict[str, Callable[[ParallelismPlanner, str, Launch, bool], Choice]] = {
+    "fixed": fixed,
+    "paper": paper,
+    "predict": predict,
+}
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+    rule: str = option(
+        "fixed",
+        "tensor-parallel size of each round: fixed (rollout.tensor_parallel), paper (double when preemptions rise, "
+        "halve when there are none) or predict (the fastest by profile and lengths; needs a profile)",
+        choices=tuple(RULES),
+    )
+    profile: str = option("", f"times measured by profiler.py; empty: {PROFILE_NAME} in the model folder")
+    margin: float = option(0.05, "predict changes the size for a gain of this share of the time", min=0.0, max=0.9)
