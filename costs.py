@@ -47,9 +47,10 @@ class Efficiency:
     bandwidth: float = option(0.85, "share of the memory bandwidth that decoding reaches", above=0, max=1)
     prefill: float = option(0.5, "share of the peak operations that prefill reaches", above=0, max=1)
     layer_seconds: float = option(140e-6, "per layer and decode step, whatever the batch (fitted)", min=0)
-    sequence_seconds: float = option(30e-6, "per sequence and decode step (fitted)", min=0)
+    sequence_seconds: float = option(80e-6, "per sequence and decode step (fitted)", min=0)
     kv_memory: float = option(0.85, "share of the GPU memory that weights and KV pages may take", above=0, max=1)
-    train: float = option(0.1, "share of the peak operations that training reaches (fitted)", above=0, max=1)
+    train: float = option(0.4, "share of the peak operations that training reaches", above=0, max=1)
+    padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
     passes: float = option(5.0, "forward passes a trained token costs: 3 to train, 1 for the old, 1 for the reference")
     train_seconds: float = option(4.0, "per step, whatever the batch: optimizer, memory given back and forth", min=0)
     rollout_seconds: float = option(2.0, "per rollout, whatever the batch: engines wake up and go to sleep", min=0)
@@ -79,12 +80,14 @@ class Costs:
 
     def prefill(self, tokens: int) -> float:
         """Seconds that computing `tokens` of context adds to the decode steps beside them."""
-        return tokens * (self._compute + self._attention(tokens) / (self.tp * self.hardware.flops * self.efficiency.prefill))
+        return tokens * (
+            self._compute + self._attention(tokens) / (self.tp * self.hardware.flops * self.efficiency.prefill)
+        )
 
     def train(self, lengths: list[int], gpus: int) -> float:
         """Seconds of gradient work for samples of these `lengths` (prompt and response), spread over `gpus`."""
-        s, e = self.shape, self.efficiency
-        operations = sum(n * (2 * s.parameters + self._attention(n)) for n in lengths) * e.passes
+        e, padded = self.efficiency, [max(n, self.efficiency.padded) for n in lengths]
+        operations = sum(n * (2 * self.shape.parameters + self._attention(n)) for n in padded) * e.passes
         return operations / (gpus * self.hardware.flops * e.train)
 
     def _attention(self, tokens: int) -> float:

@@ -23,7 +23,6 @@ from scheduler import window
 from settings import Config
 
 
-
 class Judge(Protocol):
     """What decides a round: a policy with a round open, or a bare `Race`."""
 

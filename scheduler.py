@@ -283,13 +283,16 @@ class SchedulerConfig:
     )
 
 
-RELAXED = 8  # windows are so much longer where only the balance of replicas waits for them
+RELAXED = 8  # windows are so much longer where nothing races
 
 
-def window(config: SchedulerConfig, kind: str, num_replicas: int) -> tuple[float, float]:
-    """Return how many engine steps and how many seconds go by until the next exchange of events."""
+def window(config: SchedulerConfig, kind: str, num_replicas: int, streams: bool = False) -> tuple[float, float]:
+    """Return how many engine steps and how many seconds go by until the next exchange of events.
+
+    `streams`: replicas may still leave the round, to train what is complete.
+    """
     races = kind == "short" or config.dynamic_sampling
-    if not races and not (config.migrate and num_replicas > 1):
+    if not races and not streams and not (config.migrate and num_replicas > 1):
         return math.inf, math.inf  # nothing is decided before the end
     stretch = 1 if races else RELAXED
     if config.window_seconds:

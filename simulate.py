@@ -62,7 +62,7 @@ class GradingConfig:
 
     overlap: bool = option(True, "grade a response when it ends; false: all of them after the rollout")
     adaptive: bool = option(True, "time limit of code from what correct responses took; false: always timeout_seconds")
-    sandboxes: int = option(40, "programs that run at the same time, over the whole cluster (fitted)", min=1)
+    sandboxes: int = option(64, "programs that run at the same time, over the whole cluster (fitted)", min=1)
     code_seconds: float = option(2.0, "seconds a response's tests take, median", above=0)
     code_spread: float = option(0.7, "spread of that over prompts, in natural logarithms", min=0)
     hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)
@@ -263,7 +263,8 @@ class Rollout:
 
     def _decode(self) -> list[Finished]:
         """Go on to the end of the first window in which anything happens. Windows begin together on all replicas."""
-        size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas))
+        streams = self.run.stream is not None and not self.run.stream.is_done
+        size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), streams)
         if size < math.inf:
             first = min(replica.next_event() for replica in self.replicas)
             if first == math.inf:
@@ -339,7 +340,7 @@ class Simulation:
         self.events = 0
 
     def _planner(self) -> ParallelismPlanner:
-        """Build the planner of real runs on a profile measured here: that is, on what the cost model says."""
+        """Build the planner of real runs. Its profile is what the cost model says; the paper's rule starts without."""
         c, sizes = self.config.cluster, {}
         longest = self.model.lengths.prompt_tokens + self.limit + c.page_size
         for n, costs in self.costs_of.items():
@@ -349,7 +350,8 @@ class Simulation:
                 sizes[n] = SizeProfile(costs.capacity // c.page_size, tuple(decode), tuple(prefill))
         pages = {n: profile.pages for n, profile in sizes.items()}
         limits = Limits(c.gpus, pages, c.page_size, c.max_running, self.limit)
-        return ParallelismPlanner(self.config.planner, limits, c.tensor_parallel, Profile({}, sizes))
+        profile = Profile({}, sizes) if self.config.planner.rule == "predict" else None
+        return ParallelismPlanner(self.config.planner, limits, c.tensor_parallel, profile)
 
     def choose(self, plan: RoundPlan) -> Costs:
         """Return the costs of the tensor-parallel size that the planner wants for this round."""

@@ -65,7 +65,9 @@ class ScaleDown:
 class StreamPolicy:
     """Tries at each milestone, scales down at most once in a step. `shard_replicas` stay or leave together."""
 
-    def __init__(self, config: StreamConfig, profile: Profile, limit: int, shard_replicas: int = 1, switch: float = 3.0):
+    def __init__(
+        self, config: StreamConfig, profile: Profile, limit: int, shard_replicas: int = 1, switch: float = 3.0
+    ):
         """`limit`: most tokens of a response; `switch`: seconds from the decision to the first gradient."""
         self.config, self.profile, self.limit = config, profile, limit
         self.shard_replicas, self.switch = shard_replicas, switch

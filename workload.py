@@ -49,7 +49,9 @@ class Drawn:
         ids = (0,) * self.model.prompt_tokens
         rng = Random(f"tasks {self.seed}")
         code, judge = self.model.code, self.model.judge
-        tasks = ["code" if (u := rng.random()) < code else "judge" if u < code + judge else "rule" for _ in range(count)]
+        tasks = [
+            "code" if (u := rng.random()) < code else "judge" if u < code + judge else "rule" for _ in range(count)
+        ]
         return [Prompt(i, ids, "", "", task) for i, task in enumerate(tasks)]
 
     def lengths(self, id: PromptId, count: int, visit: int) -> list[int]:

@@ -34,7 +34,9 @@ def main() -> None:
     table = Table("Figure 11: mean rollout time", "seconds; eta on prompts, on responses")
     for i, model in enumerate(MODELS):
         for etas, paper in PAPER.items():
-            table.add(f"{model}  {etas[0]}, {etas[1]}{' (held out)' if min(etas) > 1 else ''}", paper[i], simulated[etas][i])
+            table.add(
+                f"{model}  {etas[0]}, {etas[1]}{' (held out)' if min(etas) > 1 else ''}", paper[i], simulated[etas][i]
+            )
     style()
     figure, axes = plt.subplots(1, 3)
     labels = ["1 / 1" if e == (1, 1) else f"{e[0]:g} / {e[1]:g}" for e in PAPER]

@@ -32,7 +32,9 @@ def cluster(model: str, **changes: Any) -> ClusterConfig:
     return replace(base, **changes)
 
 
-def scheduler(policy: str, eta_prompts: float = 1.25, eta_responses: float = 1.25, prompts: int = 128) -> SchedulerConfig:
+def scheduler(
+    policy: str, eta_prompts: float = 1.25, eta_responses: float = 1.25, prompts: int = 128
+) -> SchedulerConfig:
     """Return P0 = 128, R0 = 8. The paper moves no sequences between replicas before the stream trainer does."""
     return SchedulerConfig(policy, prompts, 8, eta_prompts, eta_responses, migrate=False)
 

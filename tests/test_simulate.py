@@ -182,9 +182,10 @@ def test_no_response_ends_before_its_tokens_nor_is_graded_before_its_end() -> No
 
 def test_eta_one_is_the_synchronous_baseline() -> None:
     one = {"eta_prompts": 1.0, "eta_responses": 1.0}
-    assert simulate(config(scheduler=one), MODEL).records == simulate(
-        config(scheduler={"policy": "synchronous"}), MODEL
-    ).records
+    assert (
+        simulate(config(scheduler=one), MODEL).records
+        == simulate(config(scheduler={"policy": "synchronous"}), MODEL).records
+    )
 
 
 def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not() -> None:
