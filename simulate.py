@@ -14,8 +14,8 @@ import json
 import math
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from random import Random
@@ -62,7 +62,7 @@ class GradingConfig:
 
     overlap: bool = option(True, "grade a response when it ends; false: all of them after the rollout")
     adaptive: bool = option(True, "time limit of code from what correct responses took; false: always timeout_seconds")
-    sandboxes: int = option(64, "programs that run at the same time, over the whole cluster (fitted)", min=1)
+    sandboxes: int = option(48, "programs that run at the same time, over the whole cluster (fitted)", min=1)
     code_seconds: float = option(2.0, "seconds a response's tests take, median", above=0)
     code_spread: float = option(0.7, "spread of that over prompts, in natural logarithms", min=0)
     hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)

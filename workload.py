@@ -36,7 +36,6 @@ class LengthModel:
     code: float = option(1 / 3, "share of prompts graded by running code", min=0, max=1)
     judge: float = option(1 / 3, "share of prompts graded by a judge model; the rest by a rule", min=0, max=1)
     solved: float = option(0.5, "share of responses with reward 1", min=0, max=1)
-    growth: float = option(0.0, "natural logarithm that the median grows by in a step", min=0)
 
 
 class Drawn:
@@ -56,7 +55,7 @@ class Drawn:
 
     def lengths(self, id: PromptId, count: int, visit: int) -> list[int]:
         m, nature = self.model, Random(f"{self.seed} {id}")
-        center = math.log(m.median) + m.growth * visit + m.prompt_spread * nature.gauss()
+        center = math.log(m.median) + m.prompt_spread * nature.gauss()
         runaway = m.runaway
         if 0 < m.runaway and 0 < m.runaway_gather < 1:
             strength = 1 / m.runaway_gather - 1  # a + b of a beta distribution whose classes correlate by `gather`

@@ -1,4 +1,4 @@
-"""Fits one model's response lengths: `python figures/fit.py 14B/16k`. Prints what belongs into configs/simulate/.
+"""Fits one model's response lengths: `python figures/fit.py 14B/16k` or `8B`. Prints what belongs into configs/simulate/.
 
 Targets are Figure 11's entries with eta on one side, and what Figure 2 says of lengths: a 75th percentile of 755 to 1,100
 tokens and a median that is 1/32 to 1/25 of 16k. Five numbers describe the lengths, one the engine (seconds per layer and
@@ -9,12 +9,15 @@ says how far off that is for each entry, the targets are corrected, and the sear
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
+import fig04
 import numpy as np
 from fig11 import PAPER, rollout_seconds
 from paper import GPUS, MODELS, TENSOR_PARALLEL
 
+from config import ConfigError
 from costs import Costs
 from simulate import ModelFile, load_hardware, load_model
 from workload import LengthModel
@@ -82,12 +85,13 @@ def outside(value: float, low: float, high: float) -> float:
 
 
 def value_of(file: ModelFile, key: str) -> float:
-    return getattr(file.efficiency if key == "layer_seconds" else file.lengths, key)
+    return getattr(file.efficiency, key) if hasattr(file.efficiency, key) else getattr(file.lengths, key)
 
 
 def changed(file: ModelFile, values: dict[str, float]) -> ModelFile:
-    engine = {key: values.pop(key) for key in ("layer_seconds",) if key in values}
-    return replace(file, lengths=replace(file.lengths, **values), efficiency=replace(file.efficiency, **engine))
+    engine = {key: value for key, value in values.items() if hasattr(file.efficiency, key)}
+    lengths = {key: value for key, value in values.items() if key not in engine}
+    return replace(file, lengths=replace(file.lengths, **lengths), efficiency=replace(file.efficiency, **engine))
 
 
 def loss(form: ClosedForm, file: ModelFile, targets: dict[tuple[float, float], float]) -> float:
@@ -99,33 +103,51 @@ def loss(form: ClosedForm, file: ModelFile, targets: dict[tuple[float, float], f
     return sum(e * e for e in errors) / len(errors)
 
 
-def search(form: ClosedForm, best: ModelFile, targets: dict, tries: int, seed: int) -> ModelFile:
-    rng, least = np.random.default_rng(seed), loss(form, best, targets)
+def search(loss: Callable[[ModelFile], float], best: ModelFile, bounds: dict, tries: int, seed: int) -> ModelFile:
+    """Change some numbers by random factors, ever smaller ones; keep what lowers the loss."""
+    rng, least = np.random.default_rng(seed), loss(best)
     for i in range(tries):
         width = 0.7 * 0.03 ** (i / tries)
         values = {
             key: float(np.clip(value_of(best, key) * math.exp(width * rng.standard_normal()), low, high))
-            for key, (low, high) in BOUNDS.items()
+            for key, (low, high) in bounds.items()
             if rng.random() < 0.5
         }
         file = changed(best, values)
-        if (error := loss(form, file, targets)) < least:
+        if (error := loss(file)) < least:
             least, best = error, file
-    print(f"closed form: error {math.sqrt(least):.3f}", {k: f"{value_of(best, k):.4g}" for k in BOUNDS}, flush=True)
+    print(f"search: error {math.sqrt(least):.3f}", {k: f"{value_of(best, k):.4g}" for k in bounds}, flush=True)
     return best
+
+
+def fit_8b(tries: int) -> None:
+    """Qwen3-8B/32k, by the simulator itself to the eight numbers of Figure 4."""
+
+    def loss(file: ModelFile) -> float:
+        try:
+            found = fig04.rounds(file)
+        except ConfigError:
+            return math.inf  # a response does not fit the memory
+        errors = [math.log(max(x, 1) / y) for key, pair in fig04.PAPER.items() for x, y in zip(found[key], pair)]
+        return sum(e * e for e in errors) / len(errors)
+
+    bounds = BOUNDS | {"median": (1000.0, 20_000.0), "kv_memory": (0.3, 0.9)}
+    search(loss, load_model("qwen3-8b"), bounds, tries, 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("model", choices=[*MODELS, "8B"])
     parser.add_argument("--tries", type=int, default=600)
     parser.add_argument("--passes", type=int, default=4, help="corrections by the simulator")
     args = parser.parse_args()
+    if args.model == "8B":
+        return fit_8b(args.tries)
     best, place = load_model(MODELS[args.model]), list(MODELS).index(args.model)
     form = ClosedForm(args.model)
     paper = targets = {etas: PAPER[etas][place] for etas in TARGETS}
     for i in range(args.passes):
-        best = search(form, best, targets, args.tries, i)
+        best = search(lambda file: loss(form, file, targets), best, BOUNDS, args.tries, i)  # noqa: B023
         lengths = form.draw(best.lengths)
         simulated = {e: rollout_seconds(args.model, e, 45, best) for e in TARGETS}
         targets = {e: paper[e] * form.seconds(lengths, e, best) / simulated[e] for e in TARGETS}

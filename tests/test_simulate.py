@@ -1,6 +1,5 @@
 """The simulator: closed-form cases, a step-by-step twin, the engine's own decisions, conservation, cost by counting."""
 
-import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -26,12 +25,11 @@ from simulate import (
     grading_seconds,
     load_hardware,
     load_model,
-    main,
     simulate,
 )
-from streaming import Progress, StreamConfig, StreamPolicy
+from streaming import StreamConfig
 from train import build, roll_out
-from workload import Drawn, LengthModel, Recorded
+from workload import LengthModel
 
 SHAPE = Shape(parameters=1e9, layers=10, hidden=1024, kv_heads=2, head_dim=64)
 COSTS = Costs(Hardware(), SHAPE, Efficiency(), 1)
