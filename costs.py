@@ -1,7 +1,8 @@
-"""What things cost on given hardware: decode, prefill, training, weight sync, from a roofline and a few efficiencies. Pure.
+"""What decoding, prefill, training and weight sync cost: a roofline and a few efficiencies. Pure.
 
-Decode is memory-bound: every step reads the weights and the cached tokens once. What the roofline leaves out is stated as
-seconds per layer (launches, small kernels) and per sequence (sampling, bookkeeping), and fitted; see configs/simulate/.
+Decode is memory-bound: every step reads the weights and the cached tokens once. What the roofline leaves out is
+stated as seconds per layer (launches, small kernels) and per sequence (sampling, bookkeeping), and fitted; see
+figures/fit.py and configs/simulate/.
 """
 
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class Costs:
         self.capacity = int((h.memory * e.kv_memory * tp - s.parameters * BYTES) / s.kv_bytes)  # tokens in pages
 
     def decode(self, sequences: int, context: int, steps: int = 1) -> float:
-        """Return the seconds of `steps` decode steps, all of the same sequences, which have `context` tokens at first."""
+        """Return the seconds of `steps` decode steps of the same sequences, which have `context` tokens at first."""
         each = self._step + max(self._read, sequences * self._compute) + sequences * self._sequence
         read = steps * context + sequences * steps * (steps - 1) / 2
         return steps * each + read * self._token

@@ -48,9 +48,13 @@ def start(device: str, timeout_seconds: float) -> World:
     if size == 1:
         return World(rank, size, torch_device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(
-        "nccl" if use_cuda else "gloo", timeout=timeout, device_id=torch_device if use_cuda else None
-    )
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun keeps one store over restarts, where ranks would find the ports of those that died (pytorch issue
+        # 135712). On one node all know the same count; on several set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend, device_id = ("nccl", torch_device) if use_cuda else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     objects = dist.new_group(backend="gloo", timeout=timeout) if use_cuda else dist.group.WORLD
     return World(rank, size, torch_device, objects)
 

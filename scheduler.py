@@ -198,7 +198,7 @@ class TailBatching:
             self.typical = max(sum(trained) / len(trained), 1.0)
         gone = {*race.accepted, *race.zero_variance}
         losers = [self._wait(id, race, tokens) for id in race.prompts if id not in gone]
-        self.queue = sorted(self.queue + losers, key=lambda w: w.since)
+        self.queue = sorted(losers + self.queue, key=lambda w: w.since)  # stable: who was first stays
         return RoundStats(
             kind=race.plan.kind,
             audit=race.plan.audit,

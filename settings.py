@@ -155,7 +155,7 @@ def check_scheduler(c: SchedulerConfig, tensor_parallel: int) -> None:
     """Refuse combinations of which one half would do nothing, or that ranks could not agree on."""
     if c.window_seconds and tensor_parallel > 1:
         raise ConfigError(
-            f"scheduler.window_seconds = {c.window_seconds}: the {tensor_parallel} ranks of a replica must end a window "
+            f"scheduler.window_seconds = {c.window_seconds}: the {tensor_parallel} ranks of a replica must end windows "
             "after the same step; take scheduler.window_iterations (and window_seconds = 0), or tensor_parallel = 1"
         )
     if c.audit and (c.policy == "synchronous" or c.eta_prompts == c.eta_responses == 1):

@@ -1,4 +1,4 @@
-"""Figure 4: preemptions and rollout time of short and long rounds at two tensor-parallel sizes (Qwen3-8B/32k, 8 H800)."""
+"""Figure 4: preemptions and rollout time of both kinds of round at TP 1 and 2 (Qwen3-8B/32k, 8 H800)."""
 
 from dataclasses import replace
 from statistics import mean

@@ -1,10 +1,14 @@
-"""Fits one model's response lengths: `python figures/fit.py 14B/16k` or `8B`. Prints what belongs into configs/simulate/.
+"""Fits one model's response lengths: `python figures/fit.py 14B/16k`. Prints what belongs into its TOML.
 
-Targets are Figure 11's entries with eta on one side, and what Figure 2 says of lengths: a 75th percentile of 755 to 1,100
-tokens and a median that is 1/32 to 1/25 of 16k. Five numbers describe the lengths, one the engine (seconds per layer and
-decode step: the baseline's bar fixes it). They are searched by random steps that shrink; nothing else of the paper is
-looked at, so other figures' rollouts are predictions. The search uses a closed form of a round's time; the simulator then
-says how far off that is for each entry, the targets are corrected, and the search goes on.
+Targets are Figure 11's entries with eta on one side, and what Figure 2 says of lengths: a 75th percentile of 755 to
+1,100 tokens and a median that is 1/32 to 1/25 of 16k. Five numbers describe the lengths, one the engine: seconds per
+layer and decode step, which the baseline's bar fixes. They are searched by random steps that shrink. The search uses a
+closed form of a round's time; the simulator then says how far off that is for each entry, the targets are corrected, and
+the search goes on. `8B` is Qwen3-8B/32k, fitted to the eight numbers of Figure 4.
+
+Set by hand, the same for all models: `sequence_seconds` and `rollout_seconds` (costs.py) by the three bars with eta on
+both sides, `sandboxes` (simulate.py) by Table 1 and the step from tail batching to rewards in Table 2. One a model:
+`padded`, by the training time of Table 1 and Figure 9. Nothing else of the paper was looked at.
 """
 
 import argparse

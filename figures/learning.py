@@ -28,6 +28,7 @@ def run_seed(seed: int) -> list[dict]:
     """Return the evaluations of one seed's run, training it first when its folder is not there."""
     folder = ROOT / "runs" / f"learning-seed{seed}"
     settings = [f"--run.seed={seed}", f"--warm_start.seed={seed}", f"--run.dir={folder}"]
+    settings.append("--scheduler.policy=synchronous")
     resume = ["--resume"] if (folder / "config.toml").exists() else []
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     subprocess.run([*command, "train.py", "--config", CONFIG, *settings, *resume], cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""Table 2: speed-up of the whole step over veRL as RollPacker's parts are added, and Figure 9's seconds of its kinds of steps."""
+"""Table 2: speed-up of the whole step over veRL as RollPacker's parts are added, one after the other."""
 
 from paper import MODELS, SYSTEMS, Table, plt, run, save, seconds, style
 

@@ -1,4 +1,4 @@
-"""Table 4: long rounds with the stream trainer off, at fixed shares, by the paper's milestones, by our estimate (7B/8k)."""
+"""Table 4: long rounds of 7B/8k, stream trainer off, at fixed shares, by the paper's milestones, by our estimate."""
 
 from dataclasses import replace
 

@@ -1,9 +1,18 @@
 """User reward functions of the tests, named in configs by file and function."""
 
+import random
+import time
+
 
 def share_of_digits(response: str, answer: str, row: dict) -> float:
     """Share of digits among 32 characters: a random model has some of it, so there is a gradient from the start."""
     return min(sum(c.isdigit() for c in response) / 32, 1.0)
+
+
+def has_many_digits(response: str, answer: str, row: dict) -> float:
+    """0 or 1, so that many groups are all equal; takes a time of its own at every call."""
+    time.sleep(random.SystemRandom().random() * 0.003)
+    return float(sum(c.isdigit() for c in response) > 2)
 
 
 def always_raises(response: str, answer: str, row: dict) -> float:

@@ -260,7 +260,7 @@ def changed(config):
         elif isinstance(value, int):
             new[f.name] = value + 1
         elif isinstance(value, float):
-            new[f.name] = next(x for x in (1 / 3, 2 / 3) if x != value)
+            new[f.name] = next(x for x in (1 / 3, 2 / 3, 4 / 3) if x != value and x >= (f.metadata["min"] or 0))
         elif f.metadata["choices"]:
             new[f.name] = f.metadata["choices"][-1]
         else:

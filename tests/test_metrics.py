@@ -11,7 +11,17 @@ import pytest
 import metrics
 from config import ConfigError
 from core import Group, Prompt, Reward, Sample
-from metrics import Clock, LogConfig, Recorder, check_loggers, peak_memory, quantiles, read_records, write_transcripts
+from metrics import (
+    Clock,
+    LogConfig,
+    Recorder,
+    Span,
+    check_loggers,
+    peak_memory,
+    quantiles,
+    read_records,
+    write_transcripts,
+)
 
 TRAIN = {"loss": -0.0123, "grad_norm": 0.5, "entropy": 1.25, "logprob_diff_max": 3e-6, "skipped": ""}
 
@@ -54,7 +64,7 @@ def lines(run: Path) -> list[dict]:
 
 
 def test_the_clock_adds_up_spans_by_name_until_they_are_taken(monkeypatch) -> None:
-    times = iter((10.0, 11.5, 20.0, 20.25, 30.0, 31.0, 40.0, 44.0))
+    times = iter((0.0, 10.0, 11.5, 20.0, 20.25, 30.0, 31.0, 40.0, 44.0))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(times))
     clock = Clock()
     with clock.span("a"):
@@ -76,6 +86,52 @@ def test_spans_inside_each_other_both_count() -> None:
         pass
     taken = clock.take()
     assert 0 <= taken["inner"] <= taken["outer"]
+
+
+def test_a_traced_clock_keeps_when_each_stage_was_and_joins_what_follows_its_like() -> None:
+    clock = Clock(trace=True)
+    for name, start, end in (("decode", 1.0, 2.0), ("decode", 2.0001, 3.0), ("idle", 3.0, 4.0), ("decode", 4.0, 5.0)):
+        clock.add(name, start, end)
+    clock.add("decode", 6.0, 7.0)  # after a pause
+    spans = clock.take_spans()
+    assert [s.name for s in spans] == ["decode", "idle", "decode", "decode"] and clock.take_spans() == []
+    assert [round(s.end - s.start, 3) for s in spans] == [2.0, 1.0, 1.0, 1.0]
+    assert [round(s.start - spans[0].start, 3) for s in spans] == [0.0, 2.0, 3.0, 5.0]
+    assert clock.take() == {"decode": pytest.approx(3.9999), "idle": 1.0}
+    silent = Clock()
+    silent.add("decode", 1.0, 2.0)
+    assert silent.spans == []
+
+
+# ---- the timeline ------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_json_with_one_track_a_replica_and_a_resumed_run_goes_on_in_it(tmp_path) -> None:
+    def make(first_step: int) -> Recorder:
+        return make_recorder(tmp_path, first_step, config=LogConfig(trace=True))
+
+    recorder = make(0)
+    for step in (1, 2, 3):
+        tracks = [[Span("decode", step + 0.5, step + 0.75)], [Span("idle", step + 0.5, step + 1.0)]]
+        recorder.timeline(step, tracks)
+    assert len((tmp_path / "trace.json").read_text().splitlines()) == 7  # readable while the run goes on
+    resumed = make(2)
+    resumed.timeline(3, [[Span("train", 9.0, 9.5)], []])
+    resumed.write(make_record(3))
+    resumed.finish(tmp_path, 3, 9)
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text()) if e["ph"] == "X"]
+    assert [(e["name"], e["tid"], e["args"]["step"]) for e in events] == [
+        ("decode", 0, 1),
+        ("idle", 1, 1),
+        ("decode", 0, 2),
+        ("idle", 1, 2),
+        ("train", 0, 3),
+    ]
+    assert (events[1]["ts"], events[1]["dur"]) == (1_500_000, 500_000)
+    again = make(3)  # of a run that had ended
+    again.timeline(4, [[Span("sync", 11.0, 12.0)]])
+    again.finish(tmp_path, 4, 9)
+    assert sum(e["ph"] == "X" for e in json.loads((tmp_path / "trace.json").read_text())) == 6
 
 
 # ---- steps.jsonl -------------------------------------------------------------------------------------------------
@@ -109,6 +165,16 @@ def test_a_resumed_run_drops_what_it_writes_again_and_a_cut_line(tmp_path, first
     assert [r["step"] for r in lines(tmp_path)] == kept
     resumed.write(make_record(first_step + 1, reward=0.75))
     assert [r["step"] for r in lines(tmp_path)] == [*kept, first_step + 1] and lines(tmp_path)[-1]["reward"] == 0.75
+
+
+def test_the_console_tells_what_the_round_did(tmp_path, capfd) -> None:
+    played = {"kind": "short", "queue": 8, "aborted": 70, "wasted_tokens": 300, "padded": 0}
+    make_recorder(tmp_path).step(make_record(1, tokens=700, round=played))
+    assert "step    1 | short queue 8 aborted 70 wasted 30% | reward 0.250" in capfd.readouterr().out
+    played |= {"padded": 3, "zero_variance": 5, "prompts": 9}
+    make_recorder(tmp_path).step(make_record(1, tokens=700, round=played))
+    text = capfd.readouterr().out
+    assert "5 of 9 prompts with equal rewards and trains 3 of them" in text and "scheduler.max_draws" in text
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capfd) -> None:

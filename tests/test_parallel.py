@@ -1,12 +1,10 @@
-"""Collectives among real gloo processes, and the sharing of work."""
+"""Collectives among real gloo processes."""
 
-import itertools
 import os
 import re
 import socket
 import time
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch import Tensor
 
 import parallel
 from parallel import World
-from placement import assign_by_load
 
 # ---- collectives -------------------------------------------------------------------------------------------------
 
@@ -50,6 +47,12 @@ def check_collectives(world: World) -> None:
     assert len(calls) == 5  # float32, float64, bfloat16, int64, float32
     parallel.sum_tensors(world, [])
 
+    for size in (0, parallel.FRAME_BYTES // 2, parallel.FRAME_BYTES - 60, parallel.FRAME_BYTES, 10**6):
+        data = os.urandom(size) if world.rank == 1 else bytes(world.rank)
+        gathered = parallel.gather_objects(world, data)
+        assert gathered[world.rank] == data and [len(d) for d in gathered] == [
+            size if rank == 1 else rank for rank in range(world.size)
+        ]
     value = {"rank": world.rank, "text": "ü" * world.rank, "tuple": (1, 2.5)}
     gathered = parallel.gather_objects(world, value)
     assert [v["rank"] for v in gathered] == list(range(world.size)) and gathered[world.rank] == value
@@ -130,39 +133,3 @@ def test_a_rank_that_never_joins_costs_the_others_no_more_than_the_time_out(tmp_
     mp.spawn(wait_in_vain, (port, name, tmp_path), nprocs=2)
     seconds, error = (tmp_path / "waited").read_text().split(maxsplit=1)
     assert 1.0 < float(seconds) < 10.0 and re.search("time.?out|timed out", error, re.IGNORECASE)
-
-
-# ---- sharing work ------------------------------------------------------------------------------------------------
-
-
-def random_loads(rng: Random, most: int) -> list[int]:
-    return [rng.choice((1, 5, rng.randint(0, 1000))) for _ in range(rng.randint(0, most))]
-
-
-def test_every_item_goes_to_one_rank_and_loads_are_balanced() -> None:
-    rng = Random(0)
-    for _ in range(300):
-        loads, ranks = random_loads(rng, 60), rng.randint(1, 9)
-        shares = assign_by_load(loads, ranks)
-        assert len(shares) == ranks and sorted(i for share in shares for i in share) == list(range(len(loads)))
-        totals = [sum(loads[i] for i in share) for share in shares]
-        assert max(totals) - min(totals) <= max(loads, default=0)
-        assert shares == assign_by_load(list(loads), ranks)
-
-
-def test_the_heaviest_share_is_within_graham_of_the_best_possible() -> None:
-    rng = Random(1)
-    for _ in range(60):
-        loads, ranks = random_loads(rng, 7), rng.randint(2, 3)
-        best = min(
-            max(sum(load for load, owner in zip(loads, owners, strict=True) if owner == r) for r in range(ranks))
-            for owners in itertools.product(range(ranks), repeat=len(loads))
-        )
-        heaviest = max(sum(loads[i] for i in share) for share in assign_by_load(loads, ranks))
-        assert best <= heaviest <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # (Graham 1969, theorem 2)
-
-
-def test_equal_loads_are_shared_in_order() -> None:
-    assert assign_by_load([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
-    assert assign_by_load([1, 9, 5, 4], 2) == [[1, 0], [2, 3]]
-    assert assign_by_load([], 2) == [[], []]

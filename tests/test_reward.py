@@ -390,3 +390,31 @@ time.sleep(60)
         parent.wait()
         parent.stdout.close()
     assert wait_until_gone([pid])
+
+
+# ---- waiting for some, forgetting others
+
+
+def test_wait_returns_when_the_wanted_are_graded(user):
+    with RewardPool(
+        RewardConfig(num_workers=1, timeout_seconds=30.0), [user + "good", user + "hangs", "match"]
+    ) as pool:
+        pool.submit("inline", "match", "a", "a", {})
+        for key, task in (("wanted", "good"), ("hang", "hangs"), ("behind it", "good")):
+            pool.submit(key, user + task, "x", "x", {"bonus": 0})
+        assert dict(pool.wait(iter(["wanted", "graded before"]))).keys() == {"inline", "wanted"}
+        assert pool.num_pending == 2
+
+
+def test_what_is_forgotten_is_not_handed_back_and_its_name_is_free(user):
+    with RewardPool(RewardConfig(num_workers=1, timeout_seconds=1.0), [user + "good", user + "hangs"]) as pool:
+        pool.submit("hang", user + "hangs", "", "", {})
+        for bonus in range(2000):
+            pool.submit(bonus % 7, user + "good", "x", "x", {"bonus": bonus})
+        pool.forget(keep=[])
+        assert pool.num_pending == 0 and pool.drain() == []
+        pool.submit("kept", user + "good", "x", "y", {"bonus": 3})
+        pool.submit("hang", user + "hangs", "", "", {})
+        pool.submit(1, user + "good", "x", "y", {"bonus": 4})
+        pool.forget(keep=iter(["kept", 1]))
+        assert {key: graded.value for key, graded in pool.drain()} == {"kept": 3.0, 1: 4.0}

@@ -269,11 +269,40 @@ def test_expected_lengths_are_the_means_of_the_aborted_run() -> None:
     assert [(e, p.index) for e, p in long.prompts] == [b] and long.expected == (5.0,) and long.kind == "long"
 
 
+def test_a_queued_prompt_that_loses_again_near_the_end_keeps_its_place_and_what_is_known() -> None:
+    config = SchedulerConfig(num_prompts=4, num_responses=2, eta_prompts=1.75, eta_responses=1.0)
+    policy, stream = TailBatching(config), PromptStream(PROMPTS, 0)
+
+    def play(steps_left: int, slow: set) -> list:
+        plan = policy.plan(stream.take, steps_left)
+        names = [(epoch, prompt.index) for epoch, prompt in plan.prompts]
+        slow = slow or set(names[4:])
+        events = [Finished(5, (*name, r), 5) for name in names if name not in slow for r in range(2)]
+        assert policy.observe(events).done
+        policy.close({(*name, r): 4 + steps_left for name in slow for r in range(2)})
+        return names
+
+    first = play(3, set())[4:]
+    assert [(w.id, w.since, w.expected) for w in policy.queue] == [(name, 1, 7.0) for name in first]
+    second = play(2, {first[1], *(stream_name(i) for i in (7, 8))})
+    assert second[:2] == first[:2] and second[2:] == [stream_name(i) for i in range(7, 12)]
+    # Five draws were left, so two of the queue raced along; one lost, with 6 tokens this time.
+    waiting = [(w.id, w.since, w.expected) for w in policy.queue]
+    assert waiting == [(first[1], 1, 7.0), (first[2], 1, 7.0), (second[2], 2, 6.0), (second[3], 2, 6.0)]
+
+
+def stream_name(i: int) -> tuple[int, int]:
+    epoch, prompt = PromptStream(PROMPTS, 0).take(i + 1)[i]
+    return epoch, prompt.index
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_eta_one_is_the_synchronous_baseline(seed: int) -> None:
     config, steps, toy, num_prompts = random_case(seed, eta_prompts=1.0, eta_responses=1.0, audit=0.5)
     story = run(config, steps, toy, num_prompts)[0]
-    baseline = run(replace(config, policy="synchronous", eta_prompts=1.7), steps, toy, num_prompts)[0]
+    baseline = run(replace(config, policy="synchronous", eta_prompts=1.7, eta_responses=1.7), steps, toy, num_prompts)[
+        0
+    ]
     assert story == baseline
     stream = PromptStream(PROMPTS[:num_prompts], toy.seed)
     for plan, stats in zip(story.plans, story.stats, strict=True):

@@ -1,0 +1,94 @@
+"""Work spread over ranks: balanced, complete, and moved only when a replica runs dry."""
+
+import itertools
+from random import Random
+
+import pytest
+
+from placement import MARGIN, Placement, assign_by_load
+
+
+def random_loads(rng: Random, most: int) -> list[int]:
+    return [rng.choice((1, 5, rng.randint(0, 1000))) for _ in range(rng.randint(0, most))]
+
+
+def test_every_item_goes_to_one_rank_and_loads_are_balanced() -> None:
+    rng = Random(0)
+    for _ in range(300):
+        loads, ranks = random_loads(rng, 60), rng.randint(1, 9)
+        shares = assign_by_load(loads, ranks)
+        assert len(shares) == ranks and sorted(i for share in shares for i in share) == list(range(len(loads)))
+        totals = [sum(loads[i] for i in share) for share in shares]
+        assert max(totals) - min(totals) <= max(loads, default=0)
+        assert shares == assign_by_load(list(loads), ranks)
+
+
+def test_the_heaviest_share_is_within_graham_of_the_best_possible() -> None:
+    rng = Random(1)
+    for _ in range(60):
+        loads, ranks = random_loads(rng, 7), rng.randint(2, 3)
+        best = min(
+            max(sum(load for load, owner in zip(loads, owners, strict=True) if owner == r) for r in range(ranks))
+            for owners in itertools.product(range(ranks), repeat=len(loads))
+        )
+        heaviest = max(sum(loads[i] for i in share) for share in assign_by_load(loads, ranks))
+        assert best <= heaviest <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # (Graham 1969, theorem 2)
+
+
+def test_equal_loads_are_shared_in_order() -> None:
+    assert assign_by_load([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
+    assert assign_by_load([1, 9, 5, 4], 2) == [[1, 0], [2, 3]]
+    assert assign_by_load([], 2) == [[], []]
+
+
+def test_what_ranks_hold_already_counts() -> None:
+    assert assign_by_load([3, 3, 3], 3, held=[9, 0, 4]) == [[], [0, 1], [2]]
+    assert assign_by_load([5, 1], 2, held=[4, 0]) == [[1], [0]]
+
+
+# ---- sequences on replicas ---------------------------------------------------------------------------------------
+
+
+def test_groups_stay_together_and_the_longest_expected_start_first() -> None:
+    placement = Placement(2)
+    ids = [(0, i) for i in range(5)]
+    shares = placement.launch(ids, 3, [1.0, 9.0, 4.0, 5.0, 7.0])
+    assert shares == [[1, 2], [4, 3, 0]]
+    assert list(placement.live[0]) == [(0, i, r) for i in (1, 2) for r in range(3)]
+    assert placement.launch([(0, 9)], 3, [1.0]) == [[0], []]  # as loads 39 and 39 are equal
+    assert placement.launch([(1, 9)], 3, [1.0]) == [[], [0]]
+
+
+def test_newcomers_of_unknown_length_are_spread_like_the_others() -> None:
+    placement = Placement(2)
+    placement.launch([(0, i) for i in range(4)], 2, [100.0] * 4)
+    placement.remove([(0, 0, 0), (0, 0, 1)])
+    assert placement.launch([(0, i) for i in range(5, 10)], 2) == [[0, 1, 3], [2, 4]]
+
+
+def test_with_nothing_known_prompts_are_dealt_in_turn() -> None:
+    assert Placement(3).launch([(0, i) for i in range(7)], 4) == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_dry_replica_gets_its_share_and_nothing_is_lost(seed: int) -> None:
+    rng = Random(seed)
+    placement = Placement(rng.randint(1, 6))
+    placement.launch([(0, i) for i in range(rng.randint(1, 40))], rng.randint(1, 8))
+    everyone = [id for live in placement.live for id in live]
+    gone = {id for id in everyone if rng.random() < id[1] / 40}
+    placement.remove([*gone, (7, 7, 7)])
+    before = [list(live) for live in placement.live]
+    counts = [len(live) for live in before]
+    moves = placement.handovers()
+    after = [list(live) for live in placement.live]
+    assert sorted(id for live in after for id in live) == sorted(set(everyone) - gone)
+    for id, source, target in moves:
+        assert id in before[source] and id in after[target]
+    assert len({id for id, _, _ in moves}) == len(moves)
+    if max(counts) - min(counts) >= MARGIN and 2 * min(counts) <= max(counts):
+        assert moves and max(map(len, after)) - min(map(len, after)) <= 1
+        for old, new in zip(before, after, strict=True):
+            assert old[: len(new)] == new[: len(old)]  # the oldest stay where they are
+    else:
+        assert not moves
