@@ -22,8 +22,8 @@ HISTORY = 8192  # responses whose lengths are remembered
 class StreamConfig:
     policy: str = option(
         "estimate",
-        "off; fixed (scale down once fixed_share of the responses is complete); paper (between first and last, when the "
-        "rest fits the remaining memory); estimate (as paper, and only when that makes the step shorter)",
+        "off; fixed (scale down once fixed_share of the responses is complete); paper (between first and last, when "
+        "the rest fits the remaining memory); estimate (as paper, and only when that makes the step shorter)",
         choices=("off", "fixed", "paper", "estimate"),
     )
     first: float = option(0.2, "share of complete responses from which on half of the replicas may leave", min=0, max=1)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = {path.stem: path for path in ROOT.glob("*.py")}
-NO_TORCH = ("scheduler", "tasks", "reward", "config", "core", "pages")
+NO_TORCH = ("scheduler", "tasks", "reward", "config", "core", "pages", "placement", "streaming", "simulate")
 MAX_LINES = 600
 
 
