@@ -55,7 +55,6 @@ class Efficiency:
     passes: float = option(5.0, "forward passes a trained token costs: 3 to train, 1 for the old, 1 for the reference")
     train_seconds: float = option(4.0, "per step, whatever the batch: optimizer, memory given back and forth", min=0)
     rollout_seconds: float = option(8.0, "per rollout, whatever the batch: engines wake up and go to sleep", min=0)
-    interference: float = option(0.01, "decode slow-down while other ranks train on the stream", min=0)
 
 
 class Costs:

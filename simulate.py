@@ -4,30 +4,29 @@
     python simulate.py --replay=runs/tiny          lengths recorded with run.dump_rollouts
 
 Rounds, races, queue, placement, windows and stream decisions are those of scheduler.py, placement.py and streaming.py,
-called as the engine calls them; only time is made up, by costs.py. Between two events the set of decoding sequences
-does not change, so any number of decode steps is one closed-form sum: a simulation costs what its responses cost, not
-its tokens.
+called as the engine calls them; only time is made up, by costs.py, and the engine is replica.py. The cost of a
+simulation grows with its responses, not with their tokens.
 """
 
 import argparse
 import json
 import math
 import sys
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, heapreplace
+from heapq import heapreplace
 from pathlib import Path
 from random import Random
 from statistics import mean
 from typing import Any
 
 from config import ConfigError, describe, load_config, option
-from core import Decision, Finished, Prompt, PromptId, RoundPlan, SampleId
+from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
 from costs import Costs, Efficiency, Hardware, Shape
 from data import PromptStream
 from placement import Placement
 from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report, SizeProfile
+from replica import Replica, Response
 from scheduler import POLICIES, SchedulerConfig, TailBatching, window
 from streaming import Progress, ScaleDown, StreamConfig, StreamPolicy
 from workload import Drawn, LengthModel, Lengths, Recorded
@@ -83,131 +82,6 @@ class SimulationConfig:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 
 
-# ---- one replica -------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class Response:
-    """A response inside a replica."""
-
-    id: SampleId
-    prompt_tokens: int
-    length: int
-    done: int = 0  # tokens it had when it was admitted
-    start: int = 0  # the replica's iteration at that time
-
-    @property
-    def ends(self) -> int:
-        return self.start + self.length - self.done
-
-
-class Replica:
-    """One engine: admits, decodes, preempts the newest when pages run out. Mirrors `rollout.Engine`."""
-
-    def __init__(self, costs: Costs, max_running: int = 256, page_size: int = 64, longest: int = 0):
-        self.costs, self.max_running, self.padding = costs, max_running, page_size / 2
-        if costs.capacity < longest + page_size:
-            raise ConfigError(
-                f"{costs.capacity} tokens of KV fit on a replica of {costs.tp} GPUs, one response may need {longest}; "
-                "raise cluster.tensor_parallel"
-            )
-        self.clock = 0.0
-        self.iteration = 0
-        self.running: dict[SampleId, Response] = {}  # in order of admission
-        self.waiting: deque[Response] = deque()
-        self.ending: list[tuple[int, SampleId]] = []  # heap; entries of what left early are passed over
-        self.prompts: Counter[PromptId] = Counter()  # of the running sequences
-        self.context = 0  # their tokens
-        self.busy = 0.0
-        self.events = self.preemptions = self.decoded = 0
-
-    @property
-    def used(self) -> float:
-        """Tokens' worth of pages. On average a sequence's last page is half full."""
-        return self.context + self.padding * len(self.running)
-
-    def add(self, sequence: Response) -> None:
-        self.waiting.append(sequence)
-        self._admit()
-
-    def remove(self, ids: Iterable[SampleId]) -> list[Response]:
-        """Take out sequences with what they have; they can go on elsewhere."""
-        ids = set(ids)
-        gone = [self._release(id) for id in ids if id in self.running]
-        gone += [s for s in self.waiting if s.id in ids]
-        self.waiting = deque(s for s in self.waiting if s.id not in ids)
-        self._admit()
-        return gone
-
-    def next_event(self) -> float:
-        """Return the iteration at whose end something may happen: a response ends, or pages run out."""
-        while self.ending and not self._is_current(*self.ending[0]):
-            heappop(self.ending)
-        if not self.running:
-            return math.inf
-        room = (self.costs.capacity - self.used) // len(self.running) + 1
-        return min(self.ending[0][0], self.iteration + room)
-
-    def run_until(self, iteration: float) -> list[tuple[Finished, float]]:
-        """Decode up to an iteration; return what ended, and when."""
-        finished = []
-        while math.inf > (at := self.next_event()) <= iteration:
-            self._advance(at)
-            while self.ending and self.ending[0][0] <= at:
-                ended = heappop(self.ending)
-                if self._is_current(*ended):
-                    sequence = self._release(ended[1])
-                    finished.append((Finished(self.iteration, sequence.id, sequence.length), self.clock))
-            while self.used > self.costs.capacity:
-                self.waiting.appendleft(self._release(next(reversed(self.running))))
-                self.preemptions += 1
-            self._admit()
-        if iteration < math.inf:
-            self._advance(iteration)
-        return finished
-
-    def _is_current(self, end: int, id: SampleId) -> bool:
-        return id in self.running and self.running[id].ends == end
-
-    def _advance(self, iteration: float) -> None:
-        steps, running = int(iteration - self.iteration), len(self.running)
-        if running and steps:
-            self._spend(self.costs.decode(running, self.context, steps))
-            self.context += running * steps
-            self.decoded += running * steps
-        self.iteration = int(iteration)
-
-    def _spend(self, seconds: float) -> None:
-        self.clock += seconds
-        self.busy += seconds
-
-    def _release(self, id: SampleId) -> Response:
-        self.events += 1
-        sequence = self.running.pop(id)
-        sequence.done += self.iteration - sequence.start
-        self.context -= sequence.prompt_tokens + sequence.done
-        self.prompts[id[:2]] -= 1
-        return sequence
-
-    def _admit(self) -> None:
-        """Start waiting sequences while rows and pages last. A prompt is computed once for all its responses."""
-        while self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting[0]
-            tokens = sequence.prompt_tokens + sequence.done
-            reserve = self.costs.capacity / 100 if self.running else 0
-            if self.used + tokens + self.padding > self.costs.capacity - reserve:
-                return
-            self.waiting.popleft()
-            self.events += 1
-            if sequence.done or not self.prompts[sequence.id[:2]]:
-                self._spend(self.costs.prefill(tokens))
-            sequence.start = self.iteration
-            self.running[sequence.id] = sequence
-            self.prompts[sequence.id[:2]] += 1
-            self.context += tokens
-            heappush(self.ending, (sequence.ends, sequence.id))
-
-
 # ---- one rollout -------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +108,12 @@ class Rollout:
     def seconds(self) -> float:
         return max(replica.clock for replica in self.replicas)
 
+    @property
+    def preemptions(self) -> int:
+        return sum(replica.preemptions for replica in self.replicas + self.freed)
+
     def play(self, judge: TailBatching) -> None:
+        """Decode until the judge says that the round is done. Grades that it asks for take no time here."""
         self._launch(self.plan.prompts, self.plan.expected)
         decision = Decision()
         while not decision.done:
@@ -325,7 +204,7 @@ class Simulation:
         self.costs_of = {n: Costs(hardware, model.shape, model.efficiency, n) for n in sorted(sizes)}
         self.costs = self.costs_of[c.tensor_parallel]
         self.workload = workload or Drawn(model.lengths, c.seed)
-        self.limit = model.lengths.limit
+        self.limit = self.workload.limit
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, c.seed)
         count = math.ceil(config.scheduler.num_prompts * self.policy.config.eta_prompts) * (c.steps + 1)
         self.data = PromptStream(self.workload.prompts(count), c.seed)
@@ -389,29 +268,32 @@ class Simulation:
         self.typical_train_seconds = self.costs.train(list(lengths.values()), c.cluster.gpus)
         if self.stream:
             self.stream.close([rollout.lengths[id] for id in accepted])
-        sync = self.costs.weight_sync()
-        replicas = rollout.replicas + rollout.freed
         if self.planner:
             everything = (*rollout.lengths.values(), *rollout.aborted.values())
-            self.planner.observe(plan.kind, Report(sum(r.preemptions for r in replicas), end, everything))
-        self.events += sum(r.events for r in replicas) + rollout.windows * len(replicas)
+            self.planner.observe(plan.kind, Report(rollout.preemptions, end, everything))
+        sync = self.costs.weight_sync()
         seconds = {"rollout": e.rollout_seconds + end, "reward": reward, "train": train, "sync": sync}
         self.trained.append(accepted)
-        self.records.append(
-            {
-                "step": step + 1,
-                "seconds": {"step": sum(seconds.values()), **seconds},
-                "samples": len(accepted),
-                "tokens": sum(lengths.values()) - size * len(accepted),
-                "round": {"kind": stats.kind, "longest": stats.longest, "queue": stats.queue}
-                | {"aborted": stats.aborted, "requeued": stats.requeued, "wasted_tokens": stats.wasted_tokens}
-                | {"windows": rollout.windows, "migrated": rollout.migrated},
-                "stream": {"prompts": len(streamed), "at": rollout.scale_down.at if rollout.scale_down else None},
-                "engine": {"preemptions": sum(r.preemptions for r in replicas)}
-                | {"decoded_tokens": sum(r.decoded for r in replicas), "tensor_parallel": self.costs.tp}
-                | {"busy": sum(r.busy for r in replicas) / len(replicas) / max(end, 1e-9)},
-            }
-        )
+        self.records.append(self._record(rollout, stats, seconds, len(streamed)))
+
+    def _record(self, rollout: Rollout, stats: RoundStats, seconds: dict[str, float], streamed: int) -> dict[str, Any]:
+        replicas = rollout.replicas + rollout.freed
+        self.events += sum(r.events for r in replicas) + rollout.windows * len(replicas)
+        trained = self.trained[-1]
+        return {
+            "step": len(self.trained),
+            "seconds": {"step": sum(seconds.values()), **seconds},
+            "samples": len(trained),
+            "tokens": sum(rollout.lengths[id] for id in trained),
+            "round": asdict(stats) | {"windows": rollout.windows, "migrated": rollout.migrated},
+            "stream": {"prompts": streamed, **(asdict(rollout.scale_down) if rollout.scale_down else {})},
+            "engine": {
+                "preemptions": rollout.preemptions,
+                "decoded_tokens": sum(r.decoded for r in replicas),
+                "busy": sum(r.busy for r in replicas) / len(replicas) / max(rollout.seconds, 1e-9),
+                "tensor_parallel": self.costs.tp,
+            },
+        }
 
     def _stream(
         self, rollout: Rollout, lengths: Mapping[SampleId, int], graded: Mapping[SampleId, float]
@@ -496,8 +378,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--replay", help="run folder whose recorded lengths are used")
     flags, overrides = parser.parse_known_args(argv)
     try:
-        config = load_config(SimulationConfig, flags.config, overrides)
-        run = simulate(config, workload=Recorded(flags.replay) if flags.replay else None)
+        recorded = Recorded(flags.replay) if flags.replay else None
+        config = load_config(SimulationConfig, flags.config, (recorded.settings if recorded else []) + overrides)
+        run = simulate(config, workload=recorded)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

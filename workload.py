@@ -6,6 +6,7 @@ around that, log-normal again. A tail: with a probability that is the prompt's o
 
 import json
 import math
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from core import Prompt, PromptId
 
 class Lengths(Protocol):
     """Where a simulation takes its prompts and their responses' lengths from."""
+
+    limit: int  # most tokens of a response
 
     def prompts(self, count: int) -> list[Prompt]: ...
 
@@ -42,7 +45,7 @@ class Drawn:
     """Lengths drawn from the model. A prompt keeps its nature; each visit draws its responses anew."""
 
     def __init__(self, model: LengthModel, seed: int = 0):
-        self.model, self.seed = model, seed
+        self.model, self.seed, self.limit = model, seed, model.limit
 
     def prompts(self, count: int) -> list[Prompt]:
         ids = (0,) * self.model.prompt_tokens
@@ -83,6 +86,9 @@ class Recorded:
         for file in files:
             for line in file.read_text(encoding="utf-8").splitlines():
                 self._add(json.loads(line))
+        self.limit = max(max(lengths) for lengths in self.groups.values())
+        told = tomllib.loads(Path(folder, "config.toml").read_text(encoding="utf-8"))
+        self.settings = [f"--scheduler.{key}={json.dumps(value)}" for key, value in told["scheduler"].items()]
 
     def _add(self, group: dict) -> None:
         prompt = group["prompt"]

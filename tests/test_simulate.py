@@ -1,17 +1,21 @@
 """The simulator: closed-form cases, a step-by-step twin, the engine's own decisions, conservation, cost by counting."""
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from conftest import ALONE
 
-from config import ConfigError, load_config
-from core import Prompt
+from config import ConfigError, dump_toml, load_config
+from core import Group, Prompt, Reward, Sample
 from costs import Costs, Efficiency, Hardware, Shape
+from data import dump_groups
 from metrics import Clock
+from replica import Replica, Response
 from scheduler import SchedulerConfig, TailBatching
 from settings import Config
 from simulate import (
@@ -19,17 +23,16 @@ from simulate import (
     ClusterConfig,
     GradingConfig,
     ModelFile,
-    Replica,
-    Response,
     SimulationConfig,
     grading_seconds,
     load_hardware,
     load_model,
+    main,
     simulate,
 )
 from streaming import StreamConfig
 from train import build, roll_out
-from workload import LengthModel
+from workload import Drawn, LengthModel, Recorded
 
 SHAPE = Shape(parameters=1e9, layers=10, hidden=1024, kv_heads=2, head_dim=64)
 COSTS = Costs(Hardware(), SHAPE, Efficiency(), 1)
@@ -270,7 +273,7 @@ class FromLog:
     """Lengths that the engine's log tells; what was aborted would have gone on."""
 
     def __init__(self, prompts: list[Prompt], known: list[dict]):
-        self.given, self.known = prompts, known
+        self.given, self.known, self.limit = prompts, known, 10_000
 
     def prompts(self, count: int) -> list[Prompt]:
         return self.given
@@ -345,3 +348,49 @@ def SimulationOfLog(given: SimulationConfig, model: ModelFile, run, known: list[
 
     policy.plan, policy.observe = plan, listen
     return simulated
+
+
+# ---- recorded runs, and the command line -------------------------------------------------------------------------
+
+
+def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, capsys) -> None:
+    rng, trained = Random(0), {}
+    for step in range(3):
+        groups = []
+        for i in range(4):
+            prompt = Prompt(4 * step + i, (1, 2, 3), "", "", "match")
+            ids = [tuple(range(rng.randint(1, 60))) for _ in range(2)]
+            samples = tuple(Sample(prompt.index, r, 0, ids[r], (), "stop", step) for r in range(2))
+            trained[0, prompt.index] = [len(n) for n in ids]
+            groups.append(Group(prompt, 0, samples, (Reward(1.0), Reward(0.0))))
+        dump_groups(tmp_path / "rollouts", step + 1, groups, np.zeros((4, 2)))
+    told = replace(Config(), scheduler=SchedulerConfig("synchronous", num_prompts=4, num_responses=2))
+    (tmp_path / "config.toml").write_text(dump_toml(told))
+    recorded = Recorded(tmp_path)
+    assert recorded.lengths((0, 5), 2, 0) == trained[0, 5]
+    assert sorted(recorded.lengths((1, 5), 3, 0)[:2]) == sorted(trained[0, 5])  # another epoch, one response more
+    assert main([f"--replay={tmp_path}", "--cluster.steps=3", "--cluster.gpus=1", "--stream.policy=off"]) == 0
+    *records, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert sum(r["tokens"] for r in records) == sum(map(sum, trained.values()))
+    assert last["mean_step_seconds"] == pytest.approx(np.mean([r["seconds"]["step"] for r in records]))
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
+    assert main(["--cluster.gpus=15", "--cluster.tensor_parallel=2"]) == 2
+    assert "does not divide" in capsys.readouterr().err
+    assert main([f"--replay={tmp_path}"]) == 2
+    assert "dump_rollouts" in capsys.readouterr().err
+
+
+def test_drawn_lengths_are_what_the_model_says() -> None:
+    model = LengthModel(median=300, prompt_spread=0.5, response_spread=0.5, runaway=0.1, runaway_gather=0.2, limit=9000)
+    drawn = [Drawn(model).lengths((0, i), 8, 0) for i in range(4000)]
+    ordered = sorted(n for group in drawn for n in group)
+    assert sum(n == 9000 for n in ordered) / len(ordered) == pytest.approx(0.1, abs=0.01)
+    body = [math.log(n) for n in ordered if n < 9000]
+    assert math.exp(np.median(body)) == pytest.approx(300, rel=0.05)
+    assert np.std(body) == pytest.approx(math.sqrt(0.5), rel=0.05)
+    run = [[n == 9000 for n in group] for group in drawn]
+    together = np.mean([group[0] and group[1] for group in run])
+    assert (together - 0.01) / 0.09 == pytest.approx(0.2, abs=0.06)  # their correlation
+    assert Drawn(model).lengths((0, 1), 8, 0) != Drawn(model).lengths((0, 1), 8, 1)
