@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from heapq import heapreplace
 from pathlib import Path
 from random import Random
