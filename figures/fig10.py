@@ -33,7 +33,7 @@ def main() -> None:
         right.plot([r["seconds"]["rollout"] for r in records], label=name, marker=".")
     left.set(title="Longest trained response", xlabel="step", ylabel="tokens", yscale="log")
     right.set(title="Rollout", xlabel="step", ylabel="seconds", ylim=(0, None))
-    left.legend(loc="lower left")
+    right.legend(loc="center right", bbox_to_anchor=(1, 0.4))
     save(figure, "fig10", "Qwen2.5-32B shape, limit 32k, 64 H800")
     table.end("fig10")
 

@@ -29,9 +29,11 @@ def main() -> None:
     axis.bar([x - 0.2 for x in places if x < len(PAPER)], PAPER.values(), 0.4, label="paper", color="0.7")
     axis.bar([x + 0.2 for x in places], simulated.values(), 0.4, label="simulated")
     axis.set_xticks(list(places), POLICIES, rotation=20)
-    axis.set(title="When half of the GPUs leave the rollout to train", ylabel="step with a long round (s)")
+    axis.set(
+        title="When half of the GPUs leave the rollout to train", ylabel="step with a long round (s)", ylim=(0, 190)
+    )
     axis.grid(axis="x", visible=False)
-    axis.legend(loc="lower left")
+    axis.legend(loc="upper right", ncols=2)
     save(figure, "table4", f"16 H800, {STEPS} steps")
     best = {name: round(simulated["off"] / value, 3) for name, value in simulated.items()}
     table.end("table4", speedup=best, speedup_paper=round(PAPER["off"] / PAPER["paper"], 3))
