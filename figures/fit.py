@@ -6,8 +6,8 @@ layer and decode step, which the baseline's bar fixes. They are searched by rand
 a closed form of a round's time; the simulator then says how far off that is for each entry, the targets are
 corrected, and the search goes on. `8B` is Qwen3-8B/32k, fitted to the eight numbers of Figure 4.
 
-Set by hand, with these numbers of the paper in view, so that their agreement proves little. The same for all models:
 Set by hand, with these numbers of the paper in view, so that their agreement proves little. For all models:
+`sequence_seconds` and `rollout_seconds` (costs.py), by the bars with eta on both sides; `sandboxes` (simulate.py),
 by Table 1's share of rewards and Table 2's 7B; the default of `kv_memory`, raised because 32B/32k preempted at the
 baseline. One a model: `padded`, by Table 1 and the short rounds of Figure 9. Not used for any number: RLHFuse and the
 long rounds of Figure 9, Figures 10, 12 and 14, Table 4, and 14B and 32B in Table 2 beyond their training time.
