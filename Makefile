@@ -3,12 +3,18 @@ PYTHON ?= python3
 RANKS ?= 2
 VENV := .venv
 
-.PHONY: train test
+.PHONY: train test figures
 train: $(VENV)/ready
 	$(VENV)/bin/torchrun --shutdown-timeout=600 --nproc_per_node=$(RANKS) train.py --config configs/tiny.toml $(ARGS)
 
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest $(TESTS)
+
+# The paper's tables and figures, simulated on one core; each also runs alone.
+figures: $(VENV)/ready
+	for figure in table1 table2 table3 table4 fig04 fig09 fig10 fig11 fig12 fig14; do \
+		$(VENV)/bin/python figures/$$figure.py || exit 1; \
+	done
 
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)

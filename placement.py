@@ -59,3 +59,14 @@ class Placement:
             counts[target] += 1
             moves.append((id, source, target))
         return moves
+
+    def shrink(self, num_replicas: int) -> list[tuple[SampleId, int, int]]:
+        """Go on with the first replicas only; return the moves (sequence, from, to) that empty the others."""
+        moves = []
+        for source in range(num_replicas, len(self.live)):
+            for id, expected in self.live[source].items():
+                target = min(range(num_replicas), key=lambda replica: len(self.live[replica]))
+                self.live[target][id] = expected
+                moves.append((id, source, target))
+        del self.live[num_replicas:]
+        return moves

@@ -20,10 +20,9 @@ from parallel import World
 from placement import Placement
 from reward import overlong_penalty
 from rollout import Engine
+from scheduler import window
 from sequence import sequences_for
 from settings import Config
-
-RELAXED = 8  # windows are so much longer where only the balance of replicas depends on them
 
 
 class Referee(Protocol):
@@ -116,12 +115,7 @@ class Round:
 
     def _window(self) -> tuple[float, float]:
         """Return how many iterations and how many seconds the next window has."""
-        c = self.config.scheduler
-        races = self.plan.kind == "short" or c.dynamic_sampling
-        if not races and not self._may_migrate:
-            return math.inf, math.inf  # nothing is decided before the end
-        stretch = 1 if races else RELAXED
-        return (math.inf, c.window_seconds * stretch) if c.window_seconds else (c.window_iterations * stretch, math.inf)
+        return window(self.config.scheduler, self.plan.kind, self.engine.parallel.num_replicas)
 
     def _step(self) -> list[Sample]:
         before, start = self.engine.stats.prefilled_tokens, time.perf_counter()
@@ -130,10 +124,6 @@ class Round:
         self.clock.add(stage, start, time.perf_counter())
         self.progress("generated", len(self.samples), len(self.prompts) * self.plan.num_responses)
         return samples
-
-    @property
-    def _may_migrate(self) -> bool:
-        return self.config.scheduler.migrate and self.engine.parallel.num_replicas > 1
 
     def _rewards_of(self, ids: Collection[SampleId]) -> dict[SampleId, float]:
         """Wait for the grades of those of `ids` that finished here."""

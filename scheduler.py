@@ -38,6 +38,7 @@ class Race:
         self.kept: dict[PromptId, list[SampleId]] = {}  # the first responses of each prompt
         self.tokens: dict[SampleId, int] = {}  # of every response that has ended
         self.complete: list[PromptId] = []
+        self.closed: list[PromptId] = []  # complete since the last window
         self.ungraded: list[PromptId] = []  # complete since the last window: dynamic sampling asks for their rewards
         self.varied: dict[PromptId, bool] = {}  # complete and graded: whether rewards differ
         self.accepted: list[PromptId] = []
@@ -73,7 +74,8 @@ class Race:
             if not self.live and not self.ungraded:  # max_prompts is reached
                 self.padded = self.plan.keep_prompts - len(self.accepted)
                 self.accepted += self.zero_variance[: self.padded]
-        abort = () if self.plan.audit else tuple(id for id in self.live if self.decided or self._is_complete(id[:2]))
+        abort = () if self.plan.audit else self._losers()
+        self.closed = []
         for id in abort:
             del self.live[id]
         if self.decided:
@@ -88,6 +90,13 @@ class Race:
             self.prompts[id], self.kept[id] = (epoch, prompt), []
             self.live.update(dict.fromkeys((*id, r) for r in range(self.plan.num_responses)))
 
+    def _losers(self) -> tuple[SampleId, ...]:
+        """Return what still runs for nothing."""
+        if self.decided:
+            return tuple(self.live)
+        closed = ((*prompt, r) for prompt in self.closed for r in range(self.plan.num_responses))
+        return tuple(id for id in closed if id in self.live)
+
     def _is_complete(self, prompt: PromptId) -> bool:
         return len(self.kept[prompt]) == self.plan.keep_responses
 
@@ -100,6 +109,7 @@ class Race:
         self.kept[prompt].append(event.id)
         if self._is_complete(prompt):
             self.complete.append(prompt)
+            self.closed.append(prompt)
             if self.take:
                 self.ungraded.append(prompt)
             else:
@@ -271,3 +281,20 @@ class SchedulerConfig:
     audit: float = option(
         0.0, "share of short rounds that finish every response, to record what the race leaves out", min=0.0, max=1.0
     )
+
+
+RELAXED = 8  # windows are so much longer where nothing races
+
+
+def window(config: SchedulerConfig, kind: str, num_replicas: int, streams: bool = False) -> tuple[float, float]:
+    """Return how many engine steps and how many seconds go by until the next exchange of events.
+
+    `streams`: replicas may still leave the round, to train what is complete.
+    """
+    races = kind == "short" or config.dynamic_sampling
+    if not races and not streams and not (config.migrate and num_replicas > 1):
+        return math.inf, math.inf  # nothing is decided before the end
+    stretch = 1 if races else RELAXED
+    if config.window_seconds:
+        return math.inf, config.window_seconds * stretch
+    return config.window_iterations * stretch, math.inf

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = {path.stem: path for path in ROOT.glob("*.py")}
 NO_TORCH = ("scheduler", "placement", "planner", "tasks", "reward", "config", "core", "pages", "sandbox", "box")
-NO_TORCH += ("remote", "timeouts")
+NO_TORCH += ("remote", "timeouts", "streaming", "simulate")
 MAX_LINES = 600
 
 

@@ -1,0 +1,99 @@
+"""What decoding, prefill, training and weight sync cost: a roofline and a few efficiencies. Pure.
+
+Decode is memory-bound: every step reads the weights and the cached tokens once. What the roofline leaves out is
+stated as seconds per layer (launches, small kernels) and per sequence (sampling, bookkeeping), and fitted; see
+figures/fit.py and configs/simulate/.
+"""
+
+from dataclasses import dataclass
+
+from config import option
+
+BYTES = 2  # of a weight or a cached value: bfloat16
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU and the node around it."""
+
+    flops: float = option(989e12, "dense bfloat16 operations per second", above=0)
+    bandwidth: float = option(3.35e12, "memory bytes per second", above=0)
+    memory: float = option(80e9, "bytes of memory", above=0)
+    link: float = option(200e9, "bytes per second and direction between GPUs of a node", above=0)
+    link_latency: float = option(12e-6, "seconds of a small all-reduce inside a node", min=0)
+    network: float = option(50e9, "bytes per second of one GPU to other nodes", above=0)
+    node_gpus: int = option(8, "GPUs in a node", min=1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder, as far as its cost goes."""
+
+    parameters: float = option(7.6e9, "weights", above=0)
+    layers: int = option(28, "decoder layers", min=1)
+    hidden: int = option(3584, "width", min=1)
+    kv_heads: int = option(4, "heads of keys and values", min=1)
+    head_dim: int = option(128, "width of a head", min=1)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one cached token, all ranks together."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What the engine and the trainer reach of the roofline. The fitted ones say so."""
+
+    bandwidth: float = option(0.85, "share of the memory bandwidth that decoding reaches", above=0, max=1)
+    prefill: float = option(0.5, "share of the peak operations that prefill reaches", above=0, max=1)
+    layer_seconds: float = option(140e-6, "per layer and decode step, whatever the batch (fitted)", min=0)
+    sequence_seconds: float = option(80e-6, "per sequence and decode step (fitted)", min=0)
+    kv_memory: float = option(0.85, "share of the GPU memory that weights and KV pages may take", above=0, max=1)
+    train: float = option(0.4, "share of the peak operations that training reaches", above=0, max=1)
+    padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
+    passes: float = option(5.0, "forward passes a trained token costs: 3 to train, 1 for the old, 1 for the reference")
+    train_seconds: float = option(4.0, "per step, whatever the batch: optimizer, memory given back and forth", min=0)
+    rollout_seconds: float = option(8.0, "per rollout, whatever the batch: engines wake up and go to sleep", min=0)
+
+
+class Costs:
+    """Seconds of everything that one replica of `tp` GPUs does, and of what all GPUs do together."""
+
+    def __init__(self, hardware: Hardware, shape: Shape, efficiency: Efficiency, tp: int = 1):
+        h, s, e = hardware, shape, efficiency
+        self.hardware, self.shape, self.efficiency, self.tp = h, s, e, tp
+        reduces = 2 * s.layers if tp > 1 else 0
+        self._step = s.layers * e.layer_seconds + reduces * h.link_latency
+        self._read = s.parameters * BYTES / (tp * h.bandwidth * e.bandwidth)
+        self._compute = 2 * s.parameters / (tp * h.flops * e.prefill)  # per token
+        reduced = reduces * 2 * (tp - 1) / tp * s.hidden * BYTES / h.link
+        self._sequence = e.sequence_seconds + reduced
+        self._token = s.kv_bytes / (tp * h.bandwidth * e.bandwidth)
+        self.capacity = int((h.memory * e.kv_memory * tp - s.parameters * BYTES) / s.kv_bytes)  # tokens in pages
+
+    def decode(self, sequences: int, context: int, steps: int = 1) -> float:
+        """Return the seconds of `steps` decode steps of the same sequences, which have `context` tokens at first."""
+        each = self._step + max(self._read, sequences * self._compute) + sequences * self._sequence
+        read = steps * context + sequences * steps * (steps - 1) / 2
+        return steps * each + read * self._token
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds that computing `tokens` of context adds to the decode steps beside them."""
+        return tokens * (
+            self._compute + self._attention(tokens) / (self.tp * self.hardware.flops * self.efficiency.prefill)
+        )
+
+    def train(self, lengths: list[int], gpus: int) -> float:
+        """Seconds of gradient work for samples of these `lengths` (prompt and response), spread over `gpus`."""
+        e, padded = self.efficiency, [max(n, self.efficiency.padded) for n in lengths]
+        operations = sum(n * (2 * self.shape.parameters + self._attention(n)) for n in padded) * e.passes
+        return operations / (gpus * self.hardware.flops * e.train)
+
+    def _attention(self, tokens: int) -> float:
+        """Operations a token of a causal forward pass over `tokens` spends on attention, on average."""
+        return 2 * self.shape.layers * self.shape.hidden * tokens
+
+    def weight_sync(self) -> float:
+        """Seconds until every replica has the new weights: each rank receives its shard over the network."""
+        return self.shape.parameters * BYTES / self.tp / self.hardware.network

@@ -1,0 +1,103 @@
+"""What the figures share: the paper's numbers and set-ups (RollPacker, section 6), runs, tables, the look."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from planner import PlannerConfig  # noqa: E402
+from scheduler import SchedulerConfig  # noqa: E402
+from simulate import ClusterConfig, GradingConfig, Simulation, SimulationConfig, simulate  # noqa: E402
+from streaming import StreamConfig  # noqa: E402
+
+MODELS = {"7B/8k": "qwen2.5-7b", "14B/16k": "qwen2.5-14b", "32B/32k": "qwen2.5-32b"}
+GPUS = {"7B/8k": 16, "14B/16k": 32, "32B/32k": 64}
+TENSOR_PARALLEL = {"7B/8k": 1, "14B/16k": 2, "32B/32k": 2}
+
+
+def cluster(model: str, **changes: Any) -> ClusterConfig:
+    """Return the paper's cluster for one of MODELS: H800, tensor parallelism 1 / 2 / 2."""
+    base = ClusterConfig(model=MODELS[model], gpus=GPUS[model], tensor_parallel=TENSOR_PARALLEL[model])
+    return replace(base, **changes)
+
+
+def scheduler(
+    policy: str, eta_prompts: float = 1.25, eta_responses: float = 1.25, prompts: int = 128
+) -> SchedulerConfig:
+    """Return P0 = 128, R0 = 8. The paper moves no sequences between replicas before the stream trainer does."""
+    return SchedulerConfig(policy, prompts, 8, eta_prompts, eta_responses, migrate=False)
+
+
+# The systems of Table 2, each with what the one before has, and the paper's RLHFuse, which got a stream trainer too.
+SLOW, FAST = GradingConfig(overlap=False, adaptive=False), GradingConfig()
+VERL = SimulationConfig(scheduler=scheduler("synchronous"), grading=SLOW, stream=StreamConfig("off"))
+TAIL = replace(VERL, scheduler=scheduler("tail_batching"))
+REWARD = replace(TAIL, grading=FAST)
+PLANNER = replace(REWARD, planner=PlannerConfig("paper"))
+ROLLPACKER = replace(PLANNER, stream=StreamConfig("paper"))
+RLHFUSE = replace(VERL, grading=FAST, stream=StreamConfig("paper"))
+SYSTEMS = {
+    "veRL": VERL,
+    "+ tail batching": TAIL,
+    "+ reward scheduler": REWARD,
+    "+ parallelism planner": PLANNER,
+    "+ stream trainer": ROLLPACKER,
+    "RLHFuse": RLHFUSE,
+}
+
+
+def run(system: str, model: str, steps: int = 20, **changes: Any) -> Simulation:
+    """Simulate one of SYSTEMS on the paper's cluster for `model`. `changes` go to the cluster."""
+    return simulate(replace(SYSTEMS[system], cluster=cluster(model, steps=steps, **changes)))
+
+
+def seconds(records: Sequence[dict], stage: str = "step", kind: str = "") -> float:
+    """Mean seconds of a stage over whole steps, or over those of one kind of round."""
+    return mean(r["seconds"][stage] for r in records if not kind or r["round"]["kind"] == kind)
+
+
+class Table:
+    """Rows of paper value, simulated value and difference, printed as they come; ends with one JSON line."""
+
+    def __init__(self, title: str, unit: str):
+        self.rows: list[tuple[str, float, float]] = []
+        print(f"{title}\n{'':44}{'paper':>9}{'simulated':>11}{'difference':>12}   ({unit})")
+
+    def add(self, name: str, paper: float, simulated: float) -> None:
+        self.rows.append((name, paper, simulated))
+        print(f"{name:<44}{paper:>9.3g}{simulated:>11.3g}{simulated / paper - 1:>+12.1%}")
+
+    def end(self, name: str, **more: Any) -> None:
+        """Print the JSON line: the largest and the mean relative error, and everything in `more`."""
+        errors = {row: abs(simulated / paper - 1) for row, paper, simulated in self.rows}
+        worst = max(errors, key=errors.__getitem__)
+        print(
+            json.dumps(
+                {"figure": name, "max_rel_error": round(errors[worst], 4), "worst": worst}
+                | {"mean_rel_error": round(mean(errors.values()), 4), "entries": len(errors)}
+                | {"within_15_percent": sum(e <= 0.15 for e in errors.values()), **more}
+            )
+        )
+
+
+def style() -> None:
+    plt.style.use(HERE / "plainroll.mplstyle")
+
+
+def save(figure: plt.Figure, name: str, data: str) -> None:
+    """Write figures/NAME.png with a caption line that names the command and the data."""
+    caption = f"python figures/{name}.py: {data}; paper: arXiv 2509.21009"
+    figure.supxlabel(caption, fontsize=7, color="0.4")
+    figure.savefig(HERE / f"{name}.png")
+    plt.close(figure)

@@ -1,0 +1,43 @@
+"""Table 4: long rounds of 7B/8k, stream trainer off, at fixed shares, by the paper's milestones, by our estimate."""
+
+from dataclasses import replace
+
+from paper import REWARD, StreamConfig, Table, cluster, plt, save, seconds, simulate, style
+
+PAPER = {"off": 124.2, "fixed 20 %": 122.7, "fixed 30 %": 118.2, "fixed 40 %": 119.8, "paper": 115.2}
+POLICIES = {
+    "off": StreamConfig("off"),
+    **{f"fixed {share} %": StreamConfig("fixed", fixed_share=share / 100) for share in (20, 30, 40)},
+    "paper": StreamConfig("paper"),
+    "estimate": StreamConfig("estimate"),
+}
+STEPS = 50
+
+
+def main() -> None:
+    simulated = {}
+    for name, stream in POLICIES.items():
+        records = simulate(replace(REWARD, stream=stream, cluster=cluster("7B/8k", steps=STEPS))).records
+        simulated[name] = seconds(records, kind="long")
+    table = Table("Table 4: step with a long round, 7B/8k", "seconds")
+    for name, paper in PAPER.items():
+        table.add(name, paper, simulated[name])
+    print(f"{'estimate (ours)':<44}{'':>9}{simulated['estimate']:>11.3g}")
+    style()
+    figure, axis = plt.subplots()
+    places = range(len(POLICIES))
+    axis.bar([x - 0.2 for x in places if x < len(PAPER)], PAPER.values(), 0.4, label="paper", color="0.7")
+    axis.bar([x + 0.2 for x in places], simulated.values(), 0.4, label="simulated")
+    axis.set_xticks(list(places), POLICIES, rotation=20)
+    axis.set(
+        title="When half of the GPUs leave the rollout to train", ylabel="step with a long round (s)", ylim=(0, 190)
+    )
+    axis.grid(axis="x", visible=False)
+    axis.legend(loc="upper right", ncols=2)
+    save(figure, "table4", f"16 H800, {STEPS} steps")
+    best = {name: round(simulated["off"] / value, 3) for name, value in simulated.items()}
+    table.end("table4", speedup=best, speedup_paper=round(PAPER["off"] / PAPER["paper"], 3))
+
+
+if __name__ == "__main__":
+    main()

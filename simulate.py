@@ -1,0 +1,394 @@
+"""A discrete-event simulation of training runs, driven by the policies that really run.
+
+    python simulate.py --cluster.gpus=128 --cluster.model=qwen2.5-14b --scheduler.num_prompts=512
+    python simulate.py --replay=runs/tiny          lengths recorded with run.dump_rollouts
+
+Rounds, races, queue, placement, windows and stream decisions are those of scheduler.py, placement.py and streaming.py,
+called as the engine calls them; only time is made up, by costs.py, and the engine is replica.py. The cost of a
+simulation grows with its responses, not with their tokens.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from heapq import heapreplace
+from pathlib import Path
+from random import Random
+from statistics import mean
+from typing import Any
+
+from config import ConfigError, describe, load_config, option
+from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
+from costs import Costs, Efficiency, Hardware, Shape
+from data import PromptStream
+from placement import Placement
+from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report, SizeProfile
+from replica import Replica, Response
+from scheduler import POLICIES, SchedulerConfig, TailBatching, window
+from streaming import Progress, ScaleDown, StreamConfig, StreamPolicy
+from workload import Drawn, LengthModel, Lengths, Recorded
+
+CONFIGS = Path(__file__).parent / "configs" / "simulate"
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """configs/simulate/MODEL.toml: what a model costs and what it says. One file for all figures."""
+
+    shape: Shape = field(default_factory=Shape)
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    lengths: LengthModel = field(default_factory=LengthModel)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    hardware: str = option("h800", "file in configs/simulate that states a GPU: h800, h100, h200, a100")
+    model: str = option("qwen2.5-7b", "file in configs/simulate that states a model and its response lengths")
+    gpus: int = option(16, "GPUs of the whole run", min=1)
+    tensor_parallel: int = option(1, "GPUs that decode one replica together", min=1)
+    max_running: int = option(256, "sequences that decode together on one replica, at most", min=1)
+    page_size: int = option(64, "tokens in one KV page", min=1)
+    steps: int = option(20, "steps to simulate", min=1)
+    seed: int = option(0, "seed of lengths, of the order of prompts and of graders", min=0)
+
+
+@dataclass(frozen=True)
+class GradingConfig:
+    """How long graders take. (RollPacker, section 4.3)"""
+
+    overlap: bool = option(True, "grade a response when it ends; false: all of them after the rollout")
+    adaptive: bool = option(True, "time limit of code from what correct responses took; false: always timeout_seconds")
+    sandboxes: int = option(48, "programs that run at the same time, over the whole cluster (fitted)", min=1)
+    code_seconds: float = option(2.0, "seconds a response's tests take, median", above=0)
+    code_spread: float = option(0.7, "spread of that over prompts, in natural logarithms", min=0)
+    hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)
+    timeout_seconds: float = option(30.0, "T_max", above=0)
+    least_seconds: float = option(2.0, "T_min", above=0)
+    slack: float = option(1.5, "lambda: the limit in units of the longest correct run", above=0)
+    judges: int = option(32, "responses that judges read at the same time", min=1)
+    judge_seconds: float = option(2.0, "seconds of one verdict", above=0)
+    rule_seconds: float = option(0.01, "seconds of one comparison by rule", above=0)
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    grading: GradingConfig = field(default_factory=GradingConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+
+
+# ---- one rollout -------------------------------------------------------------------------------------------------
+
+
+class Rollout:
+    """Plays one round as `rounds.Round` does: windows, events, the policy's decisions, moves."""
+
+    def __init__(self, run: "Simulation", plan: RoundPlan, visit: int):
+        c = run.config
+        self.run, self.plan, self.visit, self.costs = run, plan, visit, run.choose(plan)
+        count = c.cluster.gpus // self.costs.tp
+        longest = max((len(p.token_ids) for _, p in plan.prompts), default=0) + run.limit
+        self.replicas = [Replica(self.costs, c.cluster.max_running, c.cluster.page_size, longest) for _ in range(count)]
+        self.freed: list[Replica] = []
+        self.placement = Placement(count)
+        self.iteration = self.windows = self.migrated = 0
+        self.prompts: dict[PromptId, Prompt] = {}
+        self.ended: dict[SampleId, float] = {}  # seconds since the rollout began
+        self.lengths: dict[SampleId, int] = {}
+        self.aborted: dict[SampleId, int] = {}
+        self.scale_down: ScaleDown | None = None
+        self.freed_at = math.inf
+
+    @property
+    def seconds(self) -> float:
+        return max(replica.clock for replica in self.replicas)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(replica.preemptions for replica in self.replicas + self.freed)
+
+    def play(self, judge: TailBatching) -> None:
+        """Decode until the judge says that the round is done. Grades that it asks for take no time here."""
+        self._launch(self.plan.prompts, self.plan.expected)
+        decision = Decision()
+        while not decision.done:
+            finished = self._decode()
+            decision = judge.observe(finished, {id: self.run.reward(id) for id in decision.grade})
+            self.placement.remove([*(event.id for event in finished), *decision.abort])
+            for replica in self.replicas if decision.abort else ():
+                self.aborted.update({s.id: s.done for s in replica.remove(decision.abort)})
+            self._launch(decision.launch)
+            if self.run.config.scheduler.migrate:
+                self._move(self.placement.handovers())
+            if not decision.done:
+                self._scale_down()
+            self.windows += 1
+
+    def _launch(self, prompts: Sequence[tuple[int, Prompt]], expected: Sequence[float] = ()) -> None:
+        ids = [(epoch, prompt.index) for epoch, prompt in prompts]
+        self.prompts.update({id: prompt for id, (_, prompt) in zip(ids, prompts, strict=True)})
+        count = self.plan.num_responses
+        for replica, share in zip(self.replicas, self.placement.launch(ids, count, expected), strict=True):
+            for i in share:
+                lengths = self.run.workload.lengths(ids[i], count, self.visit)
+                size = len(prompts[i][1].token_ids)
+                for r, length in enumerate(lengths):
+                    replica.add(Response((*ids[i], r), size, length))
+
+    def _decode(self) -> list[Finished]:
+        """Go on to the end of the first window in which anything happens. Windows begin together on all replicas."""
+        streams = self.run.stream is not None and not self.run.stream.is_done
+        size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), streams)
+        if size < math.inf:
+            first = min(replica.next_event() for replica in self.replicas)
+            if first == math.inf:
+                return []  # dynamic sampling waits for its grades
+            self.iteration += math.ceil((first - self.iteration) / size) * size
+        ended = [e for r in self.replicas for e in r.run_until(self.iteration if size < math.inf else math.inf)]
+        if size < math.inf:
+            latest = self.seconds
+            for replica in self.replicas:
+                replica.clock = latest
+        self.ended.update({event.id: at for event, at in ended})
+        self.lengths.update({event.id: event.num_tokens for event, _ in ended})
+        return [event for event, _ in ended]
+
+    def _move(self, moves: Sequence[tuple[SampleId, int, int]]) -> None:
+        replicas = self.replicas + self.freed
+        leaving: dict[int, set[SampleId]] = {}
+        for id, source, _ in moves:
+            leaving.setdefault(source, set()).add(id)
+        travelling = {s.id: s for source, ids in leaving.items() for s in replicas[source].remove(ids)}
+        for id, _, target in moves:
+            replicas[target].add(travelling[id])
+        self.migrated += len(moves)
+
+    def _scale_down(self) -> None:
+        if self.scale_down or not self.run.stream or self.plan.audit:
+            return
+        running = {s.id: s.done + r.iteration - s.start for r in self.replicas for s in r.running.values()}
+        waiting = {s.id: s.done for r in self.replicas for s in r.waiting}
+        progress = Progress(
+            completed=len(self.lengths),
+            total=self.plan.keep_prompts * self.plan.keep_responses,
+            live=(*running.values(), *waiting.values()),
+            prompt_tokens=len(self.plan.prompts[0][1].token_ids),
+            replicas=len(self.replicas),
+            train_seconds=self.run.typical_train_seconds,
+        )
+        self.run.stream.profile = self.costs
+        self.scale_down = self.run.stream.observe(progress)
+        if self.scale_down:
+            keep, self.freed_at = self.scale_down.replicas, self.seconds
+            self.replicas, self.freed = self.replicas[:keep], self.replicas[keep:]
+            self._move(self.placement.shrink(keep))
+
+
+# ---- a whole run -------------------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """A run: `step` until `config.cluster.steps` are done. Records look like those of steps.jsonl."""
+
+    def __init__(self, config: SimulationConfig, model: ModelFile, hardware: Hardware, workload: Lengths | None = None):
+        self.config, self.model, c = config, model, config.cluster
+        if c.gpus % c.tensor_parallel:
+            raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel} does not divide cluster.gpus = {c.gpus}")
+        most = min(hardware.node_gpus, c.gpus, model.shape.kv_heads)
+        sizes = {c.tensor_parallel, *(n for n in (1, 2, 4, 8) if n <= most and c.gpus % n == 0)}
+        self.costs_of = {n: Costs(hardware, model.shape, model.efficiency, n) for n in sorted(sizes)}
+        self.costs = self.costs_of[c.tensor_parallel]
+        self.workload = workload or Drawn(model.lengths, c.seed)
+        self.limit = self.workload.limit
+        self.policy = POLICIES[config.scheduler.policy](config.scheduler, c.seed)
+        count = math.ceil(config.scheduler.num_prompts * self.policy.config.eta_prompts) * (c.steps + 1)
+        self.data = PromptStream(self.workload.prompts(count), c.seed)
+        self.stream = None
+        if config.stream.policy != "off":
+            self.stream = StreamPolicy(config.stream, self.costs, self.limit)
+        self.planner = self._planner() if config.planner.rule != "fixed" else None
+        self.anchors: dict[int, float] = {}  # longest correct run of a code prompt's tests
+        self.typical_train_seconds = 0.0
+        self.records: list[dict[str, Any]] = []
+        self.trained: list[list[SampleId]] = []
+        self.events = 0
+
+    def _planner(self) -> ParallelismPlanner:
+        """Build the planner of real runs. Its profile is what the cost model says; the paper's rule starts without."""
+        c, sizes = self.config.cluster, {}
+        longest = self.model.lengths.prompt_tokens + self.limit + c.page_size
+        for n, costs in self.costs_of.items():
+            if costs.capacity >= longest:
+                decode = [(b, ctx, costs.decode(b, b * ctx)) for b in (1, 8, 64, 256) for ctx in (256, 2048, 16_384)]
+                prefill = [(ctx, costs.prefill(ctx) / ctx) for ctx in (256, 2048, 16_384)]
+                sizes[n] = SizeProfile(costs.capacity // c.page_size, tuple(decode), tuple(prefill))
+        pages = {n: profile.pages for n, profile in sizes.items()}
+        limits = Limits(c.gpus, pages, c.page_size, c.max_running, self.limit)
+        profile = Profile({}, sizes) if self.config.planner.rule == "predict" else None
+        return ParallelismPlanner(self.config.planner, limits, c.tensor_parallel, profile)
+
+    def choose(self, plan: RoundPlan) -> Costs:
+        """Return the costs of the tensor-parallel size that the planner wants for this round."""
+        if self.planner:
+            tokens = mean(len(prompt.token_ids) for _, prompt in plan.prompts)
+            launch = Launch(len(plan.prompts) * plan.num_responses, tokens, plan.num_responses)
+            self.costs = self.costs_of[self.planner.choose(plan.kind, launch).size]
+        return self.costs
+
+    def reward(self, id: SampleId) -> float:
+        return float(Random(f"reward {self.config.cluster.seed} {id}").random() < self.model.lengths.solved)
+
+    def run(self) -> list[dict[str, Any]]:
+        for step in range(self.config.cluster.steps):
+            self.step(step)
+        return self.records
+
+    def step(self, step: int) -> None:
+        """Play one step: rollout, grading, training, weight sync."""
+        c, e = self.config, self.model.efficiency
+        plan = self.policy.plan(self.data.take, c.cluster.steps - step)
+        rollout = Rollout(self, plan, step)
+        rollout.play(self.policy)
+        accepted = self.policy.accepted_ids()
+        stats = self.policy.close(rollout.aborted)
+        graded = grade(rollout, accepted, c.grading, self.anchors, c.cluster.seed)
+        self.newest, self.graded = rollout, graded
+        end = rollout.seconds
+        reward = max(max(graded[id] for id in accepted) - end, 0.0)
+        size = len(plan.prompts[0][1].token_ids)
+        lengths = {id: rollout.lengths[id] + size for id in accepted}
+        streamed, late = self._stream(rollout, lengths, graded)
+        rest = [n for id, n in lengths.items() if id[:2] not in streamed]
+        train = self.costs.train(rest, c.cluster.gpus) + late + e.train_seconds
+        self.typical_train_seconds = self.costs.train(list(lengths.values()), c.cluster.gpus)
+        if self.stream:
+            self.stream.close([rollout.lengths[id] for id in accepted])
+        if self.planner:
+            everything = (*rollout.lengths.values(), *rollout.aborted.values())
+            self.planner.observe(plan.kind, Report(rollout.preemptions, end, everything))
+        sync = self.costs.weight_sync()
+        seconds = {"rollout": e.rollout_seconds + end, "reward": reward, "train": train, "sync": sync}
+        self.trained.append(accepted)
+        self.records.append(self._record(rollout, stats, seconds, len(streamed)))
+
+    def _record(self, rollout: Rollout, stats: RoundStats, seconds: dict[str, float], streamed: int) -> dict[str, Any]:
+        replicas = rollout.replicas + rollout.freed
+        self.events += sum(r.events for r in replicas) + rollout.windows * len(replicas)
+        trained = self.trained[-1]
+        return {
+            "step": len(self.trained),
+            "seconds": {"step": sum(seconds.values()), **seconds},
+            "samples": len(trained),
+            "tokens": sum(rollout.lengths[id] for id in trained),
+            "round": asdict(stats) | {"windows": rollout.windows, "migrated": rollout.migrated},
+            "stream": {"prompts": streamed, **(asdict(rollout.scale_down) if rollout.scale_down else {})},
+            "engine": {
+                "preemptions": rollout.preemptions,
+                "decoded_tokens": sum(r.decoded for r in replicas),
+                "busy": sum(r.busy for r in replicas) / len(replicas) / max(rollout.seconds, 1e-9),
+                "tensor_parallel": self.costs.tp,
+            },
+        }
+
+    def _stream(
+        self, rollout: Rollout, lengths: Mapping[SampleId, int], graded: Mapping[SampleId, float]
+    ) -> tuple[set[PromptId], float]:
+        """Return the prompts that the freed ranks trained beside the rollout, and what of the last one is left over."""
+        if not rollout.freed:
+            return set(), 0.0
+        gpus, end = len(rollout.freed) * self.costs.tp, rollout.seconds
+        groups: dict[PromptId, list[SampleId]] = {}
+        for id in lengths:
+            groups.setdefault(id[:2], []).append(id)
+        ready = {prompt: max(graded[id] for id in ids) for prompt, ids in groups.items()}
+        clock, streamed = rollout.freed_at + self.stream.switch, set()
+        for prompt in sorted(ready, key=ready.__getitem__):
+            begin = max(clock, ready[prompt])
+            if begin >= end:
+                break
+            clock = begin + self.costs.train([lengths[id] for id in groups[prompt]], gpus)
+            streamed.add(prompt)
+        return streamed, max(clock - end, 0.0) * gpus / self.config.cluster.gpus if streamed else 0.0
+
+
+def grade(
+    rollout: Rollout,
+    accepted: Sequence[SampleId],
+    config: GradingConfig,
+    anchors: dict[int, float],
+    seed: int,
+) -> dict[SampleId, float]:
+    """Return when each response's reward is there, in seconds since the rollout began.
+
+    Graders take responses in the order in which they end. What the round does not need is dropped when the round ends.
+    """
+    wanted, end = set(accepted), rollout.seconds
+    free = {"code": [0.0] * config.sandboxes, "judge": [0.0] * config.judges, "rule": [0.0] * config.sandboxes}
+    done: dict[SampleId, float] = {}
+    for id in sorted(rollout.ended, key=lambda id: (rollout.ended[id], id)):
+        prompt = rollout.prompts[id[:2]]
+        workers = free.get(prompt.task, free["rule"])
+        begin = max(workers[0], rollout.ended[id] if config.overlap else end)
+        if id not in wanted and begin >= end:
+            continue
+        done[id] = begin + grading_seconds(prompt, config, anchors, seed)
+        heapreplace(workers, done[id])
+    return done
+
+
+def grading_seconds(prompt: Prompt, config: GradingConfig, anchors: dict[int, float], seed: int) -> float:
+    if prompt.task != "code":
+        return config.judge_seconds if prompt.task == "judge" else config.rule_seconds
+    nature = Random(f"code {seed} {prompt.index}")
+    limit = config.timeout_seconds
+    if config.adaptive:
+        limit = min(max(config.least_seconds, config.slack * anchors.get(prompt.index, 0.0)), limit)
+    if nature.random() < config.hanging:
+        return limit
+    seconds = config.code_seconds * math.exp(config.code_spread * nature.gauss())
+    anchors[prompt.index] = seconds
+    return min(seconds, config.timeout_seconds)
+
+
+def load_model(name: str) -> ModelFile:
+    return load_config(ModelFile, str(CONFIGS / f"{name}.toml"), [])
+
+
+def load_hardware(name: str) -> Hardware:
+    return load_config(Hardware, str(CONFIGS / f"{name}.toml"), [])
+
+
+def simulate(config: SimulationConfig, model: ModelFile | None = None, workload: Lengths | None = None) -> Simulation:
+    """Run a whole simulation and return it, with its records."""
+    model = model or load_model(config.cluster.model)
+    run = Simulation(config, model, load_hardware(config.cluster.hardware), workload)
+    run.run()
+    return run
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.epilog = "every key and its default:\n" + describe(SimulationConfig())
+    parser.add_argument("--config", help="TOML file with sections cluster, scheduler, grading, stream")
+    parser.add_argument("--replay", help="run folder whose recorded lengths are used")
+    flags, overrides = parser.parse_known_args(argv)
+    try:
+        recorded = Recorded(flags.replay) if flags.replay else None
+        config = load_config(SimulationConfig, flags.config, (recorded.settings if recorded else []) + overrides)
+        run = simulate(config, workload=recorded)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for record in run.records:
+        print(json.dumps(record))
+    print(json.dumps({"mean_step_seconds": mean(r["seconds"]["step"] for r in run.records), "events": run.events}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""When half of the replicas leave the rollout to train what is complete. Pure, no torch. (RollPacker, section 4.4)
+
+Every rank feeds its copy with the same progress after each window, so all come to the same decision:
+
+    decision = policy.observe(progress)   # None, or how many replicas go on decoding, and why
+    policy.close(lengths)                 # at the end of the round: the lengths that it came to
+"""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from config import option
+
+HISTORY = 8192  # responses whose lengths are remembered
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    policy: str = option(
+        "estimate",
+        "off; fixed (scale down once fixed_share of the responses is complete); paper (between first and last, when "
+        "the rest fits the remaining memory); estimate (as paper, and only when that makes the step shorter)",
+        choices=("off", "fixed", "paper", "estimate"),
+    )
+    first: float = option(0.2, "share of complete responses from which on half of the replicas may leave", min=0, max=1)
+    last: float = option(0.5, "and up to which", min=0, max=1)
+    every: float = option(0.05, "and how much more is complete at each further try", above=0, max=1)
+    fixed_share: float = option(0.3, "policy = fixed scales down at this share", min=0, max=1)
+
+
+class Profile(Protocol):
+    """What the estimate wants to know of the machine."""
+
+    capacity: int  # tokens in the pages of one replica
+
+    def decode(self, sequences: int, context: int, steps: int = 1) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a round stands after a window."""
+
+    completed: int  # responses
+    total: int  # responses that the round will train
+    live: tuple[int, ...]  # response tokens so far of each that still runs
+    prompt_tokens: int  # tokens of a prompt, on average
+    replicas: int
+    train_seconds: float  # that all ranks together need for what the round will train
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleDown:
+    """What is decided, and the projections it rests on, for the records."""
+
+    replicas: int  # that go on decoding
+    at: float  # share of responses that was complete
+    peak_tokens: float  # projected tokens in their pages
+    seconds_saved: float  # projected for the whole step
+
+
+class StreamPolicy:
+    """Tries at each milestone, scales down at most once in a step. `shard_replicas` stay or leave together."""
+
+    def __init__(
+        self, config: StreamConfig, profile: Profile, limit: int, shard_replicas: int = 1, switch: float = 3.0
+    ):
+        """`limit`: most tokens of a response; `switch`: seconds from the decision to the first gradient."""
+        self.config, self.profile, self.limit = config, profile, limit
+        self.shard_replicas, self.switch = shard_replicas, switch
+        self.history: deque[int] = deque(maxlen=HISTORY)
+        self._sorted: list[int] = []
+        self._above: list[float] = []  # sums of the i longest
+        self.begin()
+
+    def begin(self) -> None:
+        self.milestone = self.config.fixed_share if self.config.policy == "fixed" else self.config.first
+        self.is_done = self.config.policy == "off"
+
+    def close(self, lengths: Sequence[int]) -> None:
+        """End the round: remember what its responses came to, be ready for the next."""
+        self.history.extend(lengths)
+        self._sorted = sorted(self.history)
+        self._above = [0, *accumulate(reversed(self._sorted))]
+        self.begin()
+
+    def observe(self, progress: Progress) -> ScaleDown | None:
+        """Decide after a window. Algorithm 1 of the paper; `estimate` adds our own question whether it pays."""
+        p, share = progress, progress.completed / progress.total
+        if self.is_done or share < self.milestone:
+            return None
+        if self.config.policy != "fixed":
+            if share > self.config.last:
+                self.is_done = True
+                return None
+            while self.milestone <= share:
+                self.milestone += self.config.every
+        keep = p.replicas // 2
+        if not keep or (p.replicas - keep) % self.shard_replicas or keep % self.shard_replicas:
+            return None
+        peak = sum(self.expected(tokens) + p.prompt_tokens for tokens in p.live)
+        saved = self.seconds_saved(p, keep)
+        fits = peak <= keep * self.profile.capacity
+        if self.config.policy != "fixed" and not fits or self.config.policy == "estimate" and saved <= 0:
+            return None
+        self.is_done = True
+        return ScaleDown(keep, share, peak, saved)
+
+    def expected(self, tokens: int) -> float:
+        """Return the mean length of past responses that were longer than `tokens`."""
+        longer = len(self._sorted) - bisect_right(self._sorted, tokens)
+        return self._above[longer] / longer if longer else self.limit
+
+    def seconds_saved(self, progress: Progress, keep: int) -> float:
+        """Project by how much the step gets shorter when `keep` replicas finish the rollout."""
+        p, freed = progress, (progress.replicas - keep) / progress.replicas
+        before, after = self._rest(p, p.replicas), self._rest(p, keep) + self.switch
+        trained = min(freed * max(after - self.switch, 0.0), p.train_seconds)
+        return before - after + trained
+
+    def _rest(self, progress: Progress, replicas: int) -> float:
+        """Seconds until less than one response is expected to run still, decoded by `replicas`."""
+        seconds, step, size = 0.0, 0, 16
+        while step < self.limit:
+            running = sum(self._outlives(tokens, tokens + step) for tokens in progress.live)
+            if running < 0.5:
+                break
+            each = max(running / replicas, 1.0)
+            mean = sum(progress.live) / max(len(progress.live), 1) + progress.prompt_tokens + step
+            seconds += self.profile.decode(each, each * mean, size)
+            step, size = step + size, size * 2 if size < 1024 else size
+        return seconds
+
+    def _outlives(self, tokens: int, later: int) -> float:
+        """Probability that a response of `tokens` grows beyond `later`."""
+        if later >= self.limit:
+            return 0.0
+        count = len(self._sorted)
+        longer = count - bisect_right(self._sorted, tokens)
+        return (count - bisect_right(self._sorted, later)) / longer if longer else 1.0

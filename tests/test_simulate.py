@@ -1,0 +1,396 @@
+"""The simulator: closed-form cases, a step-by-step twin, the engine's own decisions, conservation, cost by counting."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from conftest import ALONE
+
+from config import ConfigError, dump_toml, load_config
+from core import Group, Prompt, Reward, Sample
+from costs import Costs, Efficiency, Hardware, Shape
+from data import dump_groups
+from metrics import Clock
+from replica import Replica, Response
+from scheduler import SchedulerConfig, TailBatching
+from settings import Config
+from simulate import (
+    CONFIGS,
+    ClusterConfig,
+    GradingConfig,
+    ModelFile,
+    SimulationConfig,
+    grading_seconds,
+    load_hardware,
+    load_model,
+    main,
+    simulate,
+)
+from streaming import StreamConfig
+from train import build, roll_out
+from workload import Drawn, LengthModel, Recorded
+
+SHAPE = Shape(parameters=1e9, layers=10, hidden=1024, kv_heads=2, head_dim=64)
+COSTS = Costs(Hardware(), SHAPE, Efficiency(), 1)
+MODEL = ModelFile(shape=SHAPE, lengths=LengthModel(limit=512, median=40, runaway=0.03, prompt_tokens=20))
+
+
+def small(capacity: int) -> Costs:
+    costs = Costs(Hardware(), SHAPE, Efficiency(), 1)
+    costs.capacity = capacity
+    return costs
+
+
+def config(steps: int = 8, gpus: int = 4, prompts: int = 8, **sections) -> SimulationConfig:
+    given = SimulationConfig(
+        cluster=ClusterConfig(gpus=gpus, steps=steps, seed=3), scheduler=SchedulerConfig(num_prompts=prompts)
+    )
+    return replace(given, **{name: replace(getattr(given, name), **changes) for name, changes in sections.items()})
+
+
+# ---- costs and one replica ---------------------------------------------------------------------------------------
+
+
+def test_many_decode_steps_cost_what_they_cost_one_by_one() -> None:
+    one_by_one = sum(COSTS.decode(7, 1000 + 7 * i) for i in range(50))
+    assert COSTS.decode(7, 1000, 50) == pytest.approx(one_by_one, rel=1e-12)
+
+
+def test_the_roofline_of_one_step_by_hand() -> None:
+    plain = Efficiency(bandwidth=1, layer_seconds=0, sequence_seconds=0)
+    costs = Costs(Hardware(bandwidth=1e12, link_latency=0.0, link=1e30), SHAPE, plain, 2)
+    assert costs.decode(1, 0) == pytest.approx(1e9 * 2 / 2 / 1e12)
+    kv = 2 * 10 * 2 * 64 * 2  # bytes of a token
+    assert costs.decode(1, 1000) - costs.decode(1, 0) == pytest.approx(1000 * kv / 2 / 1e12)
+    assert costs.capacity == int((80e9 * 0.85 * 2 - 2e9) / kv)
+
+
+def test_a_lone_response_takes_its_prefill_and_its_steps() -> None:
+    replica = Replica(COSTS)
+    replica.add(Response((0, 0, 0), prompt_tokens=30, length=100))
+    [(event, at)] = replica.run_until(math.inf)
+    assert (event.iteration, event.num_tokens) == (100, 100)
+    assert at == replica.clock == pytest.approx(COSTS.prefill(30) + COSTS.decode(1, 30, 100))
+
+
+def test_a_group_pays_for_its_prompt_once() -> None:
+    replica = Replica(COSTS)
+    for r in range(4):
+        replica.add(Response((0, 0, r), 30, 10))
+    assert replica.clock == pytest.approx(COSTS.prefill(30))
+
+
+def step_by_step(costs: Costs, responses: list[Response], rows: int) -> tuple[list, float, int]:
+    """The same engine written as a loop over single steps."""
+    waiting, running, clock, iteration, ended, preemptions = list(responses), [], 0.0, 0, [], 0
+
+    def used() -> float:
+        return sum(s.prompt_tokens + s.done + 32 for s in running)
+
+    while waiting or running:
+        while waiting and len(running) < rows:
+            new = waiting[0]
+            reserve = costs.capacity / 100 if running else 0
+            if used() + new.prompt_tokens + new.done + 32 > costs.capacity - reserve:
+                break
+            if new.done or not any(s.id[:2] == new.id[:2] for s in running):
+                clock += costs.prefill(new.prompt_tokens + new.done)
+            running.append(waiting.pop(0))
+        clock += costs.decode(len(running), sum(s.prompt_tokens + s.done for s in running))
+        iteration += 1
+        for s in running:
+            s.done += 1
+        ended += [(iteration, s.id, clock) for s in running if s.done == s.length]
+        running = [s for s in running if s.done < s.length]
+        while used() > costs.capacity:
+            waiting.insert(0, running.pop())
+            preemptions += 1
+    return sorted(ended), clock, preemptions
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_events_give_what_single_steps_give(seed: int) -> None:
+    rng = Random(seed)
+    costs, rows = small(rng.choice([700, 1500, 10_000])), rng.choice([3, 8, 100])
+    given = [((0, p, r), rng.randint(1, 90), rng.randint(1, 400)) for p in range(6) for r in range(4)]
+    wanted, clock, preemptions = step_by_step(costs, [Response(*g) for g in given], rows)
+    replica, found, until = Replica(costs, rows), [], 0
+    for one in given:
+        replica.waiting.append(Response(*one))
+    replica.add(replica.waiting.pop())
+    while replica.running or replica.waiting:  # ends of windows change nothing
+        until += rng.choice([1, 16, 500])
+        found += [(e.iteration, e.id, at) for e, at in replica.run_until(until)]
+    assert [x[:2] for x in sorted(found)] == [x[:2] for x in wanted]
+    assert [x[2] for x in sorted(found)] == pytest.approx([x[2] for x in wanted])
+    assert replica.preemptions == preemptions and replica.context == 0 and replica.clock == pytest.approx(clock)
+    if costs.capacity == 700 and rows > 3:
+        assert preemptions > 0
+
+
+def test_a_response_that_can_never_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        Replica(small(500), longest=600)
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_prompt_is_trained_once_and_time_goes_forward(seed: int) -> None:
+    rng = Random(seed)
+    c = config(
+        steps=rng.randint(1, 12),
+        gpus=rng.choice([1, 2, 4, 8]),
+        prompts=rng.choice([4, 8, 9]),
+        scheduler={
+            "eta_prompts": rng.choice([1.0, 1.25, 2.0]),
+            "migrate": rng.random() < 0.5,
+            "window_iterations": rng.choice([1, 16, 100]),
+            "dynamic_sampling": rng.random() < 0.3,
+            "max_draws": 16.0,
+        },
+        grading={"overlap": rng.random() < 0.5},
+        stream={"policy": rng.choice(["off", "fixed", "paper", "estimate"])},
+    )
+    run = simulate(c, replace(MODEL, lengths=replace(MODEL.lengths, limit=rng.choice([30, 2000]))))
+    names = Counter(key for ids in run.trained for key in {id[:2] for id in ids})
+    assert set(names.values()) == {1} and len(names) == c.cluster.steps * c.scheduler.num_prompts
+    assert not run.policy.queue
+    assert all(len(ids) == c.scheduler.num_prompts * c.scheduler.num_responses for ids in run.trained)
+    if not c.scheduler.dynamic_sampling:
+        drawn = {(run.data.epoch, prompt.index) for prompt in (run.data.prompts[i] for i in run.data._order)}
+        assert run.data.position == len(names) and names.keys() <= drawn
+    fastest = Costs(load_hardware("h800"), SHAPE, Efficiency(), 1).decode(1, 0)
+    for record in run.records:
+        assert all(seconds >= 0 for seconds in record["seconds"].values())
+        assert record["seconds"]["rollout"] >= record["round"]["longest"] * fastest
+        assert 0 < record["engine"]["busy"] <= 1 + 1e-9
+
+
+def test_no_response_ends_before_its_tokens_nor_is_graded_before_its_end() -> None:
+    run = simulate(config(stream={"policy": "paper"}), MODEL)
+    fastest = run.costs.decode(1, 0)
+    for rollout in [run.newest]:
+        assert all(at >= rollout.lengths[id] * fastest for id, at in rollout.ended.items())
+        assert all(run.graded[id] > rollout.ended[id] for id in run.graded)
+        assert {*rollout.ended}.isdisjoint(rollout.aborted)
+
+
+def test_eta_one_is_the_synchronous_baseline() -> None:
+    one = {"eta_prompts": 1.0, "eta_responses": 1.0}
+    assert (
+        simulate(config(scheduler=one), MODEL).records
+        == simulate(config(scheduler={"policy": "synchronous"}), MODEL).records
+    )
+
+
+def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not() -> None:
+    first, again = simulate(config(), MODEL), simulate(config(), MODEL)
+    assert first.records == again.records
+    assert first.records != simulate(config(cluster={"seed": 4}), MODEL).records
+
+
+def test_work_is_kept_when_half_of_the_replicas_leave() -> None:
+    long = config(scheduler={"policy": "synchronous"}, cluster={"gpus": 8})
+    slow = replace(MODEL, lengths=replace(MODEL.lengths, median=400.0, limit=16_384))
+    off = simulate(replace(long, stream=StreamConfig("off")), slow)
+    on = simulate(replace(long, stream=StreamConfig("fixed", fixed_share=0.5)), slow)
+    assert on.trained == off.trained
+    assert [r["tokens"] for r in on.records] == [r["tokens"] for r in off.records]
+    assert all(r["stream"]["prompts"] > 0 and r["round"]["migrated"] > 0 for r in on.records)
+    decoded = [sum(r["engine"]["decoded_tokens"] for r in run.records) for run in (on, off)]
+    assert decoded[0] == decoded[1]
+
+
+def test_cost_grows_with_responses_not_with_tokens_and_about_linearly_with_gpus() -> None:
+    base = simulate(config(steps=6, gpus=4, prompts=16), MODEL).events
+    assert simulate(config(steps=12, gpus=4, prompts=16), MODEL).events < 2.4 * base
+    assert simulate(config(steps=6, gpus=16, prompts=64), MODEL).events < 4.8 * base
+    longer = replace(MODEL, lengths=replace(MODEL.lengths, median=640.0, limit=8192))
+    wide = config(steps=6, gpus=4, prompts=16, scheduler={"window_iterations": 256})
+    assert simulate(wide, longer).events < 1.5 * base
+
+
+def test_all_files_of_hardware_and_models_load() -> None:
+    names = {path.stem for path in CONFIGS.glob("*.toml")}
+    hardware = {"h800", "h100", "h200", "a100"}
+    assert hardware < names
+    for name in names - hardware:
+        assert load_model(name).lengths.limit >= 8192
+    assert load_hardware("h200").bandwidth > load_hardware("a100").bandwidth
+
+
+# ---- graders -----------------------------------------------------------------------------------------------------
+
+
+def test_the_adaptive_limit_follows_the_longest_correct_run() -> None:
+    hangs, fixed = GradingConfig(hanging=1.0), GradingConfig(hanging=1.0, adaptive=False)
+    prompt = Prompt(0, (), "", "", "code")
+    assert grading_seconds(prompt, fixed, {}, 0) == 30.0
+    assert grading_seconds(prompt, hangs, {}, 0) == 2.0
+    assert grading_seconds(prompt, hangs, {0: 10.0}, 0) == 15.0
+    assert grading_seconds(prompt, hangs, {0: 25.0}, 0) == 30.0
+    anchors: dict[int, float] = {}
+    seconds = grading_seconds(prompt, GradingConfig(hanging=0.0), anchors, 0)
+    assert anchors == {0: seconds}
+
+
+def test_grading_after_the_rollout_is_what_overlap_hides() -> None:
+    every = {"policy": "synchronous"}  # nothing is graded in vain
+    after = simulate(config(scheduler=every, grading={"overlap": False}), MODEL).records
+    beside = simulate(config(scheduler=every), MODEL).records
+    for a, b in zip(after, beside, strict=True):
+        assert a["round"]["longest"] == b["round"]["longest"]
+        assert a["seconds"]["reward"] >= b["seconds"]["reward"]
+    assert sum(a["seconds"]["reward"] for a in after) > sum(b["seconds"]["reward"] for b in beside)
+
+
+# ---- the same decisions as the engine ----------------------------------------------------------------------------
+
+
+class Listening:
+    """A policy that writes down what it is told and what it answers."""
+
+    def __init__(self, policy: TailBatching):
+        self.policy, self.log = policy, []
+
+    def observe(self, finished, rewards):
+        decision = self.policy.observe(finished, rewards)
+        if finished or decision.abort or decision.done:
+            self.log.append((sorted(finished, key=lambda e: (e.iteration, e.id)), decision))
+        return decision
+
+    def accepted_ids(self):
+        return self.policy.accepted_ids()
+
+
+class FromLog:
+    """Lengths that the engine's log tells; what was aborted would have gone on."""
+
+    def __init__(self, prompts: list[Prompt], known: list[dict]):
+        self.given, self.known, self.limit = prompts, known, 10_000
+
+    def prompts(self, count: int) -> list[Prompt]:
+        return self.given
+
+    def lengths(self, id, count: int, visit: int) -> list[int]:
+        return [self.known[visit].get((*id, r), 10_000) for r in range(count)]
+
+
+@pytest.mark.parametrize("rows", [64, 6])  # with 6 rows responses wait for others to end
+def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, rows: int) -> None:
+    told = load_config(
+        Config,
+        None,
+        [
+            f"--model.path={tiny_folder}",
+            f"--run.dir={tmp_path / 'run'}",
+            "--run.steps=6",
+            "--data.train=hailstone",
+            "--scheduler.num_prompts=4",
+            "--scheduler.num_responses=3",
+            "--scheduler.window_iterations=4",
+            "--rollout.max_prompt_tokens=32",
+            "--sampling.temperature=1.5",
+            "--rollout.max_response_tokens=220",
+            f"--rollout.max_running={rows}",
+            "--run.device=cpu",
+        ],
+    )
+    (tmp_path / "run").mkdir()
+    run = build(told, ALONE, resume=False)
+    wanted, known = [], []
+    for step in range(6):
+        plan = run.policy.plan(run.stream.take, 6 - step)
+        judge = Listening(run.policy)
+        _, played = roll_out(run, plan, judge, Clock())
+        wanted.append((plan, judge.log, run.policy.accepted_ids()))
+        known.append({event.id: event.num_tokens for events, _ in judge.log for event in events})
+        run.policy.close(played.aborted)
+    run.pool.close()
+    assert {plan.kind for plan, _, _ in wanted} == {"short", "long"}
+    assert any(decision.abort and not decision.done for _, log, _ in wanted for _, decision in log)
+
+    given = SimulationConfig(
+        cluster=ClusterConfig(gpus=1, max_running=rows, steps=6, seed=told.run.seed),
+        scheduler=told.scheduler,
+        stream=StreamConfig("off"),
+    )
+    simulated = SimulationOfLog(given, replace(MODEL, lengths=replace(MODEL.lengths, limit=10_000)), run, known)
+    for step, (plan, log, accepted) in enumerate(wanted):
+        simulated.step(step)
+        assert simulated.logs[step] == (plan, log)
+        assert simulated.trained[step] == accepted
+
+
+def SimulationOfLog(given: SimulationConfig, model: ModelFile, run, known: list[dict]):
+    from simulate import Simulation
+
+    simulated = Simulation(given, model, load_hardware("h800"), FromLog(run.stream.prompts, known))
+    simulated.logs = []
+    plan_of, policy = simulated.policy.plan, simulated.policy
+    observe = policy.observe
+
+    def plan(take, steps_left):
+        made = plan_of(take, steps_left)
+        simulated.logs.append((made, []))
+        return made
+
+    def listen(finished, rewards=None):
+        decision = observe(finished, rewards)
+        simulated.logs[-1][1].append((sorted(finished, key=lambda e: (e.iteration, e.id)), decision))
+        return decision
+
+    policy.plan, policy.observe = plan, listen
+    return simulated
+
+
+# ---- recorded runs, and the command line -------------------------------------------------------------------------
+
+
+def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, capsys) -> None:
+    rng, trained = Random(0), {}
+    for step in range(3):
+        groups = []
+        for i in range(4):
+            prompt = Prompt(4 * step + i, (1, 2, 3), "", "", "match")
+            ids = [tuple(range(rng.randint(1, 60))) for _ in range(2)]
+            samples = tuple(Sample(prompt.index, r, 0, ids[r], (), "stop", step) for r in range(2))
+            trained[0, prompt.index] = [len(n) for n in ids]
+            groups.append(Group(prompt, 0, samples, (Reward(1.0), Reward(0.0))))
+        dump_groups(tmp_path / "rollouts", step + 1, groups, np.zeros((4, 2)))
+    told = replace(Config(), scheduler=SchedulerConfig("synchronous", num_prompts=4, num_responses=2))
+    (tmp_path / "config.toml").write_text(dump_toml(told))
+    recorded = Recorded(tmp_path)
+    assert recorded.lengths((0, 5), 2, 0) == trained[0, 5]
+    assert sorted(recorded.lengths((1, 5), 3, 0)[:2]) == sorted(trained[0, 5])  # another epoch, one response more
+    assert main([f"--replay={tmp_path}", "--cluster.steps=3", "--cluster.gpus=1", "--stream.policy=off"]) == 0
+    *records, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert sum(r["tokens"] for r in records) == sum(map(sum, trained.values()))
+    assert last["mean_step_seconds"] == pytest.approx(np.mean([r["seconds"]["step"] for r in records]))
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
+    assert main(["--cluster.gpus=15", "--cluster.tensor_parallel=2"]) == 2
+    assert "does not divide" in capsys.readouterr().err
+    assert main([f"--replay={tmp_path}"]) == 2
+    assert "dump_rollouts" in capsys.readouterr().err
+
+
+def test_drawn_lengths_are_what_the_model_says() -> None:
+    model = LengthModel(median=300, prompt_spread=0.5, response_spread=0.5, runaway=0.1, runaway_gather=0.2, limit=9000)
+    drawn = [Drawn(model).lengths((0, i), 8, 0) for i in range(4000)]
+    ordered = sorted(n for group in drawn for n in group)
+    assert sum(n == 9000 for n in ordered) / len(ordered) == pytest.approx(0.1, abs=0.01)
+    body = [math.log(n) for n in ordered if n < 9000]
+    assert math.exp(np.median(body)) == pytest.approx(300, rel=0.05)
+    assert np.std(body) == pytest.approx(math.sqrt(0.5), rel=0.05)
+    run = [[n == 9000 for n in group] for group in drawn]
+    together = np.mean([group[0] and group[1] for group in run])
+    assert (together - 0.01) / 0.09 == pytest.approx(0.2, abs=0.06)  # their correlation
+    assert Drawn(model).lengths((0, 1), 8, 0) != Drawn(model).lengths((0, 1), 8, 1)

@@ -1,0 +1,104 @@
+"""The stream policy: milestones, whole groups, memory, at most one scale-down, and whether it pays."""
+
+from random import Random
+
+import pytest
+
+from placement import Placement
+from streaming import Progress, StreamConfig, StreamPolicy
+
+
+class Flat:
+    """A machine on which a step takes 1 second, whatever it decodes, plus `each` seconds a sequence."""
+
+    def __init__(self, capacity: int = 10**9, each: float = 0.0):
+        self.capacity, self.each = capacity, each
+
+    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
+        return steps * (1.0 + self.each * sequences)
+
+
+def policy(name: str = "paper", profile: Flat | None = None, history=range(1, 101), **changes) -> StreamPolicy:
+    made = StreamPolicy(StreamConfig(name), profile or Flat(), limit=100, **changes)
+    made.close(list(history))
+    return made
+
+
+def progress(share: float, replicas: int = 4, tokens: int = 10, train: float = 1000.0) -> Progress:
+    completed = round(share * 100)
+    return Progress(completed, 100, (tokens,) * (100 - completed), 5, replicas, train)
+
+
+def test_nothing_happens_before_the_first_and_after_the_last_milestone() -> None:
+    made = policy()
+    assert made.observe(progress(0.19)) is None
+    assert made.observe(progress(0.20)).replicas == 2
+    late = policy()
+    assert late.observe(progress(0.51)) is None
+    assert late.observe(progress(0.50)) is None  # a round does not go back; the policy has given up
+
+
+def test_at_most_one_scale_down_in_a_round_and_again_in_the_next() -> None:
+    made = policy()
+    assert made.observe(progress(0.3)) and made.observe(progress(0.4)) is None
+    made.close([1, 2, 3])
+    assert made.observe(progress(0.3))
+
+
+def test_it_tries_once_at_each_milestone() -> None:
+    made = policy(profile=Flat(capacity=1))
+    assert made.observe(progress(0.22)) is None  # does not fit
+    made.profile = Flat()
+    assert made.observe(progress(0.24)) is None  # between two milestones
+    assert made.observe(progress(0.25)).at == 0.25
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shard", "kept"), [(1, 1, None), (4, 1, 2), (5, 1, 2), (4, 4, None), (6, 2, None)]
+)
+def test_no_shard_group_is_split(replicas: int, shard: int, kept: int | None) -> None:
+    decision = policy(shard_replicas=shard).observe(progress(0.3, replicas))
+    assert (decision.replicas if decision else None) == kept
+
+
+def test_the_projected_peak_has_to_fit() -> None:
+    peak = 70 * (sum(range(11, 101)) / 90 + 5)  # 70 responses of 10 tokens, each as long as longer ones were
+    assert policy(profile=Flat(capacity=int(peak / 2) + 1)).observe(progress(0.3)).peak_tokens == pytest.approx(peak)
+    assert policy(profile=Flat(capacity=int(peak / 2) - 1)).observe(progress(0.3)) is None
+
+
+def test_an_unknown_length_is_taken_to_be_the_limit() -> None:
+    assert policy(history=[]).expected(10) == 100
+    assert policy(history=[5, 6]).expected(10) == 100
+    assert policy(history=[5, 20, 40]).expected(10) == 30
+
+
+def test_the_estimate_weighs_slower_decoding_against_training() -> None:
+    free, dear = Flat(), Flat(each=1.0)
+    assert policy("estimate", free).observe(progress(0.3)).seconds_saved > 0
+    assert policy("estimate", dear).observe(progress(0.3)) is None
+    assert policy("estimate", free).observe(progress(0.3, train=0.0)) is None  # nothing to gain
+    assert policy("paper", dear).observe(progress(0.3)).seconds_saved < 0  # the paper does not ask
+
+
+def test_what_a_free_scale_down_saves_is_what_the_freed_ranks_train() -> None:
+    decision = policy("estimate", Flat(), switch=0.0).observe(progress(0.3, train=20.0))
+    assert decision.seconds_saved == pytest.approx(20.0)  # the rest takes some 90 steps, half of the ranks have 45 s
+
+
+def test_fixed_and_off() -> None:
+    assert policy("off").observe(progress(0.3)) is None
+    fixed = policy("fixed", Flat(capacity=1))
+    assert fixed.observe(progress(0.29)) is None and fixed.observe(progress(0.9)).replicas == 2
+
+
+def test_shrinking_a_placement_moves_every_sequence_of_those_that_leave() -> None:
+    placement, rng = Placement(6), Random(0)
+    placement.launch([(0, i) for i in range(20)], 3, [rng.random() for _ in range(20)])
+    before = {id for live in placement.live for id in live}
+    left = [id for live in placement.live[3:] for id in live]
+    moves = placement.shrink(3)
+    assert [id for id, _, _ in moves] == left and all(source >= 3 > target for _, source, target in moves)
+    assert {id for live in placement.live for id in live} == before
+    counts = [len(live) for live in placement.live]
+    assert len(counts) == 3 and max(counts) - min(counts) <= 3
