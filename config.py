@@ -113,6 +113,12 @@ def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
     return value
 
 
+def check_options(config: Any, section: str) -> None:
+    """Refuse values outside the limits of their options: for configs that were not made by `load_config`."""
+    for field in dataclasses.fields(config):
+        _checked(f"{section}.{field.name}", getattr(config, field.name), field.default, field.metadata, "")
+
+
 def flatten(config: Any, prefix: str = "") -> dict[str, tuple[Any, str]]:
     """Return {"section.key": (value, meaning)} for every key."""
     flat = {}

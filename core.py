@@ -25,7 +25,7 @@ class Sample:
     epoch: int  # the prompt's visit; (epoch, prompt_index, response_index) names a sample
     token_ids: tuple[int, ...]  # response only, the end token included when there is one
     logprobs: tuple[float, ...]  # of the distribution that was sampled, one per response token
-    finish_reason: str  # "stop" (end token) or "length" (limit reached)
+    finish_reason: str  # "stop" (end token or stop text) or "length" (limit reached)
     weights_version: int  # the optimizer step whose weights generated it
 
     @property

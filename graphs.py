@@ -84,7 +84,7 @@ class Flight:
         """Wait for the flags; return (sequence, flag) of every row that has ended."""
         if self.event:
             self.event.synchronize()
-        return [(s, flag) for s, flag in zip(self.sequences, self.host.tolist()) if flag]
+        return [(self.sequences[row], int(self.host[row])) for row in self.host.nonzero()[:, 0].tolist()]
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -17,9 +17,9 @@ class RolloutConfig:
     step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
     prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
     tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
-    page_size: int = option(64, "tokens in one KV page", min=1)
+    page_size: int = option(64, "tokens in one KV page", min=1, max=1024)
     kv_gib: float = option(
-        0.25, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory", min=0.0
+        0.0, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory, 0.25 on a CPU", min=0.0
     )
 
 
@@ -33,9 +33,7 @@ def kv_budget(config: RolloutConfig, device: torch.device) -> float:
     """Return the bytes that one rank's page pool may have."""
     if config.kv_gib:
         return config.kv_gib * 2**30
-    if device.type != "cuda":
-        raise ConfigError("rollout.kv_gib = 0 needs a GPU; on CPU state the memory, such as rollout.kv_gib = 0.25")
-    return torch.cuda.mem_get_info(device)[0] / 2
+    return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else 2**28
 
 
 def num_pages_for(

@@ -442,7 +442,7 @@ class Packed:
 
     @classmethod
     def can_pack(cls, weight: Tensor) -> bool:
-        ours = weight.device.type == "cpu" and weight.dtype == torch.float32
+        ours = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
         return ours and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

@@ -239,10 +239,14 @@ class SharedMemory:
     def __init__(self, group: Any, rank: int, size: int):
         self.rank, self.size, self.round = rank, size, 0
         total = 64 * size + 2 * size * self.SLOT_BYTES
-        path = [tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)[1] if rank == 0 else ""]
+        handle, name = (
+            tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) if rank == 0 else (-1, "")
+        )
+        path = [name]
         dist.broadcast_object_list(path, group=group, group_src=0)
         if rank == 0:
-            os.truncate(path[0], total)
+            os.truncate(handle, total)
+            os.close(handle)
         dist.barrier(group=group)
         self.memory = torch.from_file(path[0], shared=True, size=total, dtype=torch.uint8)
         dist.barrier(group=group)

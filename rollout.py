@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import Chunks, PageAttention
+from config import check_options
 from core import Sample, SampleId
 from graphs import DecodeGraphs, Flight, upload
 from kv_memory import RolloutConfig, kv_budget, kv_page_bytes, num_pages_for
@@ -34,7 +35,7 @@ from sequence import Prefill, Sequence
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine was made; the caller takes differences."""
+    """What happened since the caller put new ones in place."""
 
     decode_steps: int = 0
     decoded_tokens: int = 0
@@ -66,6 +67,8 @@ class Engine:
         With `parallel`, all its ranks make the same calls in the same order and get the same samples. `sizes` are the
         tensor-parallel sizes, besides its own, that `regroup` may ask for.
         """
+        check_options(config, "rollout")
+        check_options(sampling, "sampling")
         self.config, self.sampling, self.tokenizer = config, sampling, tokenizer
         self.version = 0  # of the weights, stamped on finished samples
         self.stats = EngineStats()
@@ -145,6 +148,7 @@ class Engine:
         """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine.
 
         Copies are made again by the next `regroup` or `step`, so that weights that are regrouped are not copied twice.
+        Weights that were changed in place need this too.
         """
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
         self.version = version
@@ -197,19 +201,12 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
         self._check(sequence)
+        sequence.is_taken = True
         self.waiting.append(sequence)
 
     def _check(self, sequence: Sequence) -> None:
-        c, given = self.config, len(sequence.token_ids)
-        longest = len(sequence.prompt_ids) + sequence.max_new_tokens
-        most = min(self.table.shape[1] * c.page_size, self.weights.shape.max_positions)
-        if longest > most or not sequence.prompt_ids:
-            raise ValueError(f"sequence {sequence.id} may grow to {longest} tokens; 1 to {most} fit")
-        if not given < sequence.max_new_tokens <= c.max_response_tokens:
-            raise ValueError(
-                f"sequence {sequence.id} has max_new_tokens = {sequence.max_new_tokens}; it must be over the {given} "
-                f"tokens it has and at most rollout.max_response_tokens = {c.max_response_tokens}"
-            )
+        c, shape = self.config, self.weights.shape
+        sequence.check(c.max_prompt_tokens, c.max_response_tokens, shape.max_positions, shape.vocab_size)
         if sequence.stop and self.tokenizer is None:
             raise ValueError(f"sequence {sequence.id} has stop texts; give the engine a tokenizer")
 
@@ -218,7 +215,8 @@ class Engine:
         """Admit what fits; decode one token in every row and prefill some; return the samples that finished.
 
         On a CPU this is one forward, and the samples are its own. On a GPU it is a graph and a forward for the prefill,
-        and the samples are those of the step before, whose flags have arrived meanwhile.
+        and the samples are those of the step before, whose flags have arrived meanwhile. After an exception from here
+        only `abort` makes sense.
         """
         self._refresh()
         self._admit()
@@ -253,6 +251,8 @@ class Engine:
         queued = [s for s in self.waiting if s.id in ids]
         self.waiting = deque(s for s in self.waiting if s.id not in ids)
         self._evict(admitted)
+        for sequence in (*admitted, *queued):
+            sequence.is_taken = False
         return admitted + queued
 
     def generate(
@@ -260,9 +260,19 @@ class Engine:
     ) -> list[list[Sample]]:
         """Return `num_responses` samples for each prompt, text or token ids. For notebooks and scripts.
 
-        `limits` are fields of `Sequence`: max_new_tokens, stop, ignore_eos. Wants an idle engine.
+        `limits` are fields of `Sequence`: max_new_tokens, stop, ignore_eos. Raises ValueError on what cannot be done;
+        whatever goes wrong, and on Ctrl-C, the engine is idle again afterwards.
         """
-        assert self.is_idle, "generate would mix with sequences that are under way"
+        if not self.is_idle:
+            raise ValueError(
+                "generate would mix with sequences that are under way; `abort` them or `step` to their end"
+            )
+        if not isinstance(prompts, (list, tuple)) or num_responses < 1:
+            raise ValueError(
+                "generate wants a list of prompts, each a text or a list of token ids, and num_responses > 0"
+            )
+        if self.tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError("a text prompt needs a tokenizer; give the engine one, or token ids")
         limits = {"max_new_tokens": self.config.max_response_tokens, **limits}
         sequences = []
         for i, prompt in enumerate(prompts):
@@ -270,13 +280,18 @@ class Engine:
             for r in range(num_responses):
                 sequences.append(Sequence(i, r, 0, ids, sample_key(seed, 0, i, r), **limits))
                 self._check(sequences[-1])  # all of them before any is queued
-        self.waiting.extend(sequences)
+        for sequence in sequences:
+            self.add(sequence)
         done: list[list[Sample | None]] = [[None] * num_responses for _ in prompts]
         with tqdm(total=len(prompts) * num_responses, desc="generate", disable=None, leave=False) as bar:
-            while not self.is_idle:
-                for sample in self.step():
-                    done[sample.prompt_index][sample.response_index] = sample
-                    bar.update()
+            try:
+                while not self.is_idle:
+                    for sample in self.step():
+                        done[sample.prompt_index][sample.response_index] = sample
+                        bar.update()
+            except BaseException:
+                self.abort([sequence.id for sequence in sequences])
+                raise
         return done
 
     # ---- admission -------------------------------------------------------------------------------------------
@@ -320,7 +335,7 @@ class Engine:
 
     def _plan_chunks(self) -> list[tuple[Prefill, int, int]]:
         """Return (prefill, from, to) pieces of context that fit beside the decoding rows."""
-        budget = max(self.config.step_tokens - len(self.running), self.config.page_size)
+        budget = max(self.config.step_tokens - len(self.running), 1)
         chunks = []
         for prefill in self.prefills.values():
             if budget <= 0:
@@ -486,13 +501,14 @@ class Engine:
         """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
         ended = {s: flag for s, flag in self.flights.popleft().land() if s.row >= 0}  # else an earlier flight's
         if self.num_stops:
-            ended |= {s: 2 * self._num_drawn(s) + 1 for s in self._stopped_by_text() if s not in ended}
+            ended |= {s: 2 * self._num_drawn(s) + 1 for s in self._stopped_by_text()}
         if not ended:
             return
         if self.flights:
             self.stats.decoded_tokens -= len(ended)  # the step under way draws nothing for them
         tokens, logprobs = self._read([s.row for s in ended], max(ended.values()) // 2)
         for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
+            s.is_taken = False
             length, reason = flag // 2, "stop" if flag % 2 else "length"
             self.finished.append(
                 Sample(

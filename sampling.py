@@ -125,7 +125,7 @@ def _invert(cdf: Tensor, target: Tensor) -> Tensor:
     """Return the first place whose CDF exceeds the target, at most the last that has mass. [n, m], [n, 1] -> [n, 1]"""
     total = cdf[:, -1:]
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)
+    return torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)  # not a number: any token
 
 
 def score(logits: Tensor, targets: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 THREADS = "2"
@@ -238,9 +238,9 @@ def main() -> None:
     equal_ratios = []
     for name in ("tiny", "half"):
         ours, theirs = build(name)
-        engine = Engine(ours, ROLLOUT, GREEDY, [])
         turns = 3 if name == "tiny" or not quick else 1
         for case in tqdm(cases_for(name, quick), desc=name, disable=None):
+            engine = Engine(ours, replace(ROLLOUT, max_running=case.batch), GREEDY, [])
             speed = race(case, engine, theirs, min(turns, 2) if quick and case.is_long_tailed else turns)
             ratio = speed["ours"] / speed["generate"]
             if case.is_long_tailed:
@@ -251,7 +251,7 @@ def main() -> None:
             else:
                 equal_ratios.append(ratio)
         if name == "half":
-            metrics |= roofline(ours, engine, rounds=5 if quick else 15)
+            metrics |= roofline(ours, Engine(ours, ROLLOUT, GREEDY, []), rounds=5 if quick else 15)
     metrics["ratio_generate_equal_min"] = round(min(equal_ratios), 2)
     print(json.dumps(metrics))
 

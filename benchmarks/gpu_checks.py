@@ -17,8 +17,9 @@ import kernels
 from attention import PackedAttention, VarlenAttention
 from core import Sample
 from model import Model, ModelShape, parse_shape
-from rollout import Engine, RolloutConfig, Sequence, kv_page_bytes
+from rollout import Engine, RolloutConfig, kv_page_bytes
 from sampling import SamplingConfig, sample_key, score, uniforms
+from sequence import Sequence
 
 QWEN = dict(model_type="qwen2", max_position_embeddings=32768, rope_theta=1e6)
 

@@ -15,8 +15,9 @@ from gpu_rows import Section, measure_bandwidth, seconds_of, wait
 
 from graphs import Flight
 from model import Model
-from rollout import Engine, RolloutConfig, Sequence, kv_page_bytes
+from rollout import Engine, RolloutConfig, kv_page_bytes
 from sampling import SamplingConfig, sample_key
+from sequence import Sequence
 
 LIMIT = 64  # response tokens of a timed row, at most
 

@@ -7,7 +7,8 @@ import engine as bench  # first: it sets the number of threads
 import torch
 from torch.profiler import profile
 
-from rollout import Engine, Sequence
+from rollout import Engine
+from sequence import Sequence
 
 CASES = (("tiny", 32, 20), ("half", 1, 5), ("half", 32, 5))  # model, rows, steps
 

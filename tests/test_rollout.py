@@ -352,17 +352,37 @@ def test_followers_outlive_a_leader_that_is_aborted_in_its_prefill(model, oracle
 def test_add_refuses_what_cannot_fit(model) -> None:
     engine = make_engine(model)  # 24 + 40 tokens
     engine.add(Sequence(0, 0, 0, (5,) * 24, 1, LIMIT))
-    with pytest.raises(ValueError, match=r"\(0, 1, 0\) may grow to 65 tokens"):
+    with pytest.raises(ValueError, match=r"\(0, 1, 0\) has a prompt of 25 tokens"):
         engine.add(Sequence(1, 0, 0, (5,) * 25, 1, LIMIT))
     with pytest.raises(ValueError, match="may grow to 300 tokens"):  # the model has 256 positions
         make_engine(model, max_response_tokens=400).add(Sequence(1, 0, 0, (5,) * 20, 1, 280))
+    for refused in (
+        Sequence(1, 0, 0, (), 1, LIMIT),
+        Sequence(1, 0, 0, (5, 258), 1, LIMIT),
+        Sequence(1, 0, 0, (-1,), 1, LIMIT),
+        Sequence(1, 0, 0, (5,), 1, LIMIT, token_ids=[6]),
+        Sequence(1, 0, 0, (5,), 1, LIMIT, stop="END"),
+        Sequence(1, 0, 0, (5,), 1, LIMIT, stop=("",)),
+        engine.waiting[0],
+    ):
+        with pytest.raises(ValueError, match=r"\(0, 1, 0\)|stop|is in an engine"):
+            engine.add(refused)
     assert len(drain(engine)) == 1
+
+
+@pytest.mark.parametrize(
+    "config, sampling",
+    [(dict(max_running=0), {}), (dict(page_size=2048), {}), ({}, dict(top_p=0.0)), ({}, dict(temperature=-1.0))],
+)
+def test_settings_are_checked_wherever_they_come_from(model, config: dict, sampling: dict) -> None:
+    with pytest.raises(ConfigError, match="|".join((*config, *sampling))):
+        Engine(model, RolloutConfig(**config), SamplingConfig(**sampling), [NEVER])
 
 
 @pytest.mark.parametrize("limit, given", [(LIMIT + 1, 0), (LIMIT, LIMIT), (3, 3), (0, 0)])
 def test_add_refuses_a_response_longer_than_the_engine_records_or_with_nothing_left(model, limit, given) -> None:
     with pytest.raises(ValueError, match=r"\(0, 0, 0\)"):
-        make_engine(model).add(Sequence(0, 0, 0, (5,), 1, limit, [6] * given, [-1.0] * given))
+        make_engine(model).add(Sequence(0, 0, 0, (5,), 1, limit, token_ids=[6] * given, logprobs=[-1.0] * given))
 
 
 def test_equal_contexts_are_prefilled_once(model, oracle) -> None:
@@ -378,9 +398,9 @@ def test_equal_contexts_are_prefilled_once(model, oracle) -> None:
     assert rows_of_three.stats.prefilled_tokens == 11
 
 
-@pytest.mark.parametrize("budget", [16, 21, 60])
-def test_a_forward_keeps_its_token_budget(model, budget: int) -> None:
-    engine, sizes = make_engine(model, step_tokens=budget, page_size=2), []
+@pytest.mark.parametrize("budget, page", [(16, 2), (21, 64), (60, 2)])
+def test_a_forward_keeps_its_token_budget(model, budget: int, page: int) -> None:
+    engine, sizes = make_engine(model, step_tokens=budget, page_size=page), []
     forward = engine.weights
     engine.weights = lambda ids, *rest: sizes.append(len(ids)) or forward(ids, *rest)
     engine.weights.logits = forward.logits
@@ -444,9 +464,12 @@ def test_prepacked_weights_draw_the_same_tokens_and_follow_the_model(model, orac
     assert isinstance(engine.weights.head, Packed)
     expected = {s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in sequences}
     assert {i: s.token_ids for i, s in generate(engine, sequences).items()} == expected
-    changed.layers[0].down_proj.weight.data.neg_()
-    engine.load_weights(changed, 1)  # packs again
-    assert {i: s.token_ids for i, s in generate(engine, make_sequences(8)).items()} != expected
+    for tensor in (changed.layers[0].down_proj.weight, changed.embed.weight):  # the embedding is the head too
+        tensor.data.mul_(-0.7)
+        engine.load_weights(changed, 1)  # packs again
+        tokens = {i: s.token_ids for i, s in generate(engine, make_sequences(8)).items()}
+        fresh = {i: s.token_ids for i, s in generate(make_engine(changed), make_sequences(8)).items()}
+        assert tokens == fresh != expected
 
 
 def test_generate_takes_text_or_tokens_and_keeps_their_order(model, oracle, tiny_folder) -> None:
@@ -470,9 +493,15 @@ def test_a_stop_text_ends_the_response_that_asked_for_it(model, oracle, kind) ->
         engine.add(replace(sequences[0], stop=("x",)))
     engine.tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
     sequences[0].stop = ("never", f"<{tokens[19]}><{tokens[20]}>")
+    first = oracle(sequences[1].prompt_ids, sequences[1].key, SamplingConfig())
+    sequences[1].stop = (f"<{first[0]}>",)  # from the prefill
+    last = oracle(sequences[2].prompt_ids, sequences[2].key, SamplingConfig())
+    sequences[2].stop, sequences[2].max_new_tokens = (f"<{last[7]}>",), last.index(last[7]) + 1  # at the limit
     samples = generate(engine, sequences)
+    assert samples[sequences[1].id].token_ids == first[:1]
+    assert samples[sequences[2].id].finish_reason == "stop"
     assert samples[sequences[0].id].token_ids == tokens[:21] and samples[sequences[0].id].finish_reason == "stop"
-    assert all(len(samples[s.id].token_ids) == LIMIT for s in sequences[1:])
+    assert len(samples[sequences[3].id].token_ids) == LIMIT
 
 
 @pytest.mark.parametrize("num_pages", [16, 40])
@@ -509,9 +538,15 @@ def test_a_continued_sequence_ends_as_if_it_had_not_been_interrupted(model, give
 
 def test_a_prompt_that_generate_refuses_leaves_nothing_behind(model) -> None:
     engine = make_engine(model)
-    with pytest.raises(ValueError, match="may grow to 90 tokens"):
-        engine.generate([[5, 6], [7] * 50], num_responses=2)
-    assert engine.is_idle
+    for prompts in ([[5, 6], [7] * 50], "text", ["text"], [[5, 999]], [[]]):
+        with pytest.raises(ValueError, match="prompt|token ids"):
+            engine.generate(prompts, num_responses=2)
+        assert engine.is_idle
+    engine.weights.logits = lambda hidden: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([[5, 6], [7, 8]])
+    del engine.weights.logits
+    assert engine.is_idle and engine.pages_used == 0
     assert len(engine.generate([[5, 6]])[0][0].token_ids) == LIMIT
 
 
@@ -564,6 +599,22 @@ def test_other_families_draw_the_same_tokens_by_fused_kernels(tiny_folder, famil
     fused = generate(make_engine(other, kind=FusedEngine), make_sequences(count, limit=limit))
     assert {i: s.token_ids for i, s in ours.items()} == {i: s.token_ids for i, s in fused.items()}
     assert len({token for s in ours.values() for token in s.token_ids}) > count * limit / 5
+
+
+def test_counters_leave_out_what_an_ended_row_does_not_draw(model) -> None:
+    engine = make_engine(model, kind=FusedEngine)
+    generate(engine, make_sequences(5))
+    assert engine.stats.decoded_tokens == 5 * (LIMIT - 1)
+
+
+def test_a_page_each_but_in_another_order_than_the_rows(model, oracle) -> None:
+    group = sequences_for(0, Prompt(0, (5, 6, 7), "", "", "match"), 2, 0, LIMIT)
+    [other] = make_sequences(1, seed=9)
+    other.prompt_index = 1
+    samples = generate(make_engine(model, page_size=64), [group[0], other, group[1]])
+    assert {i: s.token_ids for i, s in samples.items()} == {
+        s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in (*group, other)
+    }
 
 
 def test_changed_weights_are_read_in_place(model, oracle) -> None:
@@ -697,7 +748,7 @@ def test_a_pool_too_small_is_refused_with_key_value_and_remedy(model) -> None:
     exact = needed * kv_page_bytes(config, model.shape, torch.float32) / 2**30
     assert num_pages_for(replace(config, kv_gib=exact), model.shape, torch.float32, CPU) == needed
     assert "holds 7 pages" in refusal(replace(config, kv_gib=exact * 0.999), model)
-    assert "rollout.kv_gib = 0 needs a GPU" in refusal(replace(config, kv_gib=0.0), model)
+    assert num_pages_for(replace(config, kv_gib=0.0), model.shape, torch.float32, CPU) == 256 * needed  # all of use
 
 
 def test_the_remedy_of_a_refusal_is_enough(model) -> None:

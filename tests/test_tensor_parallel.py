@@ -71,10 +71,12 @@ def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
         other = copy.deepcopy(model).requires_grad_(False)
         engine = kind(other, replace(CONFIG, tensor_parallel=size), sampling, [7], parallel=tp)
         if temperature:
-            other.layers[0].qkv_proj.weight.neg_()
+            changed = other.layers[0].qkv_proj
+            changed = changed.weight if changed.bias is None else changed.bias  # a bias is never packed
+            changed.neg_()
             engine.load_weights(other, 1)
             assert {i: s.token_ids for i, s in generate(engine).items()} != {i: s.token_ids for i, s in whole.items()}
-            other.layers[0].qkv_proj.weight.neg_()
+            changed.neg_()
             engine.load_weights(other, 0)
         split = generate(engine)
         assert {i: s.token_ids for i, s in split.items()} == {i: s.token_ids for i, s in whole.items()}
