@@ -195,9 +195,12 @@ def steps_of(folder: Path) -> list[dict]:
     return [r for r in read_records(folder / "steps.jsonl") if r["step"]]
 
 
+SYNCHRONOUS = {"scheduler__policy": "synchronous"}  # the rule keeps short and long rounds apart
+
+
 def test_switching_at_every_step_leaves_the_training_as_it_was(run_ranks, settings, tmp_path) -> None:
-    run_ranks(4, train_on, settings("switching", planner__rule="paper", rollout__prepack="false"), True)
-    run_ranks(4, train_on, settings("fixed"), False)
+    run_ranks(4, train_on, settings("switching", planner__rule="paper", rollout__prepack="false", **SYNCHRONOUS), True)
+    run_ranks(4, train_on, settings("fixed", **SYNCHRONOUS), False)
     switched, fixed = steps_of(tmp_path / "switching"), steps_of(tmp_path / "fixed")
     assert [r["planner"]["size"] for r in switched] == [2, 4, 1, 2, 4]
     assert [r["planner"]["size"] for r in fixed] == [1] * 5

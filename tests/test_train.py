@@ -417,6 +417,7 @@ def test_several_domains_in_one_run_with_programs_among_them(settings, tmp_path,
     data = tmp_path / "mixed.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = settings(
+        scheduler__policy="synchronous",
         run__steps=3,
         run__checkpoint_every=3,
         data__train=data,
