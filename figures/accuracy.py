@@ -1,6 +1,6 @@
-"""Tail batching against the synchronous baseline: held-out accuracy after equal numbers of trained samples. (Figure 8)
+"""Tail batching against the synchronous baseline: held-out accuracy after equal numbers of trained samples (Figure 8).
 
-python figures/accuracy.py            trains what is missing in runs/ (about 4 minutes a run), then draws
+python figures/accuracy.py            trains what is missing in runs/ (nine runs, 2 to 4 minutes each), then draws
 python figures/accuracy.py --draw     draws again from figures/accuracy.json
 """
 
@@ -59,7 +59,7 @@ def draw(points: list[dict], path: Path) -> None:
             axes.plot(samples, [statistics.mean(v) for v in values], color=f"C{i}", label=label)
             axes.fill_between(samples, [min(v) for v in values], [max(v) for v in values], color=f"C{i}", alpha=0.2)
             axes.set(xlabel="trained samples", xticks=samples[:: len(samples) // 3 or 1])
-    left.set(title="Held-out accuracy", ylabel="avg@4 at temperature 1 (%)", ylim=(0, 100))
+    left.set(title="Held-out accuracy", ylabel="avg@4 at temperature 1 (%)", ylim=(40, 90))
     right.set(title="Length of held-out responses", ylabel="mean tokens", ylim=(0, None))
     left.legend(loc="lower right")
     seeds, count = len({p["seed"] for p in points}), points[0]["num_prompts"]
