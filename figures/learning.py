@@ -6,7 +6,6 @@ python figures/learning.py --draw     draws again from figures/learning.json
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,23 +15,17 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(HERE.parent))
+
+from runs import CONFIG, run  # noqa: E402
 
 from metrics import read_records  # noqa: E402
-
-CONFIG = "configs/tiny.toml"
 
 
 def run_seed(seed: int) -> list[dict]:
     """Return the evaluations of one seed's run, training it first when its folder is not there."""
-    folder = ROOT / "runs" / f"learning-seed{seed}"
-    settings = [f"--run.seed={seed}", f"--warm_start.seed={seed}", f"--run.dir={folder}"]
-    settings.append("--scheduler.policy=synchronous")
-    resume = ["--resume"] if (folder / "config.toml").exists() else []
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run([*command, "train.py", "--config", CONFIG, *settings, *resume], cwd=ROOT, check=True)
-    records = read_records(folder / "steps.jsonl")
+    settings = [f"run.seed={seed}", f"warm_start.seed={seed}", "scheduler.policy=synchronous"]
+    records = read_records(run(f"learning-seed{seed}", *settings) / "steps.jsonl")
     return [{"seed": seed, "step": r["step"], **r["eval"]} for r in records if r.get("eval")]
 
 

@@ -78,3 +78,42 @@ def test_what_raises_crashes_or_hangs_becomes_a_row(gpu: ModuleType, capsys: pyt
     assert slow[-1].state == "skipped" and len(slow) < 20
     gpu.print_table([("name", row) for row in rows], 1.0)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 2
+
+
+@pytest.fixture(scope="module")
+def tail_batching() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tail_batching", ROOT / "benchmarks" / "tail_batching.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tail_batching"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["tail_batching"]
+
+
+def test_tail_batching_on_the_smallest_shape(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "tail_batching.py"), "--shape", "nano"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = json.loads(done.stdout.splitlines()[-1])
+    assert metrics["prompts_lost"] == metrics["prompts_doubled"] == 0
+    assert metrics["engine_step_ratio_trace"] > 2  # counted, not timed
+    assert 0 <= metrics["window_wait_fraction"] < 1 and metrics["step_speedup_task"] > 0
+    assert done.stdout.count("4/1") == 3  # task and trace: eta on both; trace: on prompts
+
+
+def test_lengths_are_shaped_like_the_papers(tail_batching: ModuleType) -> None:
+    trace = tail_batching.Trace(100)
+    lengths = sorted(trace.length((0, p, r)) for p in range(400) for r in range(8))
+    median, p75 = lengths[len(lengths) // 2], lengths[len(lengths) * 3 // 4]
+    assert 1.4 < p75 / median < 2 and 25 < lengths[-1] / median < 32
+    assert lengths.count(trace.limit) / len(lengths) == pytest.approx(0.03, abs=0.01)
+
+
+def test_lost_and_doubled_prompts_are_counted(tail_batching: ModuleType) -> None:
+    def result(*prompts: int):
+        played = tail_batching.Played(0, 1.0, 1.0, {}, 1, {}, [(0, p) for p in prompts], 1)
+        return tail_batching.Result(tail_batching.BOTH, [played])
+
+    assert tail_batching.lost_and_doubled([result(1, 2), result(2, 1)]) == (0, 0)
+    assert tail_batching.lost_and_doubled([result(1, 2, 3), result(1, 1, 2)]) == (1, 1)
+    assert tail_batching.lost_and_doubled([result(1, 2), result(1, 3)]) == (1, 1)

@@ -1,0 +1,107 @@
+"""What a short round leaves out: length, reward and advantage of kept and censored responses, audited.
+
+python figures/bias.py            trains what is missing in runs/ (two runs of minutes), then draws
+python figures/bias.py --draw     draws again from figures/bias.json
+
+`scheduler.audit = 1` finishes every response of every short round and trains the same samples all the same. Keeping
+the first R0 of eta x R0 responses censors the others for good. With `eta_responses = 1` there are none: what a race
+stops are whole prompts, which another round trains.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from runs import CONFIG, run  # noqa: E402
+
+from metrics import read_records  # noqa: E402
+
+STEPS = 50
+RUNS = {"eta on both": [], "eta on prompts only": ["scheduler.eta_responses=1"]}
+SETS = {
+    "accepted": "trained",
+    "censored_responses": "never trained",
+    "censored_prompts": "put off to another round",
+}
+WHAT = {"length": "tokens", "reward": "share right", "advantage": "advantage in its group"}
+
+
+def audited(name: str) -> list[dict]:
+    """Return what each short round of a run's steps recorded, by set."""
+    settings = ["scheduler.audit=1", f"run.steps={STEPS}", "data.eval_prompts=0", *RUNS[name]]
+    records = read_records(run(f"bias-{name.replace(' ', '-')}", *settings) / "steps.jsonl")
+    rounds = [{"step": r["step"], **r["round"]["audited"]} for r in records if r.get("round", {}).get("audited")]
+    return [
+        {
+            "run": name,
+            "step": r["step"],
+            "set": part,
+            "responses": r[part]["responses"],
+            "p99": r[part]["length"]["p99"],
+            **{what: r[part][what]["mean"] for what in WHAT},
+        }
+        for r in rounds
+        for part in SETS
+        if r[part]["responses"]
+    ]
+
+
+def mean(rows: list[dict], what: str) -> tuple[float, float]:
+    """Return the mean over all responses, and its standard error over rounds."""
+    count = sum(row["responses"] for row in rows)
+    error = statistics.stdev(row[what] for row in rows) / len(rows) ** 0.5
+    return sum(row[what] * row["responses"] for row in rows) / count, error
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    plt.style.use(HERE / "plainroll.mplstyle")
+    figure, panels = plt.subplots(1, len(WHAT))
+    for axes, (what, unit) in zip(panels, WHAT.items()):
+        for x, name in enumerate(RUNS):
+            for i, (part, label) in enumerate(SETS.items()):
+                mine = [row for row in rows if (row["run"], row["set"]) == (name, part)]
+                value, error = mean(mine, what) if mine else (0.0, 0.0)
+                place = x + 0.26 * (i - 1)
+                axes.bar(place, value, 0.24, yerr=1.96 * error, color=f"C{i}", label="" if x else label)
+                if not mine:
+                    axes.text(place, 0, "none", rotation=90, ha="center", va="bottom", fontsize=7, color="0.4")
+        axes.set(title=what.capitalize(), ylabel=unit, xticks=range(len(RUNS)))
+        axes.set_xticklabels([name.replace(" on ", " on\n") for name in RUNS])
+        axes.grid(False, axis="x")
+        axes.set_axisbelow(True)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(SETS))
+    caption = (
+        f"python figures/bias.py: {CONFIG}, hailstone, short rounds of {STEPS} steps, all audited; bars: 95 % interval"
+    )
+    figure.supxlabel(caption, fontsize=7, color="0.4")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help="only draw, from figures/bias.json")
+    args = parser.parse_args()
+    data = HERE / "bias.json"
+    if not args.draw:
+        data.write_text(json.dumps([row for name in RUNS for row in audited(name)]), encoding="utf-8")
+    rows = json.loads(data.read_text(encoding="utf-8"))
+    draw(rows, HERE / "bias.png")
+    for name in RUNS:
+        for part, label in SETS.items():
+            if mine := [row for row in rows if (row["run"], row["set"]) == (name, part)]:
+                shown = "   ".join("{} {:.3f} +- {:.3f}".format(what, *mean(mine, what)) for what in WHAT)
+                print(f"{name:20} {label:25} {sum(row['responses'] for row in mine):6} responses   {shown}")
+
+
+if __name__ == "__main__":
+    main()

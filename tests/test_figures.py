@@ -1,0 +1,76 @@
+"""Figures are drawn from what is committed beside them, and from what a run writes."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from metrics import Span, Trace
+
+FIGURES = Path(__file__).parent.parent / "figures"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    """Import a script of figures/ as a module."""
+    monkeypatch.syspath_prepend(str(FIGURES))
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"figure_{name}", FIGURES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    sys.modules.pop("runs", None)
+
+
+def committed(name: str):
+    return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["accuracy", "bias", "timeline"])
+def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
+    caption = ("caption",) if name == "timeline" else ()
+    load(name).draw(committed(name), tmp_path / "out.png", *caption)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seeds_are_compared_in_pairs(load, capsys: pytest.CaptureFixture) -> None:
+    accuracy = load("accuracy")
+    scores = {"synchronous": (0.5, 0.6), "tail_batching": (0.55, 0.7), "eta_on_prompts": (0.7, 0.8)}
+    points = [
+        {"curve": curve, "seed": seed, "samples": 256, "avg@4": score, "standard_error": 0.01}
+        for curve, pair in scores.items()
+        for seed, score in enumerate(pair)
+    ]
+    accuracy.compare(points)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("256")]
+    assert ["yes" in rows[0], "NO" in rows[1]] == [True, True]
+    assert "+0.075 (standard error 0.010)" in rows[0] and "+0.200" in rows[1]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_timeline_reads_what_a_run_wrote(ended: bool, load, tmp_path: Path) -> None:
+    timeline, trace = load("timeline"), Trace(tmp_path / "trace.json", 0)
+    for step in (1, 2, 3):
+        spans = [
+            Span("rollout", step, step + 1.0),
+            Span("decode", step, step + 0.5),
+            Span("idle", step + 0.5, step + 1),
+        ]
+        trace.write(step, [spans, spans])
+    if ended:
+        trace.close()
+    spans = timeline.read_trace(tmp_path / "trace.json", 2)
+    assert [s[:4] for s in spans[:2]] == [(0, "decode", 0.0, 0.5), (0, "idle", 0.5, 1.0)]
+    assert {s[4] for s in spans} == {2, 3} and {s[0] for s in spans} == {0, 1} and len(spans) == 8
+    assert len(timeline.read_trace(tmp_path / "trace.json")) == 12
+
+
+def test_the_mean_of_an_audit_weighs_rounds_by_their_responses(load) -> None:
+    rows = [{"responses": 1, "length": 10.0}, {"responses": 3, "length": 20.0}]
+    assert load("bias").mean(rows, "length")[0] == 17.5
