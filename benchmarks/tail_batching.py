@@ -419,6 +419,7 @@ def worker(arguments: argparse.Namespace) -> None:
         trace = measure_trace(SHAPES[shape], contenders, periods, world)
         if world.is_main:
             report(task, trace, shape)
+        parallel.barrier(world)  # a rank that leaves early can abort another's exit in gloo's threads
     finally:
         parallel.stop(world)
 
