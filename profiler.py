@@ -73,10 +73,13 @@ class Point:
 
     def measure(self, world: World) -> tuple[float, float]:
         """Return (prefill seconds of a token, seconds of a decode step) on this rank."""
-        engine, rng = self.engine, Random(0)
+        engine, rng, longest = self.engine, Random(0), self.engine.config.max_prompt_tokens
         for i in range(self.batch):
-            ids = tuple(rng.randrange(engine.weights.shape.vocab_size) for _ in range(self.context))
-            engine.add(Sequence(i, 0, 0, ids, i, self.new_tokens, ignore_eos=True))
+            ids = [rng.randrange(engine.weights.shape.vocab_size) for _ in range(self.context)]
+            prompt, given = tuple(ids[:longest]), ids[longest:]  # what is over a longest prompt has been generated
+            engine.add(
+                Sequence(i, 0, 0, prompt, i, len(given) + self.new_tokens, True, (), given, [0.0] * len(given))
+            )
         parallel.barrier(world)
         start = time.perf_counter()
         while len(engine.running) < self.batch:

@@ -107,6 +107,7 @@ def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -
         trainer.accumulate([batch[i] for i in share])
         stats = trainer.update()
         bar.set_postfix(loss=f"{stats['loss']:.3f}")
+    parallel.barrier(world)  # with no steps, others may still read `part`
     if world.is_main:
         save_weights(part, model)
         if folder.exists():  # another run made the same model meanwhile
