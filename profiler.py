@@ -77,9 +77,7 @@ class Point:
         for i in range(self.batch):
             ids = [rng.randrange(engine.weights.shape.vocab_size) for _ in range(self.context)]
             prompt, given = tuple(ids[:longest]), ids[longest:]  # what is over a longest prompt has been generated
-            engine.add(
-                Sequence(i, 0, 0, prompt, i, len(given) + self.new_tokens, True, (), given, [0.0] * len(given))
-            )
+            engine.add(Sequence(i, 0, 0, prompt, i, len(given) + self.new_tokens, True, (), given, [0.0] * len(given)))
         parallel.barrier(world)
         start = time.perf_counter()
         while len(engine.running) < self.batch:
