@@ -141,14 +141,14 @@ def run_rank(rank: int, store: str, out: str, largest: int, count: int, longest:
     torch.manual_seed(0)
     model = Model(parse_shape(SHAPE, "benchmark")).requires_grad_(False)
     groups = Groups(world, [n for n in (1, 2, 4) if n <= largest])
-    # A rank alone holds two and a half of the longest sequences.
+    # A rank alone holds one and a half of the longest sequences.
     token_bytes = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
     config = RolloutConfig(
         max_prompt_tokens=PROMPT,
         max_response_tokens=longest,
         max_running=32,
         page_size=32,
-        kv_gib=2.5 * (PROMPT + longest) * token_bytes / 2**30,
+        kv_gib=1.5 * (PROMPT + longest) * token_bytes / 2**30,
     )
     engine = Engine(model, config, SamplingConfig(), (), parallel=groups[1], sizes=groups.by_size)
     sizes = measure(engine, groups, world)
