@@ -39,24 +39,44 @@ class Span:
 
 
 class Clock:
-    """Adds up the seconds of named stages until they are taken; with `trace`, also keeps when each was."""
+    """Adds up the seconds of named stages until they are taken; with `trace`, also keeps when each was.
 
-    def __init__(self, trace: bool = False) -> None:
+    For the watchdog: the open `stages`, the innermost last, `step`, and `moves`, which changes as work goes on.
+    """
+
+    def __init__(self, trace: bool = False, parent: "Clock | None" = None) -> None:
+        """`parent`: the clock whose stage this one's are part of; it counts the moves too."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
         self.trace, self.zero = trace, time.time() - time.perf_counter()
+        self.stages: list[str] = []
+        self.moves = self.step = 0
+        self.failed_in = ""  # the innermost stage that an exception has left
+        self.parent = parent
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        self.stages.append(name)
+        self.move()
         try:
             yield
+        except BaseException:
+            self.failed_in = self.failed_in or name
+            raise
         finally:
+            self.stages.pop()
             self.add(name, start, time.perf_counter())
+
+    def move(self) -> None:
+        self.moves += 1
+        if self.parent:
+            self.parent.move()
 
     def add(self, name: str, start: float, end: float) -> None:
         """Count a stage from and to a `perf_counter`. In a trace, one that follows its like at once prolongs it."""
         self.seconds[name] += end - start
+        self.move()
         if not self.trace:
             return
         start, end = start + self.zero, end + self.zero

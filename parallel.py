@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,8 @@ class World:
     device: torch.device
     objects: Any = None  # the gloo group for Python values; None: a single process
     node_size: int = 0  # ranks on each machine; their greatest common divisor where machines differ; 0: unknown
+    store: Any = None  # torch's, which all ranks reach; None: a single process
+    timeout_seconds: float = 600.0  # longest wait for another rank
 
     @property
     def is_main(self) -> bool:
@@ -61,13 +64,23 @@ def start(device: str, timeout_seconds: float) -> World:
     backend, device_id = ("nccl", torch_device) if use_cuda else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     objects = dist.new_group(backend="gloo", timeout=timeout) if use_cuda else dist.group.WORLD
-    world = World(rank, size, torch_device, objects)
+    world = World(rank, size, torch_device, objects, store=store, timeout_seconds=timeout_seconds)
     return replace(world, node_size=math.gcd(*gather_objects(world, own_node_size(size))))
 
 
 def own_node_size(num_ranks: int) -> int:
     """Return how many ranks this machine has, as torchrun says; 0: unknown. Not collective."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if num_ranks == 1 else 0))
+
+
+LOST = re.compile(r"gloo|nccl|connection|socket|timed out|timeout|broken pipe", re.IGNORECASE)
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an exception tells that another rank or the network has gone, or that a wait took too long."""
+    return isinstance(error, TimeoutError | dist.DistError) or (
+        type(error) is RuntimeError and bool(LOST.search(str(error)))
+    )
 
 
 def stop(world: World) -> None:
@@ -200,7 +213,7 @@ class TensorParallel:
             if first // size == self.replica:
                 self.group = group
         if world.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
-            self.shared = SharedMemory(self.group, self.rank, size)
+            self.shared = SharedMemory(self.group, self.rank, size, world.timeout_seconds)
         # The first use connects the ranks, which a CUDA graph's capture could not wait for.
         dist.all_reduce(torch.zeros(1, device=world.device), group=self.group)
 
@@ -234,10 +247,9 @@ class SharedMemory:
     """
 
     SLOT_BYTES = 4 * 2**20
-    TIMEOUT_SECONDS = 600.0
 
-    def __init__(self, group: Any, rank: int, size: int):
-        self.rank, self.size, self.round = rank, size, 0
+    def __init__(self, group: Any, rank: int, size: int, timeout_seconds: float):
+        self.rank, self.size, self.timeout_seconds, self.round = rank, size, timeout_seconds, 0
         total = 64 * size + 2 * size * self.SLOT_BYTES
         handle, name = (
             tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) if rank == 0 else (-1, "")
@@ -266,11 +278,11 @@ class SharedMemory:
             spins += 1
             if spins > 1000:  # somebody is far behind, perhaps for want of a core
                 if spins == 1001:
-                    deadline = time.monotonic() + self.TIMEOUT_SECONDS
+                    deadline = time.monotonic() + self.timeout_seconds
                 os.sched_yield()
                 if time.monotonic() > deadline:
                     late = [r for r in range(self.size) if self.counters[r] < self.round]
                     raise TimeoutError(
-                        f"rank {self.rank} of a tensor-parallel group waited {self.TIMEOUT_SECONDS:g} s for {late}"
+                        f"rank {self.rank} of a tensor-parallel group waited {self.timeout_seconds:g} s for {late}"
                     )
         return slot

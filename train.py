@@ -6,6 +6,7 @@ The composition of all rooms and the step loop; formulas and heuristics live els
 import argparse
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -37,6 +38,7 @@ from scheduler import POLICIES, Race, TailBatching
 from settings import MODELS, Config, check, model_dtype, rollout_profile, rollout_sizes
 from trainer import Example, NonFiniteError, Trainer
 from warm_start import ensure_model
+from watchdog import Watchdog
 
 EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their own
 
@@ -44,20 +46,20 @@ EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their 
 # ---- the step loop -----------------------------------------------------------------------------------------------
 
 
-def train(config: Config, world: World, resume: bool) -> None:
+def train(config: Config, world: World, resume: bool, clock: Clock | None = None) -> None:
     """Run the whole training. Every rank runs this, in step with the others."""
-    clock = Clock(config.log.trace)
+    clock = clock or Clock(config.log.trace)
     with clock.span("start"):
         run = build(config, world, resume)
     engine, trainer, recorder = run.engine, run.trainer, run.recorder
     with run.pool, StopSignal() as stop:
         if run.step == 0:
-            before = evaluate(run)
+            before = evaluate(run, clock)
             recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
             recorder.evaluation(0, before)
         stopping = stop.agreed(world)
         while run.step < config.run.steps and not stopping:
-            start = time.perf_counter()
+            start, clock.step = time.perf_counter(), run.step + 1
             if config.run.replay:
                 played = {}
                 with clock.span("rollout"):
@@ -83,7 +85,7 @@ def train(config: Config, world: World, resume: bool) -> None:
                 dump_groups(run.folder / "rollouts", run.step, groups, advantages)
             if is_last or due(run.step, config.run.eval_every):
                 with clock.span("evaluate"):
-                    record["eval"] = evaluate(run)
+                    record["eval"] = evaluate(run, clock)
             recorder.write(record)
             recorder.step(record)
             stopping = stop.agreed(world)
@@ -151,7 +153,7 @@ def learn(trainer: Trainer, groups: Sequence[Group], advantages: torch.Tensor, c
     return updates
 
 
-def evaluate(run: "Run") -> dict[str, Any]:
+def evaluate(run: "Run", clock: Clock) -> dict[str, Any]:
     """Score the held-out prompts: avg@k and pass@k (a prompt passes when its best reward is at least 1). Collective."""
     k = run.config.run.eval_samples
     if not run.held_out:
@@ -159,7 +161,7 @@ def evaluate(run: "Run") -> dict[str, Any]:
     start = time.perf_counter()
     prompts = tuple((EVAL_EPOCH, prompt) for prompt in run.held_out)
     plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
-    groups, _ = roll_out(run, plan, Race(plan), Clock())
+    groups, _ = roll_out(run, plan, Race(plan), Clock(parent=clock))
     run.engine.stats = EngineStats()  # the next step's record starts from zero
     run.pool.take_stats()
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
@@ -417,26 +419,54 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print("config, data, graders and model folder are fine")
         return 0
-    world = parallel.start(config.run.device, config.run.timeout_seconds)
+    return train_on_ranks(config, flags.resume)
+
+
+def train_on_ranks(config: Config, resume: bool) -> int:
+    """Join the other ranks and train; return the exit code. What a user can mend is told in a line."""
+    world, clock, folder = None, Clock(config.log.trace), Path(config.run.dir)
     try:
+        with clock.span("rendezvous"):
+            world = parallel.start(config.run.device, config.run.timeout_seconds)
         if world.is_main:
-            folder = Path(config.run.dir)
-            part = folder / ".config.toml"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                part.write_text(dump_toml(config), encoding="utf-8")
-                part.replace(folder / "config.toml")  # a kill leaves the one before whole: --resume reads it
-            except OSError as error:
-                raise ConfigError(
-                    f"run.dir = {str(folder)!r}: cannot write it ({error.strerror}); choose another"
-                ) from None
-        train(config, world, flags.resume)
+            write_settings(config, folder)
+        with Watchdog(world, clock, folder / "stacks"):
+            train(config, world, resume, clock)
         return 0
     except (ConfigError, NonFiniteError, GraderError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        if parallel.is_lost(error):
+            return lost(clock, error)
+        print(f"error: {clock.failed_in or 'start'} of step {clock.step}: {error}", file=sys.stderr, flush=True)
+        return 1
+    except RuntimeError as error:
+        if not parallel.is_lost(error):
+            raise
+        return lost(clock, error)
     finally:
-        parallel.stop(world)
+        if world:
+            parallel.stop(world)
+
+
+def lost(clock: Clock, error: Exception) -> int:
+    """Say that other ranks have gone, unless torchrun, which knows who and why, ends this rank first."""
+    time.sleep(2.0)
+    rank, reason = os.environ.get("RANK", 0), re.sub(r"^\[.*?\] ", "", str(error).strip().splitlines()[0])
+    stage = clock.failed_in or "start"
+    print(f"error: rank {rank} lost the others in {stage} of step {clock.step}: {reason}", file=sys.stderr, flush=True)
+    return 1
+
+
+def write_settings(config: Config, folder: Path) -> None:
+    part = folder / ".config.toml"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(dump_toml(config), encoding="utf-8")
+        part.replace(folder / "config.toml")  # a kill leaves the one before whole: --resume reads it
+    except OSError as error:
+        raise ConfigError(f"run.dir = {str(folder)!r}: cannot write it ({error.strerror}); choose another") from None
 
 
 USAGE = """plainroll: on-policy RL of language models

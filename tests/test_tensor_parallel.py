@@ -126,8 +126,7 @@ def test_shared_memory_survives_many_rounds_of_ranks_that_drift(run_ranks) -> No
 
 
 def one_never_comes(world: World) -> None:
-    tp = TensorParallel(world, 2)
-    SharedMemory.TIMEOUT_SECONDS = 0.5
+    tp = TensorParallel(replace(world, timeout_seconds=0.5), 2)
     if world.rank == 0:
         with pytest.raises(TimeoutError, match=r"waited 0.5 s for \[1\]"):
             tp.reduce(torch.ones(3))
