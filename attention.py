@@ -100,13 +100,13 @@ class VarlenAttention:
         parts = []
         for query, key, value in zip(q.split(self.lengths[0]), k.split(self.lengths[1]), v.split(self.lengths[1])):
             mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
-            heads_first = (x.transpose(0, 1)[None] for x in (query, key, value))
-            parts.append(F.scaled_dot_product_attention(*heads_first, attn_mask=mask)[0].transpose(0, 1))
+            query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))  # heads first
+            parts.append(F.scaled_dot_product_attention(query, key, value, mask)[0].transpose(0, 1))
         return torch.cat(parts)
 
 
 @cache
-def _flash_varlen() -> Callable[..., Tensor]:
+def _flash_varlen() -> Callable[..., Any]:
     from torch.nn.attention.varlen import varlen_attn  # not on CPU builds of every torch
 
     is_old = "is_causal" in inspect.signature(varlen_attn).parameters  # torch 2.10

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from model import Model, ModelShape, parse_shape
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STATE = "state.pt"
+CHECKSUMS = "checksums.json"  # CRC-32 of every file of a checkpoint
 SCORE = "score.weight"  # the head of a reward model
 
 
@@ -202,6 +204,8 @@ def save_checkpoint(run: Path, step: int, model: Model, source: str | Path, stat
     part = folder.with_name(f".part_{folder.name}")
     save_model(part, model, source)
     torch.save(state, part / STATE)
+    checksums = {path.name: _checksum(path) for path in sorted(part.iterdir())}
+    (part / CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
     for path in part.iterdir():
         _sync(path)
     _sync(part)
@@ -228,6 +232,28 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def damage(folder: Path) -> str:
+    """Return what is wrong with the files of a checkpoint; nothing when each is as it was written."""
+    try:
+        known = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        wrong = [name for name, value in known.items() if _checksum(folder / name) != value]
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{folder}: cannot be read ({error}); remove {folder} to resume from the checkpoint before it"
+    if not wrong:
+        return ""
+    return (
+        f"{folder / wrong[0]}: damaged, not as it was written; remove {folder} to resume from the checkpoint before it"
+    )
 
 
 def list_checkpoints(run: Path) -> list[Path]:

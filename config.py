@@ -121,7 +121,7 @@ def check_options(config: Any, section: str) -> None:
 
 def flatten(config: Any, prefix: str = "") -> dict[str, tuple[Any, str]]:
     """Return {"section.key": (value, meaning)} for every key."""
-    flat = {}
+    flat: dict[str, tuple[Any, str]] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):

@@ -238,7 +238,8 @@ def load_groups(folder: Path, step: int) -> list[Group]:
             prompt=Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])}),
             epoch=row["epoch"],
             samples=tuple(
-                Sample(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()}) for s in row["samples"]
+                Sample(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()})  # type: ignore[arg-type]
+                for s in row["samples"]
             ),
             rewards=tuple(Reward(**reward) for reward in row["rewards"]),
         )

@@ -33,7 +33,7 @@ class DecodeGraphs:
         self.captures = ended.is_cuda  # False: run every step eagerly, to compare
         self.layout = 1
         self.graphs: dict[tuple[int, int, int], Any] = {}
-        self.memory = None  # shared: graphs never run side by side
+        self.memory: Any = None  # shared: graphs never run side by side
 
     def clear(self) -> None:
         """Forget all graphs: what they read has moved."""

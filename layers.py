@@ -44,7 +44,8 @@ class ThreadCopies:
     """Copies on a CPU: in one thread, in order, while the caller computes."""
 
     def __init__(self) -> None:
-        self.thread, self.last = ThreadPoolExecutor(1), None
+        self.thread = ThreadPoolExecutor(1)
+        self.last: Future | None = None
 
     def mark(self) -> None:
         """On a CPU what has been called has been computed."""

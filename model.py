@@ -344,7 +344,7 @@ class Model(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.num_layers))
+        self.layers: Any = nn.ModuleList(Layer(shape, i) for i in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
         self.head = None if shape.tied else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self._rope: tuple[Tensor, Tensor] | None = None

@@ -105,8 +105,8 @@ class Engine:
         columns = config.max_response_tokens + 1  # one more, for what an ended row draws
         self.tokens = state(rows, columns)
         self.logprobs = state(rows, columns, dtype=torch.float32)
-        self.row_state = (self.last_token, self.length, self.count, self.limit, self.key, self.heeds_eos, self.ended)
-        self.row_state += (self.tokens, self.logprobs)
+        self.row_state: tuple[Tensor, ...] = (self.last_token, self.length, self.count, self.limit, self.key)
+        self.row_state += (self.heeds_eos, self.ended, self.tokens, self.logprobs)
         self.eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=self.device)
         # Host mirrors of the running rows. On CPU they are also read directly as tensors.
         self.host_length = np.zeros(rows, np.int64)

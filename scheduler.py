@@ -76,8 +76,8 @@ class Race:
                 self.accepted += self.zero_variance[: self.padded]
         abort = () if self.plan.audit else self._losers()
         self.closed = []
-        for id in abort:
-            del self.live[id]
+        for loser in abort:
+            del self.live[loser]
         if self.decided:
             self.ungraded = []
         grade = tuple(id for prompt in self.ungraded for id in self.kept[prompt])

@@ -281,6 +281,10 @@ def build(config: Config, world: World, resume: bool) -> Run:
     """Make or load the model and put the rooms together; with `resume`, in the state of the newest checkpoint."""
     folder = Path(config.run.dir)
     checkpoints = checkpoint.list_checkpoints(folder) if resume else []
+    if checkpoints:
+        wrong = parallel.broadcast_object(world, checkpoint.damage(checkpoints[-1]) if world.is_main else "")
+        if wrong:
+            raise ConfigError(wrong)
     source = (
         Path(config.model.path)
         if config.model.path

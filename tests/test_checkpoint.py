@@ -18,6 +18,7 @@ from checkpoint import (
     STATE,
     WEIGHTS,
     check_model,
+    damage,
     eos_ids,
     list_checkpoints,
     load_model,
@@ -281,13 +282,13 @@ def test_a_checkpoint_gives_back_model_and_state(random_model, tiny_folder, tmp_
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "harm",
     [cut_in_half, lambda path: path.write_bytes(b""), lambda path: path.unlink(), lambda path: path.write_text("no")],
     ids=["cut", "empty", "gone", "other"],
 )
-def test_a_damaged_state_is_refused_with_the_way_out(tiny_model, tiny_folder, tmp_path, damage):
+def test_a_damaged_state_is_refused_with_the_way_out(tiny_model, tiny_folder, tmp_path, harm):
     folder = save_checkpoint(tmp_path, 3, tiny_model, tiny_folder, state_of(3), keep=2)
-    damage(folder / STATE)
+    harm(folder / STATE)
     with pytest.raises(ConfigError) as caught:
         load_state(folder, CPU)
     assert str(folder / STATE) in str(caught.value) and "resume from the checkpoint before" in str(caught.value)
@@ -374,6 +375,19 @@ else:
         kills += 1
     assert kills > 20, kills
 """
+
+
+@pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "config.json"])
+def test_one_wrong_bit_or_a_missing_file_is_seen(tiny_model, tiny_folder, tmp_path, name):
+    folder = save_checkpoint(tmp_path, 3, tiny_model, tiny_folder, state_of(3), keep=1)
+    assert damage(folder) == ""
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert damage(folder).startswith(f"{path}: damaged") and f"remove {folder}" in damage(folder)
+    path.unlink()
+    assert str(path) in damage(folder) and f"remove {folder}" in damage(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,458 @@
+"""Break real runs of 2 and 4 ranks on purpose, at every stage, and see that each goes on as if nothing had happened.
+
+    python benchmarks/faults.py [--quick] [--jobs 2]
+
+Each run has a list of faults. After each the ranks that are left must end by themselves with one line of error; then
+all are started again with `--resume`, as torchrun would. In the end the run must have the losses of an undisturbed run,
+bit by bit, and every prompt must have been trained exactly once.
+
+    kill       SIGKILL of one rank                            stop      SIGSTOP: a rank that hangs
+    cut        one rank's network connections are cut         nan       three losses that are not numbers
+    full       no space left for the checkpoint               readonly  the checkpoint's folder cannot be written
+    truncated  the newest checkpoint is cut in half           flipped   one bit of it is wrong
+    worker     a reward worker is killed: the sample gets reward 0 and the cause is recorded, so the losses may differ
+
+Ranks are forked from one process that has imported everything, which saves seconds a start; the rest is `train.py`.
+`resumed`: went on to the same losses; `clear_errors`: told what to do, and did go on once that was done.
+"""
+
+import argparse
+import errno
+import json
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import checkpoint  # noqa: E402
+import parallel  # noqa: E402
+import train  # noqa: E402
+from judge import Graders  # noqa: E402
+from metrics import read_records  # noqa: E402
+from rollout import Engine  # noqa: E402
+from rounds import Round  # noqa: E402
+from trainer import Trainer  # noqa: E402
+from warm_start import WarmStartConfig, make_model  # noqa: E402
+
+STEPS, EVERY, TIMEOUT = 12, 2, 3.0  # steps of a run, from checkpoint to checkpoint, seconds of the longest wait
+PROMPTS = 4  # of a step
+GRADER = "def digits(response, answer, row):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
+# The fault comes when the function is called for the first time in its step.
+STAGES = {
+    "rollout": (Engine, "step"),
+    "reward": (Graders, "poll"),
+    "window": (Round, "_abort"),
+    "exchange": (Round, "collect"),
+    "gradient": (Trainer, "accumulate"),
+    "update": (Trainer, "update"),
+    "optimizer": (Trainer, "_step"),
+    "sync": (Engine, "load_weights"),
+    "checkpoint": (train, "save"),
+    "weights file": (checkpoint, "save_model"),
+    "state file": (checkpoint, "_sync"),
+    "next step": (Round, "play"),
+}
+ON_MAIN = ("weights file", "state file")  # only rank 0 writes
+AT_CHECKPOINT = ("checkpoint", *ON_MAIN)
+ON_DISK = ("truncated", "flipped")
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    stage: str
+    rank: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} rank {self.rank} in {self.stage}, step {self.step}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    fault: Fault
+    ranks: int
+    what: str  # resumed, clear error, recorded, or what went wrong
+    seconds: float  # until all ranks had ended
+
+
+def all_faults(ranks: int) -> list[Fault]:
+    """Return every fault of a run with so many ranks, each at a step of its own within a run."""
+    rows = []
+    for kind in ("kill", "cut", "stop"):
+        for stage in STAGES:
+            rows += [(kind, stage, rank) for rank in range(1 if stage in ON_MAIN else ranks)]
+    rows += [(kind, "weights file", 0) for kind in ("full", "readonly") for _ in range(2)]
+    rows += [(kind, "next step", 0) for kind in ON_DISK for _ in range(4)]
+    rows += [("nan", "gradient", rank) for rank in range(ranks)]
+    rows += [("worker", "reward", rank) for rank in range(ranks)]
+    return [Fault(kind, stage, rank, 0) for kind, stage, rank in rows]
+
+
+def into_runs(faults: list[Fault]) -> list[list[Fault]]:
+    """Give each fault a step of its own, in as few runs as have room for them."""
+    runs: list[list[Fault]] = []
+    for fault in faults:
+        # Three losses in a row that are not numbers must not be in a checkpoint; a checkpoint must be there to break.
+        steps = range(3, STEPS) if fault.kind in ON_DISK else range(2, STEPS)
+        if fault.stage in AT_CHECKPOINT:
+            steps = range(EVERY, STEPS, EVERY)
+        for run in runs + [[]]:
+            alone = fault.kind in ("nan", "worker") or any(f.kind in ("nan", "worker") for f in run)
+            free = [s for s in steps if s not in {f.step for f in run}]
+            if free and not (run and alone):
+                run.append(Fault(fault.kind, fault.stage, fault.rank, 4 if fault.kind == "nan" else free[0]))
+                if len(run) == 1:
+                    runs.append(run)
+                break
+    return [sorted(run, key=lambda f: f.step) for run in runs]
+
+
+# ---- in the rank that breaks -------------------------------------------------------------------------------------
+
+
+def arm(fault: Fault, fired: Path) -> None:
+    """Have the fault come in this process, once."""
+    place: dict[str, Any] = {}
+    run_training = train.train
+
+    def note_clock(config: Any, world: Any, resume: bool, clock: Any) -> None:
+        place["clock"] = clock
+        run_training(config, world, resume, clock)
+
+    train.train = note_clock
+    owner, name = STAGES[fault.stage]
+    original = getattr(owner, name)
+
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        if place["clock"].step == fault.step and not fired.exists():
+            fired.touch()
+            KINDS[fault.kind](args)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, breaks)
+
+
+def kill(args: tuple) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(args: tuple) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def cut(args: tuple) -> None:
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                peer = socket.socket(fileno=os.dup(int(entry)))
+                if peer.family in (socket.AF_INET, socket.AF_INET6):
+                    peer.shutdown(socket.SHUT_RDWR)
+
+
+def full(args: tuple) -> None:
+    def no_space(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
+
+    checkpoint.save_file = no_space
+
+
+def readonly(args: tuple) -> None:
+    folder = Path(args[0]).parent
+    if os.geteuid() == 0:  # who may write anywhere
+        os.chmod(folder.parent, 0o755)
+        os.seteuid(65534)
+    else:
+        folder.chmod(0o500)
+
+
+def nan(args: tuple) -> None:
+    add = Trainer._add_gradients
+
+    def add_nan(self: Trainer, batch: Any) -> None:
+        add(self, batch)
+        self.sums[0] = float("nan")
+
+    Trainer._add_gradients = add_nan
+
+
+def worker(args: tuple) -> None:
+    for process in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        for child in process.read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+
+
+KINDS: dict[str, Callable[[tuple], None]] = {
+    "kill": kill,
+    "stop": stop,
+    "cut": cut,
+    "full": full,
+    "readonly": readonly,
+    "nan": nan,
+    "worker": worker,
+    "truncated": kill,
+    "flipped": kill,
+}
+
+# ---- one life of a run -------------------------------------------------------------------------------------------
+
+
+def live(ranks: int, args: list[str], fault: Fault | None, fired: Path, log: Path) -> tuple[list[int], float, bool]:
+    """Start all ranks and wait for their ends. Returns (exit codes, seconds from first to last end, was there a hang).
+
+    When one has ended the others must follow. One that was stopped, or that the others gave up, is killed in the end.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    pids = [_fork(rank, ranks, store.port, args, fault, fired, log) for rank in range(ranks)]
+    ends: dict[int, int] = {}
+    first = limit = 0.0
+    started, hang = time.monotonic(), False
+    while len(ends) < ranks:
+        for rank, pid in enumerate(pids):
+            if rank not in ends:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    ends[rank] = os.waitstatus_to_exitcode(status)
+        now = time.monotonic()
+        if any(ends.values()) and not first:
+            first, limit = now, now + 2 * TIMEOUT + 20.0
+        stopped = {fault.rank} if fault and fault.kind == "stop" else set()
+        left = set(range(ranks)) - ends.keys()
+        late = now > (limit or started + 120.0)
+        if left and (late or (first and left <= stopped)):
+            hang = hang or bool(left - stopped)
+            for rank in left:
+                os.kill(pids[rank], signal.SIGKILL)
+        time.sleep(0.02)
+    return [ends[rank] for rank in range(ranks)], time.monotonic() - (first or time.monotonic()), hang
+
+
+def _fork(rank: int, ranks: int, port: int, args: list[str], fault: Fault | None, fired: Path, log: Path) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        torch.set_num_threads(1)
+        if fault and fault.rank == rank:
+            arm(fault, fired)
+        code = train.main(args)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def break_checkpoint(folder: Path, kind: str, turn: int) -> None:
+    """Damage one file of a checkpoint."""
+    path = folder / ("state.pt", "model.safetensors")[turn % 2]
+    data = bytearray(path.read_bytes())
+    if kind == "truncated":
+        del data[len(data) // 2 :]
+    else:
+        data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# ---- one run -----------------------------------------------------------------------------------------------------
+
+
+def trajectory(folder: Path) -> list[tuple]:
+    return [
+        (r["step"], r["reward"], r["train"]["loss"], r["train"]["grad_norm"])
+        for r in read_records(folder / "steps.jsonl")[1:]
+    ]
+
+
+def trained(folder: Path) -> Counter:
+    rows = [json.loads(row) for path in (folder / "rollouts").glob("*.jsonl") for row in path.open()]
+    return Counter((row["epoch"], row["prompt"]["index"]) for row in rows)
+
+
+def settings(base: Path, folder: Path) -> list[str]:
+    return [
+        f"--run.dir={folder}",
+        f"--run.steps={STEPS}",
+        f"--run.checkpoint_every={EVERY}",
+        f"--run.timeout_seconds={TIMEOUT}",
+        "--run.dump_rollouts=true",
+        "--run.device=cpu",
+        f"--model.path={base / 'model'}",
+        f"--data.train={base / 'prompts.jsonl'}",
+        f"--data.task={base / 'grader.py'}:digits",
+        "--data.eval_prompts=0",
+        f"--scheduler.num_prompts={PROMPTS}",
+        "--scheduler.num_responses=4",
+        "--rollout.max_prompt_tokens=32",
+        "--rollout.max_response_tokens=32",
+        "--rollout.page_size=8",
+        "--rollout.kv_gib=0.01",
+        "--trainer.lr=3e-3",
+        "--reward.num_workers=1",
+        "--resume",
+    ]
+
+
+def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -> None:
+    """Play one run with all its faults; put an Outcome for each into `done`, then what the run came to."""
+    folder, fired = base / f"run{ranks}_{number}", base / f"fired{ranks}_{number}"
+    args, log = settings(base, folder), base / f"run{ranks}_{number}.log"
+    outcomes, clean = [], True
+    for turn, fault in enumerate(faults):
+        fired.unlink(missing_ok=True)
+        log.write_text("")
+        codes, seconds, hang = live(ranks, args, fault, fired, log)
+        what, said = "resumed", log.read_text()
+        if hang:
+            what = "HANG"
+        elif not fired.exists():
+            what = "NEVER CAME"
+        elif fault.kind == "worker":
+            errors = sum(r["reward_errors"] for r in read_records(folder / "steps.jsonl")[1:])
+            what = "recorded" if not any(codes) and errors else f"NOT RECORDED: {codes}, {errors} errors"
+        elif "Traceback" in said or not any(codes) or not (ranks == 1 or "error: " in said):
+            what = f"NO CLEAR ERROR: exit codes {codes}, see {log}"
+            shutil.copy(log, log.with_suffix(f".{turn}.log"))
+        elif fault.kind in ("full", "readonly", "nan"):
+            what = "clear error"
+        if fault.kind in ON_DISK and what == "resumed":
+            newest = checkpoint.list_checkpoints(folder)[-1]
+            break_checkpoint(newest, fault.kind, turn)
+            log.write_text("")
+            start = time.monotonic()
+            codes, _, _ = live(ranks, args, None, fired, log)
+            seconds = time.monotonic() - start
+            told = f"remove {newest}" in log.read_text() and "Traceback" not in log.read_text()
+            what = "clear error" if told and all(codes) else f"DAMAGE NOT SEEN: {codes}"
+            shutil.rmtree(newest)
+        clean = clean and what in ("resumed", "clear error", "recorded")
+        outcomes.append(Outcome(fault, ranks, what, seconds))
+        done.put(outcomes[-1])
+    codes, _, _ = live(ranks, args, None, fired, log)
+    same = trajectory(folder) == trajectory(base / f"straight{ranks}")
+    expected, found = trained(base / f"straight{ranks}"), trained(folder)
+    exact = any(f.kind == "worker" for f in faults) or same
+    done.put(
+        (
+            f"{ranks} ranks, run {number}",
+            codes,
+            exact,
+            sum((expected - found).values()),
+            sum((found - expected).values()),
+        )
+    )
+    if clean and exact and not any(codes):
+        shutil.rmtree(folder)
+
+
+def prepare(base: Path) -> None:
+    (base / "grader.py").write_text(GRADER)
+    rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(64)]
+    (base / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shape = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
+    make_model(shape, "hailstone", base / "model", parallel.World(0, 1, torch.device("cpu")))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one fault in twelve: under 2 minutes on 2 cores")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    arguments = parser.parse_args()
+    base = Path(tempfile.mkdtemp(prefix="faults_"))
+    base.chmod(0o755)
+    prepare(base)
+    work, done = [], mp.Queue()
+    for ranks in (2,) if arguments.quick else (2, 4):
+        live(ranks, settings(base, base / f"straight{ranks}"), None, base / "none", base / f"straight{ranks}.log")
+        faults = all_faults(ranks)[:: 7 if arguments.quick else 1]
+        work += [(base, ranks, run, number, done) for number, run in enumerate(into_runs(faults))]
+    outcomes, runs, drivers = [], [], []
+    total = sum(len(run) for _, _, run, _, _ in work)
+    bar = tqdm(total=total, unit="fault", disable=None)
+    left = list(work)
+    while len(runs) < len(work):
+        drivers = [d for d in drivers if d.is_alive()]
+        while left and len(drivers) < arguments.jobs:
+            drivers.append(mp.get_context("fork").Process(target=drill, args=left.pop(0)))
+            drivers[-1].start()
+        if not drivers and done.empty():
+            raise SystemExit("a driver has died; see its message above")
+        if done.empty():
+            time.sleep(0.05)
+            continue
+        result = done.get()
+        if isinstance(result, Outcome):
+            outcomes.append(result)
+            bar.update()
+        else:
+            runs.append(result)
+    bar.close()
+    report(outcomes, runs)
+    bad = [o for o in outcomes if o.what not in ("resumed", "clear error", "recorded")] or [r for r in runs if not r[2]]
+    if bad:
+        print(f"logs: {base}", file=sys.stderr)
+    else:
+        shutil.rmtree(base)
+    print(json.dumps(metrics(outcomes, runs)))
+    return 1 if bad else 0
+
+
+def report(outcomes: list[Outcome], runs: list[tuple]) -> None:
+    rows: dict[tuple, list[Outcome]] = {}
+    for o in outcomes:
+        rows.setdefault((o.fault.kind, o.fault.stage, o.what), []).append(o)
+    print(f"{'fault':10} {'in stage':14} {'times':>5}  {'seconds until all had ended':28} outcome")
+    for (kind, stage, what), same in rows.items():
+        seconds = sorted(o.seconds for o in same)
+        print(f"{kind:10} {stage:14} {len(same):5d}  {seconds[0]:5.1f} .. {seconds[-1]:5.1f} {'':14} {what}")
+    for name, codes, exact, lost, doubled in runs:
+        if any(codes) or not exact or lost or doubled:
+            print(f"{name}: exit codes {codes}, same losses: {exact}, {lost} prompts lost, {doubled} doubled")
+
+
+def metrics(outcomes: list[Outcome], runs: list[tuple]) -> dict:
+    count = Counter(o.what for o in outcomes)
+    return {
+        "name": "faults",
+        "injected": len(outcomes),
+        "resumed": count["resumed"],
+        "clear_errors": count["clear error"],
+        "recorded": count["recorded"],
+        "hangs": count["HANG"],
+        "other": sum(n for what, n in count.items() if what not in ("resumed", "clear error", "recorded", "HANG")),
+        "runs": len(runs),
+        "runs_with_other_losses": sum(not exact for _, _, exact, _, _ in runs),
+        "prompts_lost": sum(run[3] for run in runs),
+        "prompts_doubled": sum(run[4] for run in runs),
+        "slowest_seconds": round(max(o.seconds for o in outcomes), 1),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

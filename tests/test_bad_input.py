@@ -1,0 +1,369 @@
+"""What a user gets wrong ends before any rank works, in one line of error and exit code 2. Never a traceback."""
+
+import json
+import random
+import shutil
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+import train
+from settings import Config
+
+GOOD = [{"prompt": f"count {i}", "answer": str(i)} for i in range(12)]
+
+
+@pytest.fixture
+def base(tiny_folder: Path, tmp_path: Path, monkeypatch) -> dict[str, str]:
+    """The command line of a run that is fine, key by key; files are in the current folder, which is its own."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_folder, "model")
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD), encoding="utf-8")
+    Path("grader.py").write_text("def good(response, answer, row):\n    return 1.0\n")
+    return {
+        "run.dir": "run",
+        "run.device": "cpu",
+        "model.path": "model",
+        "data.train": "data.jsonl",
+        "data.task": "grader.py:good",
+        "data.eval_prompts": "2",
+        "scheduler.num_prompts": "4",
+        "scheduler.num_responses": "2",
+        "rollout.max_prompt_tokens": "32",
+        "rollout.max_response_tokens": "32",
+        "rollout.kv_gib": "0.01",
+        "reward.num_workers": "1",
+    }
+
+
+def check(capsys, base: dict[str, str], *more: str, **changes: str | None) -> tuple[int, str]:
+    """Return (exit code, what was said on stderr) of `train.py --check`."""
+    values = base | {key.replace("__", "."): value for key, value in changes.items()}
+    args = [f"--{key}={value}" for key, value in values.items() if value is not None]
+    code = train.main([*args, "--check", *more])
+    return code, capsys.readouterr().err
+
+
+def refused(capsys, base: dict[str, str], *more: str, **changes: str | None) -> str:
+    code, said = check(capsys, base, *more, **changes)
+    assert code == 2, (more, changes, said)
+    assert said.startswith("error: ") and said.count("\n") == 1 and len(said) > 30, said
+    assert not Path("run").exists(), "nothing is written before all is checked"
+    return said
+
+
+def test_the_run_that_all_of_this_is_about_is_fine(capsys, base) -> None:
+    assert check(capsys, base) == (0, "")
+
+
+# ---- every option ------------------------------------------------------------------------------------------------
+
+
+def options() -> list[tuple[str, object, dict]]:
+    rows = []
+    for section in fields(Config):
+        config = section.default_factory()
+        assert is_dataclass(config)
+        rows += [(f"{section.name}.{f.name}", f.default, f.metadata) for f in fields(config)]
+    return rows
+
+
+def bad_values(default: object, limits: dict) -> list[str]:
+    if isinstance(default, bool):
+        return ["7", "maybe", "[]"]
+    if isinstance(default, str):
+        return ["no such choice", "{ a = 1 }"] if limits["choices"] else ["{ a = 1 }", "[1, 2]"]
+    low = limits["min"] - 1 if limits["min"] is not None else limits["above"]
+    values = ["many", "true", "[1]", str(low if isinstance(default, float) else int(low)), "nan", "-1e999"]
+    return values + ([str(limits["max"] + 1)] if limits["max"] is not None else [])
+
+
+@pytest.mark.parametrize("key, default, limits", options(), ids=[key for key, *_ in options()])
+def test_a_bad_value_of_any_option_is_refused_by_name(key, default, limits, capsys) -> None:
+    for value in bad_values(default, limits):
+        said = refused(capsys, {}, f"--{key}={value}")
+        assert key in said, (value, said)
+
+
+# ---- command lines and config files ------------------------------------------------------------------------------
+
+COMMANDS = {
+    "no dashes": ["run.steps=3"],
+    "no value": ["--run.steps"],
+    "no section": ["--steps=3"],
+    "no key": ["--run.=3"],
+    "a section": ["--run=3"],
+    "three levels": ["--run.steps.more=3"],
+    "misspelt": ["--run.stpes=3"],
+    "misspelt section": ["--rnu.steps=3"],
+    "flag": ["--reusme"],
+    "short flag": ["-r"],
+    "file as argument": ["configs/tiny.toml"],
+    "spaces": ["--run.steps", "3"],
+    "huge": ["--trainer.lr=1" + "0" * 400],
+    "no such config": ["--config", "nowhere.toml"],
+    "folder as config": ["--config", "model"],
+    "ranks that do not divide": ["--scheduler.num_prompts=3", "--rollout.tensor_parallel=2"],
+    "size without ranks": ["--rollout.tensor_parallel=4"],
+    "odd size": ["--rollout.tensor_parallel=3"],
+    "shard without ranks": ["--trainer.shard=2"],
+    "no gpu": ["--run.device=cuda"],
+    "sft": ["--loss.name=sft"],
+    "more updates than prompts": ["--trainer.updates_per_step=5"],
+    "tis without trainer log-probs": ["--loss.tis_cap=2"],
+    "greedy": ["--sampling.temperature=0"],
+    "buffer over limit": ["--reward.overlong_buffer=33"],
+    "no such replay": ["--run.replay=nowhere"],
+    "context": ["--rollout.max_response_tokens=4096"],
+    "pool for no sequence": ["--rollout.kv_gib=0.000001"],
+    "no profile": ["--planner.rule=predict"],
+    "profile that is none": ["--planner.rule=paper", "--planner.profile=data.jsonl"],
+    "windows in seconds for a planner": ["--scheduler.window_seconds=1", "--planner.rule=paper"],
+    "audit without race": ["--scheduler.audit=0.1", "--scheduler.policy=synchronous"],
+    "draws under eta": ["--scheduler.dynamic_sampling=true", "--scheduler.eta_prompts=4", "--scheduler.max_draws=2"],
+    "judge without task": ["--judge.path=model"],
+    "task judge without judge": ["--data.task=judge"],
+    "too many prompts": ["--scheduler.num_prompts=64"],
+    "weights unreadable": ["--reward.weights=math"],
+    "weights not a number": ["--reward.weights=math=high"],
+    "weights of nobody": ["--reward.weights=math=2"],
+    "concurrency unreadable": ["--reward.concurrency=good:3"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_bad_command_line_is_refused(name, capsys, base) -> None:
+    refused(capsys, base, *COMMANDS[name])
+
+
+FILES = {
+    "not toml": "run: {steps: 3}",
+    "python": "import os",
+    "binary": "\x00\x01",
+    "key twice": "[run]\nsteps = 1\nsteps = 2",
+    "no section": "steps = 3",
+    "wrong section": "[runs]\nsteps = 3",
+    "wrong key": "[run]\nstep = 3",
+    "wrong type": '[run]\nsteps = "3"',
+    "table as value": "[run.steps]\nn = 3",
+    "value as section": "run = 3",
+    "array of sections": "[[run]]\nsteps = 3",
+    "float for whole": "[run]\nsteps = 3.5",
+    "date": "[run]\nsteps = 2026-01-01",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_bad_config_file_is_refused_by_name(name, capsys, base) -> None:
+    Path("my.toml").write_text(FILES[name])
+    assert "my.toml" in refused(capsys, base, "--config", "my.toml")
+
+
+# ---- data --------------------------------------------------------------------------------------------------------
+
+LINES = {
+    "not json": "prompt: 1 + 1",
+    "python": "{'prompt': 'a', 'answer': 'b'}",
+    "half a line": '{"prompt": "a", "ans',
+    "two rows": '{"prompt": "a", "answer": "b"} {"prompt": "c", "answer": "d"}',
+    "list": '["a", "b"]',
+    "text": '"a"',
+    "null": "null",
+    "empty row": "{}",
+    "no prompt": '{"answer": "b"}',
+    "no answer": '{"prompt": "a"}',
+    "empty prompt": '{"prompt": "", "answer": "b"}',
+    "number as prompt": '{"prompt": 3, "answer": "b"}',
+    "null prompt": '{"prompt": null, "answer": "b"}',
+    "number as answer": '{"prompt": "a", "answer": 3}',
+    "null answer": '{"prompt": "a", "answer": null}',
+    "long prompt": json.dumps({"prompt": "a" * 100, "answer": "b"}),
+    "messages without role": '{"prompt": [{"content": "a"}], "answer": "b"}',
+    "messages without content": '{"prompt": [{"role": "user"}], "answer": "b"}',
+    "messages that are texts": '{"prompt": ["a"], "answer": "b"}',
+    "no messages": '{"prompt": [], "answer": "b"}',
+    "no such task": '{"prompt": "a", "answer": "b", "task": "maths"}',
+    "number as task": '{"prompt": "a", "answer": "b", "task": 3}',
+    "no such grader file": '{"prompt": "a", "answer": "b", "task": "nowhere.py:f"}',
+    "code without cases": '{"prompt": "a", "answer": "b", "task": "code"}',
+    "code with odd cases": json.dumps({"prompt": "a", "answer": json.dumps([{"in": 1}]), "task": "code"}),
+    "math without answer": json.dumps({"prompt": "a", "answer": "", "task": "math"}),
+    "nan": '{"prompt": "a", "answer": NaN}',
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_bad_row_is_refused_with_file_and_line(name, capsys, base) -> None:
+    rows = [json.dumps(row) for row in GOOD]
+    rows.insert(5, LINES[name])
+    Path("data.jsonl").write_text("\n".join(rows) + "\n")
+    assert "data.jsonl:6" in refused(capsys, base, "--data.eval_prompts=0")
+
+
+DATA = {
+    "missing": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "empty": lambda path: path.write_text(""),
+    "blank": lambda path: path.write_text("\n \n"),
+    "latin-1": lambda path: path.write_bytes('{"prompt": "é", "answer": "b"}\n'.encode("latin-1")),
+    "gzip": lambda path: path.write_bytes(b"\x1f\x8b\x08\x00\x00\x00"),
+    "csv": lambda path: path.write_text("prompt,answer\na,b\n"),
+    "an array": lambda path: path.write_text(json.dumps(GOOD)),
+    "parquet": lambda path: path.write_bytes(b"PAR1\x15\x04"),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_bad_data_file_is_refused_by_name(name, capsys, base) -> None:
+    DATA[name](Path("data.jsonl"))
+    assert "data.jsonl" in refused(capsys, base)
+
+
+# ---- model folders -----------------------------------------------------------------------------------------------
+
+
+def set_config(**changes):
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+    return change
+
+
+MODELS = {
+    "missing": shutil.rmtree,
+    "empty": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+    "a file": lambda folder: (shutil.rmtree(folder), folder.write_text("x")),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "config not json": lambda folder: (folder / "config.json").write_text("{"),
+    "config a list": lambda folder: (folder / "config.json").write_text("[]"),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "weights cut": lambda folder: (folder / "model.safetensors").write_bytes(
+        (folder / "model.safetensors").read_bytes()[:-9]
+    ),
+    "weights empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
+    "weights of a pickle": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+    "no tokenizer": lambda folder: [p.unlink() for p in folder.glob("tokenizer*")],
+    "tokenizer cut": lambda folder: (folder / "tokenizer.json").write_text('{"version":'),
+    "no family": set_config(model_type=None),
+    "other family": set_config(model_type="mamba"),
+    "vision model": set_config(model_type="qwen2_vl"),
+    "no width": set_config(hidden_size=None),
+    "wrong width": set_config(hidden_size=48),
+    "width a text": set_config(hidden_size="32"),
+    "no layers": set_config(num_hidden_layers=0),
+    "more layers": set_config(num_hidden_layers=9),
+    "heads that do not divide": set_config(num_key_value_heads=3),
+    "other vocabulary": set_config(vocab_size=7),
+    "sliding window": set_config(use_sliding_window=True, sliding_window=8, max_window_layers=0),
+    "odd rope": set_config(rope_scaling={"rope_type": "magic", "factor": 2}, rope_parameters=None),
+    "short context": set_config(max_position_embeddings=40),
+    "index without files": lambda folder: (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+    ),
+    "index empty": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+    "generation config broken": lambda folder: (folder / "generation_config.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bad_model_folder_is_refused_by_name(name, capsys, base) -> None:
+    MODELS[name](Path("model"))
+    said = refused(capsys, base)
+    assert "model" in said or "context" in said
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------------
+
+GRADERS = {
+    "no such file": ("nowhere.py:f", ""),
+    "no such function": ("mine.py:other", "def f(r, a, row): return 1"),
+    "not a function": ("mine.py:f", "f = 3"),
+    "does not compile": ("mine.py:f", "def f(r, a, row) return 1"),
+    "does not import": ("mine.py:f", "import no_such_package\ndef f(r, a, row): return 1"),
+    "raises": ("mine.py:f", "def f(r, a, row): raise RuntimeError('mine')"),
+    "two arguments": ("mine.py:f", "def f(r, a): return 1"),
+    "a text": ("mine.py:f", "def f(r, a, row): return 'good'"),
+    "nothing": ("mine.py:f", "def f(r, a, row): pass"),
+    "nan": ("mine.py:f", "def f(r, a, row): return float('nan')"),
+    "no colon": ("mine.py", "def f(r, a, row): return 1"),
+    "exits": ("mine.py:f", "import os\nos._exit(0)"),
+    "unknown": ("mathematics", ""),
+    "bad address": ("http://", ""),
+}
+
+
+@pytest.mark.parametrize("name", GRADERS)
+def test_a_bad_grader_is_refused_by_name(name, capsys, base) -> None:
+    task, code = GRADERS[name]
+    Path("mine.py").write_text(code + "\n")
+    assert task.partition(":")[0] in refused(capsys, base, data__task=task)
+
+
+# ---- templates and run folders -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "template", ["no place", "{prompt", "{answer}", "{prompt} {prompt!x}", "{prompt:d}", "{}", "{0}"]
+)
+def test_a_bad_template_is_refused(template, capsys, base) -> None:
+    assert "data.template" in refused(capsys, base, data__template=template)
+
+
+def test_a_run_folder_in_use_or_of_other_settings_is_refused_and_left_alone(capsys, base) -> None:
+    folder = Path("run")
+    folder.mkdir()
+    args = [f"--{key}={value}" for key, value in base.items()]
+    assert train.main([*args, "--run.steps=1"]) == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for more in ([], ["--resume", "--trainer.lr=0.5"], ["--resume", "--scheduler.num_responses=4"]):
+        code, said = check(capsys, base, "--run.steps=1", *more)
+        assert code == 2 and said.count("\n") == 1 and "'run'" in said or "run was started" in said, said
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["a file", "no permission"])
+def test_a_run_folder_that_cannot_be_made_is_refused(kind, capsys, base) -> None:
+    Path("taken").write_text("x")
+    args = [f"--{key}={value}" for key, value in (base | {"run.dir": "taken/run"}).items()]
+    if kind == "no permission":
+        args = [f"--{key}={value}" for key, value in (base | {"run.dir": "/proc/run"}).items()]
+    assert train.main([*args, "--run.steps=1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: run.dir") and said.count("\n") == 1
+
+
+# ---- fuzz --------------------------------------------------------------------------------------------------------
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    cut = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        i = rng.randrange(len(cut))
+        what = rng.randrange(4)
+        if what == 0:
+            cut[i] = rng.randrange(256)
+        elif what == 1:
+            del cut[i : i + rng.randint(1, 20)]
+        elif what == 2:
+            cut[i:i] = bytes(rng.choices(b'{}[]",:\\\n0-e\xff', k=rng.randint(1, 3)))
+        else:
+            j = rng.randrange(len(cut))
+            cut[i:i] = cut[j : j + 10]
+        cut = cut or bytearray(b" ")
+    return bytes(cut)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "my.toml", "model/config.json", "model/tokenizer.json", "grader.py"])
+def test_files_with_random_damage_are_fine_or_refused(name, capsys, base) -> None:
+    Path("my.toml").write_text('[run]\nsteps = 3\n[loss]\nname = "ppo"\n[scheduler]\neta_prompts = 1.5\n')
+    original, rng, codes = Path(name).read_bytes(), random.Random(name), []
+    for _ in range(6 if name == "grader.py" else 25):
+        Path(name).write_bytes(mutate(original, rng))
+        code, said = check(capsys, base, "--config", "my.toml")
+        assert code in (0, 2) and said.count("\n") == (code == 2), said
+        codes.append(code)
+    assert 2 in codes, "the damage must have mattered"
