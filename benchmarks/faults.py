@@ -52,7 +52,7 @@ from rounds import Round  # noqa: E402
 from trainer import Trainer  # noqa: E402
 from warm_start import WarmStartConfig, make_model  # noqa: E402
 
-STEPS, EVERY, TIMEOUT = 12, 2, 3.0  # steps of a run, from checkpoint to checkpoint, seconds of the longest wait
+STEPS, EVERY, TIMEOUT = 12, 2, 5.0  # steps of a run, from checkpoint to checkpoint, seconds of the longest wait
 PROMPTS = 4  # of a step
 GRADER = "def digits(response, answer, row):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
 # The fault comes when the function is called for the first time in its step.
@@ -216,7 +216,7 @@ KINDS: dict[str, Callable[[tuple], None]] = {
 
 
 def live(ranks: int, args: list[str], fault: Fault | None, fired: Path, log: Path) -> tuple[list[int], float, bool]:
-    """Start all ranks and wait for their ends. Returns (exit codes, seconds from first to last end, was there a hang).
+    """Start all ranks and wait for their ends. Returns (exit codes, seconds from the fault to them, was there a hang).
 
     When one has ended the others must follow. One that was stopped, or that the others gave up, is killed in the end.
     """
@@ -242,7 +242,8 @@ def live(ranks: int, args: list[str], fault: Fault | None, fired: Path, log: Pat
             for rank in left:
                 os.kill(pids[rank], signal.SIGKILL)
         time.sleep(0.02)
-    return [ends[rank] for rank in range(ranks)], time.monotonic() - (first or time.monotonic()), hang
+    since = fired.stat().st_mtime if fired.exists() else time.time()
+    return [ends[rank] for rank in range(ranks)], time.time() - since, hang
 
 
 def _fork(rank: int, ranks: int, port: int, args: list[str], fault: Fault | None, fired: Path, log: Path) -> int:
