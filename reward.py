@@ -8,7 +8,6 @@ costs one reward. Programs that a model wrote run in a sandbox of their own belo
 
 import asyncio
 import contextlib
-import ctypes
 import importlib.util
 import inspect
 import itertools
@@ -28,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import remote
@@ -38,6 +37,7 @@ from core import Prompt, Reward
 from jobs import Job, JobQueue, PoolStats
 from timeouts import AdaptiveTimeouts, CasePlan
 
+WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 Grader = Callable[[str, str, dict], float]  # (response, answer, every field of the data row) -> reward
 
 
@@ -245,7 +245,7 @@ def _load(source: str) -> object:
     return sys.modules[name]
 
 
-def _judge(grader: Grader, response: str, answer: str, row: dict) -> Reward:
+def grade(grader: Grader, response: str, answer: str, row: dict) -> Reward:
     """Call the grader; whatever is not a finite number becomes an error."""
     value, error, start = 0.0, "", time.perf_counter()
     try:
@@ -322,7 +322,7 @@ class RewardPool:
         id, seconds = next(self._ids), self._config.timeout_seconds
         self._pending[id] = key
         if task in INLINE:
-            self._results.put((Job(id, task, b"", seconds), _judge(GRADERS[task], response, answer, row), False))
+            self._results.put((Job(id, task, b"", seconds), grade(GRADERS[task], response, answer, row), False))
         elif remote.is_address(task):
             message = json.dumps({"response": response, "answer": answer, "row": row}).encode()
             self._remote_jobs.put(Job(id, task, message, self._config.remote_seconds))
@@ -483,7 +483,7 @@ class _Worker:
 
     def start(self, attempts: int = 3) -> None:
         """Have a fresh process with all graders loaded. Raises GraderError if there is none after `attempts`."""
-        command = [sys.executable, "-u", os.path.abspath(__file__), "--worker", *self._tasks]
+        command = [sys.executable, "-u", WORKER, "--worker", *self._tasks]
         env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
         pipe = subprocess.PIPE
         for _ in range(attempts):
@@ -556,35 +556,6 @@ class _Client:
         """Nothing outlives a request."""
 
 
-# ---- in a worker process ---------------------------------------------------------------------------------
-
-
-def _work(tasks: list[str]) -> None:
-    """Load the graders and say so, then grade until the requests end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a hung worker dies with its parent too
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    # Graders read an empty stdin and print to stderr, so that they cannot break into the exchange.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-
-    def reply(id: int, reward: Reward) -> None:
-        os.write(replies, json.dumps([id, *astuple(reward)]).encode() + b"\n")
-
-    graders, error = {}, ""
-    try:
-        for task in tasks:
-            graders[task] = resolve_grader(task)
-            if task in WARM_UP:
-                WARM_UP[task]()  # the first call imports: not at a sample's expense
-    except (Exception, SystemExit) as raised:
-        error = f"{type(raised).__name__}: {raised}"[:500]
-    reply(0, Reward(0.0, error=error))
-    for line in requests:
-        id, task, response, answer, row = json.loads(line)
-        reply(id, _judge(graders[task], response, answer, row))
-
-
 # A grader in INLINE is called in the trainer's process; all others may hang or crash.
 GRADERS: dict[str, Grader] = {
     "match": exact_match,
@@ -595,6 +566,3 @@ GRADERS: dict[str, Grader] = {
 }
 INLINE = {"match", "hailstone", "reverse_add"}
 WARM_UP: dict[str, Callable] = {"math": lambda: math_answer("\\boxed{1}", "1", {}), "code": sandbox.isolation}
-
-if __name__ == "__main__" and sys.argv[1:2] == ["--worker"]:
-    _work(sys.argv[2:])
