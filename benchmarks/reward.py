@@ -113,8 +113,8 @@ class Contender:
     rewards: dict[SampleId, float] = field(default_factory=dict)  # of what was trained
     cut_off: float = 0.0  # seconds of programs that were cut off
 
-    def median(self, value: str) -> float:
-        return statistics.median(stage.get(value, 0.0) for stage in self.stages)
+    def mean(self, value: str) -> float:
+        return statistics.mean(stage.get(value, 0.0) for stage in self.stages)
 
 
 def program(key: SampleId, row: dict) -> str:
@@ -191,14 +191,14 @@ def speedup(base: Contender, other: Contender) -> list[float]:
 
 
 def table(title: str, sides: Sequence[Contender]) -> None:
-    print(f"\n{title}; {len(sides[0].seconds)} periods of {PERIOD} steps; median seconds of a step")
+    print(f"\n{title}; {len(sides[0].seconds)} periods of {PERIOD} steps; mean seconds of a step")
     print(f"{'':10} step  rollout  of it waiting for rewards  train  in graders  x faster (by period)")
     for side in sides:
         times = "  ".join(f"{ratio:.2f}" for ratio in speedup(sides[0], side))
-        step_seconds = statistics.median(s for period in side.seconds for s in period)
+        step_seconds = statistics.mean(s for period in side.seconds for s in period)
         print(
-            f"{side.name:10}{step_seconds:5.2f}{side.median('rollout'):9.2f}{side.median('reward'):27.2f}"
-            f"{side.median('train'):7.2f}{side.median('grading'):12.2f}  {times}"
+            f"{side.name:10}{step_seconds:5.2f}{side.mean('rollout'):9.2f}{side.mean('reward'):27.2f}"
+            f"{side.mean('train'):7.2f}{side.mean('grading'):12.2f}  {times}"
         )
 
 
@@ -320,12 +320,13 @@ def main() -> None:
     flags = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    shape = replace(SHAPES[flags.shape], **({"prompts": 4, "responses": 4} if flags.quick else {}))
+    size, periods, judged = {"nano": (2, 1, 1), "small": (3, 2, 1) if flags.quick else (6, 3, 1)}[flags.shape]
+    shape = replace(SHAPES[flags.shape], prompts=size, responses=size)
     metrics: dict[str, Any] = {"name": "reward", "shape": flags.shape}
     with tempfile.TemporaryDirectory() as folder:
-        metrics |= programs(shape, 2 if flags.quick else 3)
-        metrics |= judge(shape, 1 if flags.quick else 3, Path(folder) / "judge")
-        width, rounds = (64, 1) if flags.shape == "nano" else (768, 3) if flags.quick else (1024, 6)
+        metrics |= programs(shape, periods)
+        metrics |= judge(shape, judged, Path(folder) / "judge")
+        width, rounds = (64, 1) if flags.shape == "nano" else (768, 2) if flags.quick else (1024, 6)
         metrics |= layers(width, 8, (16, 32, 64, 128, 256), rounds, Path(folder) / "layers")
     print(json.dumps(metrics))
 
