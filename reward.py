@@ -291,11 +291,10 @@ class RewardPool:
             config.case_factor, config.case_min_seconds, config.case_max_seconds, config.case_audit
         )
         self._pending: dict[int, Hashable] = {}  # submitted and not yet handed back: key by id
-        self._plans: dict[int, CasePlan] = {}  # time limits by id
         self._stats, self._failures = PoolStats(), Counter()
         self._ids = itertools.count(1)
         self._jobs, self._remote_jobs = (JobQueue(config.max_queue, concurrency) for _ in range(2))
-        self._results: queue.SimpleQueue = queue.SimpleQueue()  # (job, Reward, failed), or what ended a thread
+        self._results: queue.SimpleQueue = queue.SimpleQueue()  # (job, plan, Reward, failed), or what ended a thread
         self._closing = threading.Event()
         self._threads = []
         worker_tasks = sorted(task for task in self._tasks - INLINE if not remote.is_address(task))
@@ -319,26 +318,27 @@ class RewardPool:
         """Have a response graded. `row` holds what JSON can: numbers, strings, lists, dicts."""
         assert task in self._tasks, f"task {task!r} was not announced to the pool"
         assert not self._closing.is_set(), "the pool is closed"
-        id, seconds = next(self._ids), self._config.timeout_seconds
+        id, seconds, request = next(self._ids), self._config.timeout_seconds, (response, answer, row)
         self._pending[id] = key
         if task in INLINE:
-            self._results.put((Job(id, task, b"", seconds), grade(GRADERS[task], response, answer, row), False))
+            self._results.put((Job(id, task, request, seconds), None, grade(GRADERS[task], *request), False))
         elif remote.is_address(task):
-            message = json.dumps({"response": response, "answer": answer, "row": row}).encode()
-            self._remote_jobs.put(Job(id, task, message, self._config.remote_seconds))
+            self._remote_jobs.put(Job(id, task, request, self._config.remote_seconds))
         else:
-            if task == "code":
-                with contextlib.suppress(ValueError):  # the worker says what is wrong with the cases
-                    plan = self._plan_cases(key, answer, row)
-                    self._plans[id] = plan
-                    row = row | {"case_seconds": plan.allowed}
-                    seconds += sum(plan.allowed) + len(plan.allowed) * sandbox.OVERHEAD_SECONDS
-            message = json.dumps([id, task, response, answer, row]).encode() + b"\n"
-            self._jobs.put(Job(id, task, message, seconds))
+            self._jobs.put(Job(id, task, request, seconds))
 
-    def _plan_cases(self, key: Hashable, answer: str, row: dict) -> CasePlan:
-        prompt = json.dumps([row.get("prompt"), answer])
-        return self.timeouts.plan(prompt, len(sandbox.read_cases(answer)), key)
+    def _with_limits(self, job: Job) -> tuple[Job, CasePlan | None]:
+        """Give a program's cases their time limits, with what is known when it is run: it may have waited for long."""
+        response, answer, row = job.request
+        try:
+            num_cases = len(sandbox.read_cases(answer)) if job.task == "code" else 0
+        except ValueError:  # the worker says what is wrong with them
+            num_cases = 0
+        if not num_cases:
+            return job, None
+        plan = self.timeouts.plan(json.dumps([row.get("prompt"), answer]), num_cases, self._pending.get(job.id))
+        seconds = job.seconds + sum(plan.allowed) + num_cases * sandbox.OVERHEAD_SECONDS
+        return replace(job, request=(response, answer, row | {"case_seconds": plan.allowed}), seconds=seconds), plan
 
     @property
     def num_pending(self) -> int:
@@ -362,7 +362,6 @@ class RewardPool:
         """Hand back nothing but `keep` of what is outstanding; what no worker has begun is never graded."""
         keep = set(keep)
         self._pending = {id: key for id, key in self._pending.items() if key in keep}
-        self._plans = {id: plan for id, plan in self._plans.items() if id in self._pending}
         for jobs in (self._jobs, self._remote_jobs):
             jobs.keep(self._pending)
 
@@ -392,9 +391,8 @@ class RewardPool:
             if isinstance(result, Exception):
                 self._results.put(result)  # for the next call too
                 raise result
-            job, reward, failed = result
+            job, plan, reward, failed = result
             self._count(job, reward, failed)
-            plan = self._plans.pop(job.id, None)
             if job.id not in self._pending:
                 continue  # forgotten
             if plan:
@@ -423,7 +421,8 @@ class RewardPool:
         """Body of a thread: every job that it takes ends in one result."""
         try:
             while (job := jobs.get()) is not None:
-                self._results.put((job, *worker.grade(job)))
+                job, plan = self._with_limits(job)
+                self._results.put((job, plan, *worker.grade(job)))
                 jobs.done(job)
         except _Closing:
             pass
@@ -456,7 +455,8 @@ class _Worker:
             self.start()
         start = time.perf_counter()
         try:
-            reward = self._exchange(job.id, job.message, job.seconds)
+            message = json.dumps([job.id, job.task, *job.request]).encode() + b"\n"
+            reward = self._exchange(job.id, message, job.seconds)
             if self._is_too_large():
                 self.kill()  # it leaks, but this reward is good
             return reward, False
@@ -547,7 +547,8 @@ class _Client:
         """Have one request graded; tell also whether the service failed."""
         start = time.perf_counter()
         try:
-            value = remote.ask(job.task, job.message, job.seconds, self._config.remote_retries, self._closing)
+            message = json.dumps(dict(zip(("response", "answer", "row"), job.request))).encode()
+            value = remote.ask(job.task, message, job.seconds, self._config.remote_retries, self._closing)
             return Reward(value, time.perf_counter() - start), False
         except remote.RemoteError as error:
             return Reward(0.0, time.perf_counter() - start, str(error)[:500]), True

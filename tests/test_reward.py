@@ -576,6 +576,21 @@ def test_time_limits_adapt_and_a_program_that_hangs_costs_no_worker():
         assert stats.replaced == 0 and stats.cases.timeouts == 2
 
 
+def test_a_program_that_waits_gets_the_limit_of_the_time_when_it_runs():
+    answer = '[{"stdin": "", "stdout": "1"}]'
+    config = RewardConfig(num_workers=1, case_min_seconds=0.5, case_max_seconds=3.0, case_audit=0.0)
+    with RewardPool(config, ["code"]) as pool:
+        for key, text, prompt in (
+            ("good", "print(1)", "a"),
+            ("between", "while 1: pass", "b"),
+            ("hangs", "while 1: pass", "a"),
+        ):
+            pool.submit(key, "code", text, answer, {"prompt": prompt})
+        rewards = dict(pool.wait(["good"])) | dict(pool.drain())
+    seconds = {key: reward.cases[0][0] for key, reward in rewards.items()}
+    assert rewards["good"].value == 1 and seconds["hangs"] < 3.0 <= seconds["between"]
+
+
 def test_hostile_programs_through_the_pool():
     """All at once on two workers, with good programs among them: only those score, and no worker is lost."""
     case = json.dumps([{"stdin": hostile.STDIN, "stdout": hostile.EXPECTED}])
