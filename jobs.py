@@ -57,7 +57,7 @@ def merge_stats(ranks: Iterable[PoolStats], seconds: float) -> dict[str, Any]:
 class Job:
     id: int
     task: str
-    message: bytes
+    request: tuple[str, str, dict]  # response, answer, row
     seconds: float  # limit
     submitted: float = field(default_factory=time.perf_counter)
 

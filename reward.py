@@ -8,7 +8,6 @@ costs one reward. Programs that a model wrote run in a sandbox of their own belo
 
 import asyncio
 import contextlib
-import ctypes
 import importlib.util
 import inspect
 import itertools
@@ -28,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import remote
@@ -38,6 +37,7 @@ from core import Prompt, Reward
 from jobs import Job, JobQueue, PoolStats
 from timeouts import AdaptiveTimeouts, CasePlan
 
+WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 Grader = Callable[[str, str, dict], float]  # (response, answer, every field of the data row) -> reward
 
 
@@ -245,7 +245,7 @@ def _load(source: str) -> object:
     return sys.modules[name]
 
 
-def _judge(grader: Grader, response: str, answer: str, row: dict) -> Reward:
+def grade(grader: Grader, response: str, answer: str, row: dict) -> Reward:
     """Call the grader; whatever is not a finite number becomes an error."""
     value, error, start = 0.0, "", time.perf_counter()
     try:
@@ -291,11 +291,10 @@ class RewardPool:
             config.case_factor, config.case_min_seconds, config.case_max_seconds, config.case_audit
         )
         self._pending: dict[int, Hashable] = {}  # submitted and not yet handed back: key by id
-        self._plans: dict[int, CasePlan] = {}  # time limits by id
         self._stats, self._failures = PoolStats(), Counter()
         self._ids = itertools.count(1)
         self._jobs, self._remote_jobs = (JobQueue(config.max_queue, concurrency) for _ in range(2))
-        self._results: queue.SimpleQueue = queue.SimpleQueue()  # (job, Reward, failed), or what ended a thread
+        self._results: queue.SimpleQueue = queue.SimpleQueue()  # (job, plan, Reward, failed), or what ended a thread
         self._closing = threading.Event()
         self._threads = []
         worker_tasks = sorted(task for task in self._tasks - INLINE if not remote.is_address(task))
@@ -319,26 +318,27 @@ class RewardPool:
         """Have a response graded. `row` holds what JSON can: numbers, strings, lists, dicts."""
         assert task in self._tasks, f"task {task!r} was not announced to the pool"
         assert not self._closing.is_set(), "the pool is closed"
-        id, seconds = next(self._ids), self._config.timeout_seconds
+        id, seconds, request = next(self._ids), self._config.timeout_seconds, (response, answer, row)
         self._pending[id] = key
         if task in INLINE:
-            self._results.put((Job(id, task, b"", seconds), _judge(GRADERS[task], response, answer, row), False))
+            self._results.put((Job(id, task, request, seconds), None, grade(GRADERS[task], *request), False))
         elif remote.is_address(task):
-            message = json.dumps({"response": response, "answer": answer, "row": row}).encode()
-            self._remote_jobs.put(Job(id, task, message, self._config.remote_seconds))
+            self._remote_jobs.put(Job(id, task, request, self._config.remote_seconds))
         else:
-            if task == "code":
-                with contextlib.suppress(ValueError):  # the worker says what is wrong with the cases
-                    plan = self._plan_cases(key, answer, row)
-                    self._plans[id] = plan
-                    row = row | {"case_seconds": plan.allowed}
-                    seconds += sum(plan.allowed) + len(plan.allowed) * sandbox.OVERHEAD_SECONDS
-            message = json.dumps([id, task, response, answer, row]).encode() + b"\n"
-            self._jobs.put(Job(id, task, message, seconds))
+            self._jobs.put(Job(id, task, request, seconds))
 
-    def _plan_cases(self, key: Hashable, answer: str, row: dict) -> CasePlan:
-        prompt = json.dumps([row.get("prompt"), answer])
-        return self.timeouts.plan(prompt, len(sandbox.read_cases(answer)), key)
+    def _with_limits(self, job: Job) -> tuple[Job, CasePlan | None]:
+        """Give a program's cases their time limits, with what is known when it is run: it may have waited for long."""
+        response, answer, row = job.request
+        try:
+            num_cases = len(sandbox.read_cases(answer)) if job.task == "code" else 0
+        except ValueError:  # the worker says what is wrong with them
+            num_cases = 0
+        if not num_cases:
+            return job, None
+        plan = self.timeouts.plan(json.dumps([row.get("prompt"), answer]), num_cases, self._pending.get(job.id))
+        seconds = job.seconds + sum(plan.allowed) + num_cases * sandbox.OVERHEAD_SECONDS
+        return replace(job, request=(response, answer, row | {"case_seconds": plan.allowed}), seconds=seconds), plan
 
     @property
     def num_pending(self) -> int:
@@ -362,7 +362,6 @@ class RewardPool:
         """Hand back nothing but `keep` of what is outstanding; what no worker has begun is never graded."""
         keep = set(keep)
         self._pending = {id: key for id, key in self._pending.items() if key in keep}
-        self._plans = {id: plan for id, plan in self._plans.items() if id in self._pending}
         for jobs in (self._jobs, self._remote_jobs):
             jobs.keep(self._pending)
 
@@ -392,9 +391,8 @@ class RewardPool:
             if isinstance(result, Exception):
                 self._results.put(result)  # for the next call too
                 raise result
-            job, reward, failed = result
+            job, plan, reward, failed = result
             self._count(job, reward, failed)
-            plan = self._plans.pop(job.id, None)
             if job.id not in self._pending:
                 continue  # forgotten
             if plan:
@@ -423,7 +421,8 @@ class RewardPool:
         """Body of a thread: every job that it takes ends in one result."""
         try:
             while (job := jobs.get()) is not None:
-                self._results.put((job, *worker.grade(job)))
+                job, plan = self._with_limits(job)
+                self._results.put((job, plan, *worker.grade(job)))
                 jobs.done(job)
         except _Closing:
             pass
@@ -456,7 +455,8 @@ class _Worker:
             self.start()
         start = time.perf_counter()
         try:
-            reward = self._exchange(job.id, job.message, job.seconds)
+            message = json.dumps([job.id, job.task, *job.request]).encode() + b"\n"
+            reward = self._exchange(job.id, message, job.seconds)
             if self._is_too_large():
                 self.kill()  # it leaks, but this reward is good
             return reward, False
@@ -483,7 +483,7 @@ class _Worker:
 
     def start(self, attempts: int = 3) -> None:
         """Have a fresh process with all graders loaded. Raises GraderError if there is none after `attempts`."""
-        command = [sys.executable, "-u", os.path.abspath(__file__), "--worker", *self._tasks]
+        command = [sys.executable, "-u", WORKER, "--worker", *self._tasks]
         env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
         pipe = subprocess.PIPE
         for _ in range(attempts):
@@ -547,42 +547,14 @@ class _Client:
         """Have one request graded; tell also whether the service failed."""
         start = time.perf_counter()
         try:
-            value = remote.ask(job.task, job.message, job.seconds, self._config.remote_retries, self._closing)
+            message = json.dumps(dict(zip(("response", "answer", "row"), job.request))).encode()
+            value = remote.ask(job.task, message, job.seconds, self._config.remote_retries, self._closing)
             return Reward(value, time.perf_counter() - start), False
         except remote.RemoteError as error:
             return Reward(0.0, time.perf_counter() - start, str(error)[:500]), True
 
     def kill(self) -> None:
         """Nothing outlives a request."""
-
-
-# ---- in a worker process ---------------------------------------------------------------------------------
-
-
-def _work(tasks: list[str]) -> None:
-    """Load the graders and say so, then grade until the requests end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a hung worker dies with its parent too
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    # Graders read an empty stdin and print to stderr, so that they cannot break into the exchange.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-
-    def reply(id: int, reward: Reward) -> None:
-        os.write(replies, json.dumps([id, *astuple(reward)]).encode() + b"\n")
-
-    graders, error = {}, ""
-    try:
-        for task in tasks:
-            graders[task] = resolve_grader(task)
-            if task in WARM_UP:
-                WARM_UP[task]()  # the first call imports: not at a sample's expense
-    except (Exception, SystemExit) as raised:
-        error = f"{type(raised).__name__}: {raised}"[:500]
-    reply(0, Reward(0.0, error=error))
-    for line in requests:
-        id, task, response, answer, row = json.loads(line)
-        reply(id, _judge(graders[task], response, answer, row))
 
 
 # A grader in INLINE is called in the trainer's process; all others may hang or crash.
@@ -595,6 +567,3 @@ GRADERS: dict[str, Grader] = {
 }
 INLINE = {"match", "hailstone", "reverse_add"}
 WARM_UP: dict[str, Callable] = {"math": lambda: math_answer("\\boxed{1}", "1", {}), "code": sandbox.isolation}
-
-if __name__ == "__main__" and sys.argv[1:2] == ["--worker"]:
-    _work(sys.argv[2:])

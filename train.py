@@ -163,7 +163,8 @@ def evaluate(run: "Run", clock: Clock) -> dict[str, Any]:
     plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
     groups, _ = roll_out(run, plan, Race(plan), Clock(parent=clock))
     run.engine.stats = EngineStats()  # the next step's record starts from zero
-    run.pool.take_stats()
+    for pool, _ in parallel.gather_objects(run.world, run.pool.take_stats()):
+        run.pool.timeouts.merge(pool.anchors)
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt = rewards.mean(1)
     if run.world.is_main:

@@ -117,3 +117,12 @@ def test_lost_and_doubled_prompts_are_counted(tail_batching: ModuleType) -> None
     assert tail_batching.lost_and_doubled([result(1, 2), result(2, 1)]) == (0, 0)
     assert tail_batching.lost_and_doubled([result(1, 2, 3), result(1, 1, 2)]) == (1, 1)
     assert tail_batching.lost_and_doubled([result(1, 2), result(1, 3)]) == (1, 1)
+
+
+def test_rewards_on_the_smallest_shape(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "reward.py"), "--shape", "nano"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = json.loads(done.stdout.splitlines()[-1])
+    assert {"speedup_async", "speedup_adaptive", "speedup_async_judge", "speedup_layer_pipeline"} <= metrics.keys()
+    assert all(value > 0 for name, value in metrics.items() if name.startswith("speedup"))

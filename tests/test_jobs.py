@@ -9,7 +9,7 @@ from jobs import Job, JobQueue, PoolStats, merge_stats
 
 
 def job(id: int, task: str = "a") -> Job:
-    return Job(id, task, b"", 1.0)
+    return Job(id, task, ("", "", {}), 1.0)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -350,7 +350,7 @@ def test_math_in_workers():
         pool.submit("tower", "math", r"\boxed{9^{9^{9^{9^9}}}}", "5", {})
         rewards = dict(pool.drain())
     assert {i: rewards[i].value for i in range(20)} == {i: float(i % 2) for i in range(20)}
-    assert rewards["tower"].value == 0
+    assert rewards["tower"].value == 0 and "did not finish within 2 s" in rewards["tower"].error
     assert rewards[1].seconds < 1  # the import was not part of it
 
 
@@ -388,30 +388,31 @@ def test_close_leaves_no_process(user):
 
 
 @pytest.mark.parametrize("state", ["idle", "busy"])
-def test_workers_die_with_a_killed_parent(user, state):
+def test_workers_and_their_children_die_with_a_killed_parent(user, state):
     script = f"""
 import time
 from reward import RewardConfig, RewardPool
 config = RewardConfig(num_workers=1, timeout_seconds=60.0)
-pool = RewardPool(config, [{user!r} + "pid", {user!r} + "hangs"])
+pool = RewardPool(config, [{user!r} + "pid", {user!r} + "child", {user!r} + "hangs"])
 pool.submit(0, {user!r} + "pid", "", "", {{}})
-pid = pool.drain()[0][1].value
+pool.submit(1, {user!r} + "child", "", "", {{}})
+pids = [reward.value for _, reward in pool.drain()]
 if {state!r} == "busy":
-    pool.submit(1, {user!r} + "hangs", "", "", {{}})
+    pool.submit(2, {user!r} + "hangs", "", "", {{}})
     time.sleep(0.2)
-print(pid, flush=True)
+print(*pids, flush=True)
 time.sleep(60)
 """
     env = os.environ | {"PYTHONPATH": str(Path(reward.__file__).parent)}
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
     try:
-        pid = float(parent.stdout.readline())
-        assert is_running(pid)
+        pids = list(map(float, parent.stdout.readline().split()))
+        assert len(pids) == 2 and all(map(is_running, pids))
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    assert wait_until_gone([pid])
+    assert wait_until_gone(pids)
 
 
 # ---- waiting for some, forgetting others
@@ -573,6 +574,21 @@ def test_time_limits_adapt_and_a_program_that_hangs_costs_no_worker():
         assert again.value == 0 and 0.7 <= again.cases[0][0] < 4.0 and again.cases[0][2]
         stats = pool.take_stats()
         assert stats.replaced == 0 and stats.cases.timeouts == 2
+
+
+def test_a_program_that_waits_gets_the_limit_of_the_time_when_it_runs():
+    answer = '[{"stdin": "", "stdout": "1"}]'
+    config = RewardConfig(num_workers=1, case_min_seconds=0.5, case_max_seconds=3.0, case_audit=0.0)
+    with RewardPool(config, ["code"]) as pool:
+        for key, text, prompt in (
+            ("good", "print(1)", "a"),
+            ("between", "while 1: pass", "b"),
+            ("hangs", "while 1: pass", "a"),
+        ):
+            pool.submit(key, "code", text, answer, {"prompt": prompt})
+        rewards = dict(pool.wait(["good"])) | dict(pool.drain())
+    seconds = {key: reward.cases[0][0] for key, reward in rewards.items()}
+    assert rewards["good"].value == 1 and seconds["hangs"] < 3.0 <= seconds["between"]
 
 
 def test_hostile_programs_through_the_pool():

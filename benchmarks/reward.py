@@ -1,0 +1,335 @@
+"""Step time with rewards that wait for the rollout, that do not, and whose time limits adapt. For two CPU cores.
+
+    python benchmarks/reward.py [--quick]
+
+One process with one thread decodes and trains, one worker grades. All contenders take turns step by step on one model
+(20 million parameters, random weights, really updated), with the rounds, policy and pools of train.py: tail batching,
+eta 1.25 on both, given lengths of the paper's shape (see tail_batching.py). A step ends when its update is done and no
+program runs any more. Periods are epochs: each meets the same prompts again, so that time limits have been learned.
+
+programs  Answers are programs of the expression task and run in the sandbox; 5 % are endless loops, half of the others
+          are wrong. Limits are 1 s at most and 0.1 s at least, for a step takes seconds here (the paper's: 30 and 2 s).
+          `late`: grading starts once the last response has ended, and only of what is trained; `async`: as each
+          response ends; `adaptive`: that, with limits of 1.5 times the slowest correct run.
+judge     A judge as large as the actor reads prompt and response, `late` or `async`. On a CPU it computes on the core
+          that decodes, so that nothing can overlap: only a GPU could show a gain.
+layers    One forward of a judge of which no layer is resident. `pipeline` is what a run does: a layer arrives while
+          another computes; `serial` copies in line. On a CPU copies go from memory to memory, in a thread.
+
+`speedup_async` and `speedup_adaptive` are step times of late over async and of async over adaptive; medians over
+periods. `speedup_layer_pipeline` is serial over pipeline at the length whose computation takes most nearly as long as
+its copies: there a pipeline gains most, 2 x where the two share nothing.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # before torch is imported
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import torch  # noqa: E402
+from tail_batching import PERIOD, SHAPES, Shape, TraceEngine, build_engine, in_turn  # noqa: E402
+from torch import Tensor  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from core import Prompt, Reward, SampleId  # noqa: E402
+from judge import Graders, JudgeConfig, JudgeModel, open_graders  # noqa: E402
+from metrics import Clock  # noqa: E402
+from parallel import World  # noqa: E402
+from reward import RewardConfig  # noqa: E402
+from rounds import Round  # noqa: E402
+from sampling import SamplingConfig  # noqa: E402
+from scheduler import POLICIES, SchedulerConfig  # noqa: E402
+from settings import Config  # noqa: E402
+from tasks import TASKS  # noqa: E402
+from train import group_advantages, learn  # noqa: E402
+from trainer import Trainer, TrainerConfig  # noqa: E402
+from warm_start import WarmStartConfig, byte_tokenizer, make_model  # noqa: E402
+
+WORLD = World(0, 1, torch.device("cpu"))
+TOKENIZER = byte_tokenizer()
+ENDLESS = "sum(iter(int, 1))"
+SHARE_ENDLESS = 0.05
+FIXED = RewardConfig(num_workers=1, case_factor=0.0, case_min_seconds=0.1, case_max_seconds=1.0)
+ADAPTIVE = replace(FIXED, case_factor=RewardConfig.case_factor)
+
+
+# ---- contenders --------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A contender's graders. They get given texts, for random weights write nothing; `late`, only when all is known."""
+
+    def __init__(self, graders: Graders, text: Any, late: bool):
+        self.graders, self.text, self.late = graders, text, late
+        self.held: list[tuple] = []
+
+    def submit(self, key: SampleId, task: str, response: str, answer: str, row: dict) -> None:
+        self.held.append((key, task, self.text(key, row), answer, row))
+        if not self.late:
+            self._release()
+
+    def _release(self) -> None:
+        for arguments in self.held:
+            self.graders.submit(*arguments)
+        self.held = []
+
+    def poll(self) -> list[tuple[Hashable, Reward]]:
+        return self.graders.poll()
+
+    def forget(self, keep: Iterable[Hashable]) -> None:
+        keep = set(keep)
+        self.held = [arguments for arguments in self.held if arguments[0] in keep]
+        self.graders.forget(keep)
+
+    def drain(self) -> list[tuple[Hashable, Reward]]:
+        self._release()
+        return self.graders.drain()
+
+    def settle(self) -> None:
+        """Wait for what nobody wants any more and yet runs: else it would run in the next contender's turn."""
+        while any(self.graders.pool._jobs._running.values()):
+            time.sleep(0.002)
+
+
+@dataclass
+class Contender:
+    name: str
+    graders: Scripted
+    policy: Any = None
+    seconds: list[list[float]] = field(default_factory=list)  # of each step, by period
+    stages: list[dict[str, float]] = field(default_factory=list)
+    rewards: dict[SampleId, float] = field(default_factory=dict)  # of what was trained
+    cut_off: float = 0.0  # seconds of programs that were cut off
+
+    def mean(self, value: str) -> float:
+        return statistics.mean(stage.get(value, 0.0) for stage in self.stages)
+
+
+def program(key: SampleId, row: dict) -> str:
+    """Return the program that the trace has for this sample."""
+    rng, task = Random(f"program {key}"), TASKS["expression"]
+    return ENDLESS if rng.random() < SHARE_ENDLESS else task.slip(task.solution(row["number"]), rng, rng.choice((0, 1)))
+
+
+class Prompts:
+    """The same prompts in every epoch."""
+
+    def __init__(self, task: str, epoch: int):
+        self.task, self.epoch, self.taken = task, epoch, 0
+        self.numbers = Random(0).sample(TASKS["expression"].numbers(), 1000)
+
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        self.taken += count
+        return [(self.epoch, self._prompt(i)) for i in range(self.taken - count, self.taken)]
+
+    def _prompt(self, index: int) -> Prompt:
+        source, number = TASKS["expression"], self.numbers[index]
+        text = source.prompt(number)
+        row = {"prompt": text, "number": number} | source.fields
+        return Prompt(index, tuple(TOKENIZER.encode(text)), text, source.answer(number), self.task, row)
+
+
+# ---- steps -------------------------------------------------------------------------------------------------------
+
+
+def measure(task: str, shape: Shape, engine: TraceEngine, sides: list[Contender], periods: int) -> None:
+    """Let the contenders train `periods` periods, taking turns after every step."""
+    scheduler = SchedulerConfig(num_prompts=shape.prompts, num_responses=shape.responses)
+    config = Config(rollout=replace(engine.config, max_response_tokens=engine.trace.limit), scheduler=scheduler)
+    steps = periods * PERIOD * len(sides)
+    settings = TrainerConfig(lr=1e-5), config.loss, SamplingConfig()
+    trainer = Trainer(engine.weights.model, *settings, WORLD, engine.trace.limit, steps)
+    with tqdm(total=steps, desc=task, unit="step", disable=None, leave=False) as bar:
+        for period in range(periods):
+            streams = {side.name: Prompts(task, period) for side in sides}
+            for side in sides:
+                side.policy = POLICIES[scheduler.policy](scheduler)
+                side.seconds.append([])
+            for turn in range(PERIOD):
+                for side in in_turn(sides, turn):
+                    bar.set_postfix_str(side.name)
+                    step(side, config, engine, trainer, streams[side.name], PERIOD - turn)
+                    bar.update()
+
+
+def step(side: Contender, config: Config, engine: TraceEngine, trainer: Trainer, stream: Prompts, left: int) -> None:
+    """Take one step of train.py's loop."""
+    clock, start = Clock(), time.perf_counter()
+    plan = side.policy.plan(stream.take, left)
+    current = Round(config, engine, side.graders, TOKENIZER, WORLD, clock, lambda *_: None)
+    with clock.span("rollout"):
+        current.play(plan, side.policy)
+    groups = current.collect()
+    with clock.span("train"):
+        learn(trainer, groups, group_advantages(groups, config), config)
+        engine.load_weights(trainer.model, engine.version + 1)
+    with clock.span("settle"):
+        side.graders.settle()
+    side.seconds[-1].append(time.perf_counter() - start)
+    side.policy.close(current.aborted)
+    pool, judge = side.graders.graders.take_stats()
+    side.stages.append(clock.take() | {"grading": pool.seconds + judge.seconds})
+    side.cut_off += pool.cases.seconds_cut_off
+    side.rewards |= {s.id: r.value for g in groups for s, r in zip(g.samples, g.rewards, strict=True)}
+
+
+def speedup(base: Contender, other: Contender) -> list[float]:
+    """Return how many times as fast the other's steps are, by period."""
+    return [sum(b) / sum(o) for b, o in zip(base.seconds, other.seconds, strict=True)]
+
+
+def table(title: str, sides: Sequence[Contender]) -> None:
+    print(f"\n{title}; {len(sides[0].seconds)} periods of {PERIOD} steps; mean seconds of a step")
+    print(f"{'':10} step  rollout  of it waiting for rewards  train  in graders  x faster (by period)")
+    for side in sides:
+        times = "  ".join(f"{ratio:.2f}" for ratio in speedup(sides[0], side))
+        step_seconds = statistics.mean(s for period in side.seconds for s in period)
+        print(
+            f"{side.name:10}{step_seconds:5.2f}{side.mean('rollout'):9.2f}{side.mean('reward'):27.2f}"
+            f"{side.mean('train'):7.2f}{side.mean('grading'):12.2f}  {times}"
+        )
+
+
+def programs(shape: Shape, periods: int) -> dict[str, Any]:
+    engine = build_engine(shape, WORLD)
+    sides = []
+    for name, config, late in (("late", FIXED, True), ("async", FIXED, False), ("adaptive", ADAPTIVE, False)):
+        graders = open_graders(config, JudgeConfig(), ["code"], WORLD.device, torch.float32)
+        sides.append(Contender(name, Scripted(graders, program, late)))
+    measure("code", shape, engine, sides, periods)
+    for side in sides:
+        side.graders.graders.close()
+    table("programs", sides)
+    late, fixed, adaptive = sides
+    assert late.rewards.keys() == fixed.rewards.keys() == adaptive.rewards.keys(), "all train the same samples"
+    wrong = sum(adaptive.rewards[id] != value for id, value in fixed.rewards.items())
+    print(
+        f"{len(fixed.rewards)} trained samples each, {wrong} of them with another reward under adaptive limits; "
+        f"programs cut off took {fixed.cut_off:.1f} s, with adaptive limits {adaptive.cut_off:.1f} s"
+    )
+    return {
+        "speedup_async": round(statistics.median(speedup(late, fixed)), 2),
+        "speedup_adaptive": round(statistics.median(speedup(fixed, adaptive)), 2),
+        "rewards_changed": wrong,
+    }
+
+
+def judge(shape: Shape, periods: int, folder: Path) -> dict[str, Any]:
+    engine = build_engine(shape, WORLD)
+    make_model(actor_shape(shape), "hailstone", folder, WORLD)
+    config = JudgeConfig(str(folder), "{question}{response}?", accept="y", reject="n")
+    sides = []
+    for name, late in (("late", True), ("async", False)):
+        graders = open_graders(FIXED, config, ["judge"], WORLD.device, torch.float32)
+        sides.append(Contender(name, Scripted(graders, lambda key, row: "x" * engine.trace.length(key), late)))
+    measure("judge", shape, engine, sides, periods)
+    for side in sides:
+        side.graders.graders.close()
+    table("judge", sides)
+    return {"speedup_async_judge": round(statistics.median(speedup(*sides)), 2)}
+
+
+def actor_shape(shape: Shape) -> WarmStartConfig:
+    """Return the shape of a judge as large as the actor."""
+    sizes = {"hidden_size": shape.hidden, "num_layers": shape.layers, "num_heads": shape.heads}
+    return WarmStartConfig(steps=0, **sizes, num_kv_heads=shape.heads)
+
+
+# ---- layers ------------------------------------------------------------------------------------------------------
+
+
+class SerialCopies:
+    """Copies in line with the computation: in the caller's thread."""
+
+    def mark(self) -> None: ...
+
+    def start(self, target: Tensor, source: Tensor, after: None) -> bool:
+        target.copy_(source)
+        return True
+
+    def wait(self, copied: bool) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def layers(width: int, depth: int, sizes: Sequence[int], rounds: int, folder: Path) -> dict[str, Any]:
+    """Compare one forward's seconds, the best of each contender's turns."""
+    make_model(WarmStartConfig(steps=0, hidden_size=width, num_layers=depth, num_heads=16), "hailstone", folder, WORLD)
+    config = JudgeConfig(path=str(folder), accept="y", reject="n", batch_tokens=max(sizes))
+    model = JudgeModel(config, WORLD.device, torch.float32)
+    pipeline, serial = model.layers.copies, SerialCopies()
+    contenders = {"resident": (pipeline, depth), "pipeline": (pipeline, 0), "serial": (serial, 0)}
+    copying, best, speedups = copy_seconds(model), {}, {}
+    size = model.layers.layer_bytes / 2**20
+    print(f"\nlayers; {depth} of {size:.0f} MiB; copying all takes {1000 * copying:.1f} ms")
+    for tokens in tqdm(sizes, desc="layers", disable=None, leave=False):
+        texts = [[40 + i % 50] * 16 for i in range(tokens // 16)]
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(rounds):
+            for name, (copies, resident) in contenders.items():
+                seconds[name] += forwards(model, copies, resident, texts, 2)
+        best[tokens] = {name: min(times) for name, times in seconds.items()}
+        speedups[tokens] = best[tokens]["serial"] / best[tokens]["pipeline"]
+        shown = "  ".join(f"{name} {1000 * value:.1f}" for name, value in best[tokens].items())
+        tqdm.write(f"{tokens:6} tokens, ms: {shown}  serial / pipeline {speedups[tokens]:.2f}")
+    pipeline.close()
+    balanced = min(sizes, key=lambda tokens: abs(math.log(best[tokens]["resident"] / copying)))
+    return {"balanced_tokens": balanced, "speedup_layer_pipeline": round(speedups[balanced], 2)}
+
+
+def forwards(model: JudgeModel, copies: Any, resident: int, texts: list[list[int]], turns: int) -> list[float]:
+    """Return the seconds of `turns` forwards, after one that warms up."""
+    model.layers.release()
+    model.layers.copies = copies
+    model.layers.place(resident)
+    times = []
+    for _ in range(turns + 1):
+        start = time.perf_counter()
+        model(texts).tolist()
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def copy_seconds(model: JudgeModel) -> float:
+    """Return the seconds of copying every layer, and nothing else."""
+    target, times = torch.empty_like(model.layers.host[0]), []
+    for _ in range(4):
+        start = time.perf_counter()
+        for block in model.layers.host:
+            target.copy_(block)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps and turns: under 2 minutes on 2 cores")
+    parser.add_argument("--shape", choices=("nano", "small"), default="small", help="the model; nano is for tests")
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    size, periods, judged = {"nano": (2, 1, 1), "small": (3, 2, 1) if flags.quick else (6, 3, 1)}[flags.shape]
+    shape = replace(SHAPES[flags.shape], prompts=size, responses=size)
+    metrics: dict[str, Any] = {"name": "reward", "shape": flags.shape}
+    with tempfile.TemporaryDirectory() as folder:
+        metrics |= programs(shape, periods)
+        metrics |= judge(shape, judged, Path(folder) / "judge")
+        width, rounds = (64, 1) if flags.shape == "nano" else (768, 2) if flags.quick else (1024, 6)
+        metrics |= layers(width, 8, (16, 32, 64, 128, 256), rounds, Path(folder) / "layers")
+    print(json.dumps(metrics))
+
+
+if __name__ == "__main__":
+    main()
