@@ -26,9 +26,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import remote
 import sandbox
@@ -179,6 +180,8 @@ def resolve_grader(name: str) -> Grader:
 def check_grader(name: str) -> None:
     """Raise ConfigError if `name` cannot be a grader. Imports nothing."""
     if remote.is_address(name):
+        if not urlsplit(name).hostname:
+            raise ConfigError(f"grader {name!r} names no host; write http://host:port/path")
         return
     source, _, function = name.rpartition(":")
     if name not in GRADERS and not (source and function):
@@ -205,6 +208,8 @@ def check_rewards(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
             if number < least:
                 raise ConfigError(f"reward.{key}: {name} = {number:g} must be at least {least}")
     for prompt in prompts:
+        if prompt.task == "math" and not prompt.answer.strip():
+            raise ConfigError(f"{prompt.where}: the answer is empty; the grader math has nothing to compare with")
         if prompt.task == "code":
             try:
                 sandbox.read_cases(prompt.answer)
@@ -212,24 +217,28 @@ def check_rewards(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
                 raise ConfigError(f"{prompt.where}: {error}") from None
 
 
-def try_graders(config: RewardConfig, names: Iterable[str]) -> None:
-    """Load users' graders once in a worker, where a hang does no harm, and look for a sandbox if one is needed.
+def try_graders(config: RewardConfig, rows: Mapping[str, Prompt]) -> None:
+    """Have users' graders grade a first row's own answer in a worker, and look for a sandbox if one is needed.
 
-    Raises ConfigError if that fails.
+    `rows`: a row of each grader. Raises ConfigError if that fails.
     """
-    if "code" in names:
+    if "code" in rows:
         try:
             sandbox.isolation()
         except sandbox.SandboxError as error:
             raise ConfigError(f"grader 'code': {error}") from None
-    for name in sorted(name for name in set(names) - GRADERS.keys() if not remote.is_address(name)):
+    for name in sorted(name for name in rows.keys() - GRADERS.keys() if not remote.is_address(name)):
         worker = _Worker(config, [name], threading.Event())
         try:
             worker.start(attempts=1)
+            row = rows[name]
+            reward, _ = worker.grade(Job(1, name, (row.answer, row.answer, row.extra), config.timeout_seconds))
         except GraderError as error:
             raise ConfigError(f"{error}; correct the name, or what the import runs") from None
         finally:
             worker.kill()
+        if reward.error:
+            raise ConfigError(f"{row.where}: grader {name!r} fails on the row's own answer: {reward.error}; correct it")
 
 
 def _load(source: str) -> object:

@@ -205,20 +205,20 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     sizes = rollout_sizes(c, shape, world_size, own_node_size(world_size), device, elastic)
     rollout_profile(c, shape, sizes, world_size, device)
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
-    first = {p.task: p.where for p in reversed(prompts + held_out)}
+    first = {p.task: p for p in reversed(prompts + held_out)}
     if TASK in first:
         check_judge(c.judge, model_dtype(config, device.type))
     elif c.judge.path:
         raise ConfigError(f"judge.path = {c.judge.path!r}, but no data row has the task {TASK}; set data.task = {TASK}")
-    for task, where in sorted(first.items()):
+    for task, prompt in sorted(first.items()):
         try:
             if task != TASK:
                 check_grader(task)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{prompt.where}: {error}") from None
     check_rewards(c.reward, prompts + held_out)
     if is_main:
-        try_graders(c.reward, first.keys() - {TASK})
+        try_graders(c.reward, {task: prompt for task, prompt in first.items() if task != TASK})
     if len(prompts) < c.scheduler.num_prompts:
         raise ConfigError(
             f"data.train has {len(prompts)} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}; "

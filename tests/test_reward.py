@@ -270,7 +270,8 @@ def test_bad_names_are_config_errors(user, name, cause):
     Path("dies.py").write_text("import os; os._exit(0)")
     with pytest.raises(ConfigError) as raised:
         check_grader(name)
-        try_graders(RewardConfig(startup_seconds=3.0), ["match", name])
+        rows = {task: Prompt(0, (), "1 + 1", "2", task) for task in ("match", name)}
+        try_graders(RewardConfig(startup_seconds=3.0), rows)
     assert name in str(raised.value) and cause in str(raised.value)
 
 
