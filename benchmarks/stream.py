@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,10 @@ from stream_training import StreamTraining
 from streaming import StreamConfig
 from trainer import Trainer, TrainerConfig
 
-STREAM_SHAPES = {name: replace(SHAPES[name], prompts=16, window=1) for name in ("nano", "small")}
+STREAM_SHAPES = {
+    "nano": replace(SHAPES["nano"], prompts=16, window=2),
+    "small": Shape(256, 1024, 4, 8, prompts=16, window=2),
+}
 CONTENDERS = {
     "off": StreamConfig("off"),
     "fixed 20 %": StreamConfig("fixed", fixed_share=0.2),

@@ -46,7 +46,7 @@ def settings(tiny_folder: Path, tmp_path: Path):
             "scheduler.policy": "synchronous",
             "scheduler.num_prompts": 8,
             "scheduler.num_responses": 4,
-            "scheduler.window_iterations": 1,  # of which a long round makes 8
+            "scheduler.window_iterations": 8
             "rollout.max_prompt_tokens": 16,
             "rollout.max_response_tokens": 160,  # half of a random model's responses run to it
             "rollout.kv_gib": 0.02,
