@@ -72,7 +72,7 @@ class Costs:
         self._token = s.kv_bytes / (tp * h.bandwidth * e.bandwidth)
         self.capacity = int((h.memory * e.kv_memory * tp - s.parameters * BYTES) / s.kv_bytes)  # tokens in pages
 
-    def decode(self, sequences: int, context: int, steps: int = 1) -> float:
+    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
         """Return the seconds of `steps` decode steps of the same sequences, which have `context` tokens at first."""
         each = self._step + max(self._read, sequences * self._compute) + sequences * self._sequence
         read = steps * context + sequences * steps * (steps - 1) / 2

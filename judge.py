@@ -247,7 +247,7 @@ def background_stream(device: torch.device, sm_share: float) -> tuple[Any, Any, 
             count = torch.cuda.get_device_properties(device).multi_processor_count
             wanted = max(int(sm_share * count), 8)
             try:
-                context = green_contexts.GreenContext.create(num_sms=wanted, device_id=device.index)
+                context: Any = green_contexts.GreenContext.create(num_sms=wanted, device_id=device.index)
                 return context.Stream(), context, f"on {wanted} of {count} multiprocessors"
             except RuntimeError:  # a driver or a GPU that has no partitions
                 pass
@@ -321,7 +321,7 @@ class Judge:
         self._queue: deque[_Text] = deque()
         self._queued_tokens = 0
         self._flight: _Flight | None = None
-        self._results: list[tuple[Hashable, Reward]] = []
+        self._results: list[tuple[Any, Reward]] = []
 
     @property
     def num_pending(self) -> int:
@@ -345,7 +345,7 @@ class Judge:
         self._queued_tokens += len(ids)
         self.stats.peak_queue = max(self.stats.peak_queue, len(self._queue))
 
-    def poll(self) -> list[tuple[Hashable, Reward]]:
+    def poll(self) -> list[tuple[Any, Reward]]:
         """Return what has been judged since the last call. Never waits for a GPU."""
         self._land(wait=False)
         if not self._flight and self._is_due():
@@ -353,7 +353,7 @@ class Judge:
             self._land(wait=False)
         return self._take_results()
 
-    def drain(self) -> list[tuple[Hashable, Reward]]:
+    def drain(self) -> list[tuple[Any, Reward]]:
         """Judge everything outstanding, and return it; then give the GPU's free memory back to the trainer."""
         while self._queue or self._flight:
             self._advance()
@@ -362,7 +362,7 @@ class Judge:
             torch.cuda.empty_cache()
         return self._take_results()
 
-    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, Reward]]:
+    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Any, Reward]]:
         """Wait for those of `keys` that are outstanding; return them and whatever else is judged by then."""
         keys = set(keys)
         while any(text.key in keys for text in (*self._queue, *(self._flight.texts if self._flight else ()))):
@@ -394,7 +394,7 @@ class Judge:
     def _fail(self, key: Hashable, error: str) -> None:
         self._results.append((key, Reward(0.0, error=f"{error} (task {TASK}, sample {key})"[:500])))
 
-    def _take_results(self) -> list[tuple[Hashable, Reward]]:
+    def _take_results(self) -> list[tuple[Any, Reward]]:
         taken, self._results = self._results, []
         return taken
 
@@ -464,7 +464,7 @@ class Graders:
 
     def __init__(self, pool: RewardPool, judge: Judge | None):
         self.pool, self.judge = pool, judge
-        self.parts = [judge, pool] if judge else [pool]  # the pool's processes go on while the judge computes
+        self.parts: list[Any] = [judge, pool] if judge else [pool]  # the pool's processes go on while the judge computes
 
     def __enter__(self) -> "Graders":
         return self
@@ -479,13 +479,13 @@ class Graders:
     def submit(self, key: Hashable, task: str, response: str, answer: str, row: dict) -> None:
         (self.judge if task == TASK else self.pool).submit(key, task, response, answer, row)
 
-    def poll(self) -> list[tuple[Hashable, Reward]]:
+    def poll(self) -> list[tuple[Any, Reward]]:
         return [graded for part in self.parts for graded in part.poll()]
 
-    def drain(self) -> list[tuple[Hashable, Reward]]:
+    def drain(self) -> list[tuple[Any, Reward]]:
         return [graded for part in self.parts for graded in part.drain()]
 
-    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, Reward]]:
+    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Any, Reward]]:
         keys = set(keys)
         return [graded for part in self.parts for graded in part.wait(keys)]
 

@@ -45,6 +45,7 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "rloo": rloo,
     "reinforce_baseline": reinforce_baseline,
 }
+BATCH_WIDE = {"reinforce_baseline"}  # those of a group depend on other groups
 
 
 # ---- losses: one value per response token ------------------------------------------------------------------------

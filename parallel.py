@@ -8,9 +8,12 @@ import math
 import os
 import pickle
 import platform
+import queue
 import re
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -78,7 +81,7 @@ LOST = re.compile(r"gloo|nccl|connection|socket|timed out|timeout|broken pipe", 
 
 def is_lost(error: Exception) -> bool:
     """Whether an exception tells that another rank or the network has gone, or that a wait took too long."""
-    return isinstance(error, TimeoutError | dist.DistError) or (
+    return isinstance(error, TimeoutError | ConnectionError | dist.DistError) or (
         type(error) is RuntimeError and bool(LOST.search(str(error)))
     )
 
@@ -160,6 +163,121 @@ def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, src=0)
 
 
+# ---- samples that travel beside the work -------------------------------------------------------------------------
+
+
+def first_ranks(world: World, counts: Iterable[int], timeout_seconds: float) -> dict[int, World]:
+    """Return worlds of the first n ranks, by n: among these, Python values can be gathered without the others."""
+    timeout = timedelta(seconds=timeout_seconds)
+    worlds = {}
+    for n in sorted(set(counts)):  # every rank takes part in making every group
+        worlds[n] = replace(world, size=n, objects=dist.new_group(list(range(n)), timeout, "gloo"))
+    return worlds
+
+
+class SampleStream:
+    """Python values on their way from some ranks to others, while both go on with their work. Making one is collective.
+
+    A rank either feeds (`open_to`, `send`) or is fed by one other (`open_from`, `take`), until `close`. One thread does
+    all transfers of a rank, and alone uses the stream's own group: gloo tells nobody whether a send or receive is
+    complete, one must wait for it. Each message is acknowledged when it has arrived; `send` refuses another one while
+    `in_flight` are not. What goes wrong in the thread, a wait over `timeout_seconds` too, is raised by the next call.
+    """
+
+    END = -1  # in the place of a message's size
+
+    def __init__(self, world: World, timeout_seconds: float, in_flight: int = 4):
+        self.rank, self.seconds, self.in_flight = world.rank, timeout_seconds, in_flight
+        self.group = dist.new_group(timeout=timedelta(seconds=timeout_seconds), backend="gloo")
+        self.thread: threading.Thread | None = None
+
+    def open_to(self, targets: Sequence[int]) -> None:
+        """Begin to feed the ranks `targets`."""
+        self.targets, self.sent, self.arrived = targets, Counter(), Counter()  # the thread alone counts `arrived`
+        self.outbox: queue.SimpleQueue | None = queue.SimpleQueue()
+        self._start(self._feed)
+
+    def open_from(self, source: int) -> None:
+        """Begin to be fed by the rank `source`."""
+        self.outbox, self.inbox, self.is_over = None, queue.SimpleQueue(), False
+        self._start(self._receive, source)
+
+    def _start(self, work: Any, *args: Any) -> None:
+        assert self.thread is None, "the stream is open"
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=work, args=args, daemon=True)
+        self.thread.start()
+
+    def send(self, target: int, value: Any) -> bool:
+        """Send a value. Never waits: False when too many are on their way to this rank; offer it again later."""
+        self._check()
+        if self.sent[target] - self.arrived[target] >= self.in_flight:
+            return False
+        self.sent[target] += 1
+        self.outbox.put((target, pickle.dumps(value)))
+        return True
+
+    def take(self, seconds: float = 0.0) -> list[Any]:
+        """Return what has arrived since the last call; wait `seconds` for it if there is nothing."""
+        arrived = []
+        try:
+            arrived.append(self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait())
+            while True:
+                arrived.append(self.inbox.get_nowait())
+        except queue.Empty:
+            self._check()
+        return arrived
+
+    def close(self) -> None:
+        """End the stream: a feeder's once everything has arrived, the others' once they have been told so."""
+        if self.outbox:
+            for target in (*self.targets, self.END):
+                self.outbox.put((target, None))
+        self.thread.join()  # each of its waits is bounded
+        self.thread = None
+        self._check()
+
+    def _check(self) -> None:
+        if self.error:
+            raise self.error
+
+    def _feed(self) -> None:
+        """Send what is in the outbox, message by message. (thread)"""
+        while (message := self.outbox.get())[0] != self.END:
+            target, data = message
+            try:
+                size = torch.tensor(self.END if data is None else len(data))
+                dist.send(size, target, self.group)
+                if data is not None:
+                    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, self.group)
+                dist.recv(size, target, self.group)
+                self.arrived[target] += 1
+            except RuntimeError as error:
+                self.error = self._explain(error, target, "acknowledge samples")
+                return
+
+    def _receive(self, source: int) -> None:
+        """Fill the inbox until the feeder ends the stream. (thread)"""
+        size = torch.tensor(0)
+        while not self.is_over:
+            try:
+                dist.recv(size, source, self.group)
+                if int(size) != self.END:
+                    data = torch.empty(int(size), dtype=torch.uint8)
+                    dist.recv(data, source, self.group)
+                    self.inbox.put(pickle.loads(memoryview(data.numpy())))
+                dist.send(size, source, self.group)
+            except RuntimeError as error:
+                self.error = self._explain(error, source, "send samples or the end of the rollout")
+                return
+            self.is_over = int(size) == self.END
+
+    def _explain(self, error: RuntimeError, other: int, what: str) -> Exception:
+        if "timed out" in str(error).lower():
+            return TimeoutError(f"rank {self.rank} waited {self.seconds:g} s for rank {other} to {what}")
+        return ConnectionError(f"rank {self.rank} waited for rank {other} to {what}, and lost it: {error}")
+
+
 # ---- tensor parallelism of the rollout ---------------------------------------------------------------------------
 
 
@@ -232,7 +350,7 @@ class TensorParallel:
         if self.size == 1:
             return x
         if self.shared is not None and x.nbytes <= SharedMemory.SLOT_BYTES:
-            parts = self.shared.exchange(x).unbind()
+            parts = list(self.shared.exchange(x).unbind())
         else:
             parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
             dist.all_gather(parts, x.contiguous(), group=self.group)

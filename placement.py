@@ -24,6 +24,10 @@ class Placement:
     def __init__(self, num_replicas: int):
         self.live: list[dict[SampleId, float]] = [{} for _ in range(num_replicas)]  # expected tokens, newest last
 
+    @property
+    def num_replicas(self) -> int:
+        return len(self.live)
+
     def launch(self, ids: Sequence[PromptId], num_responses: int, expected: Sequence[float] = ()) -> list[list[int]]:
         """Return the positions in `ids` that each replica starts, the longest expected first.
 

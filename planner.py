@@ -119,8 +119,8 @@ class Simulator:
     def __init__(self, profile: SizeProfile, limits: Limits, pages: int):
         self.pages, self.page_size, self.max_running = pages, limits.page_size, limits.max_running
         # A step reads the weights, computes each sequence and reads its context; a token attends to its context.
-        self.decode = _fit([(1, n, n * context) for n, context, _ in profile.decode], [t for *_, t in profile.decode])
-        self.prefill = _fit([(1, context) for context, _ in profile.prefill], [t for _, t in profile.prefill])
+        self.decode = fit([(1, n, n * context) for n, context, _ in profile.decode], [t for *_, t in profile.decode])
+        self.prefill = fit([(1, context) for context, _ in profile.prefill], [t for _, t in profile.prefill])
 
     def decode_seconds(self, sequences: int, context: float) -> float:
         start, each, read = self.decode
@@ -176,7 +176,7 @@ class Simulator:
         return admitted
 
 
-def _fit(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
+def fit(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
     """Return a weight of at least 0 for each feature: least squares of the relative error, so that noise cancels."""
     x, used = np.array(features, np.float64) / np.array(seconds)[:, None], list(range(len(features[0])))
     while True:

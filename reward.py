@@ -300,7 +300,7 @@ class RewardPool:
             config.case_factor, config.case_min_seconds, config.case_max_seconds, config.case_audit
         )
         self._pending: dict[int, Hashable] = {}  # submitted and not yet handed back: key by id
-        self._stats, self._failures = PoolStats(), Counter()
+        self._stats, self._failures = PoolStats(), Counter[str]()
         self._ids = itertools.count(1)
         self._jobs, self._remote_jobs = (JobQueue(config.max_queue, concurrency) for _ in range(2))
         self._results: queue.SimpleQueue = queue.SimpleQueue()  # (job, plan, Reward, failed), or what ended a thread
@@ -567,7 +567,7 @@ class _Client:
 
 
 # A grader in INLINE is called in the trainer's process; all others may hang or crash.
-GRADERS: dict[str, Grader] = {
+GRADERS: dict[str, Callable[..., float | Reward]] = {
     "match": exact_match,
     "hailstone": hailstone,
     "reverse_add": reverse_add,

@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,21 +30,7 @@ from model import Model, Shard
 from pages import Pages, compact
 from parallel import TensorParallel, World
 from sampling import SamplingConfig, sample, sample_key, uniforms
-from sequence import Prefill, Sequence
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """What happened since the caller put new ones in place."""
-
-    decode_steps: int = 0
-    decoded_tokens: int = 0
-    prefilled_tokens: int = 0
-    preemptions: int = 0
-    peak_pages: int = 0
-    shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them
-    regroup_bytes: int = 0  # weights copied because the tensor-parallel size changed
-
+from sequence import EngineStats, Prefill, Sequence
 
 ALONE = TensorParallel(World(0, 1, torch.device("cpu")))
 
@@ -89,7 +75,8 @@ class Engine:
         own = {n: (config, shape, weight.dtype, self.device, n) for n in {parallel.size, *sizes}}
         self.num_pages = {n: num_pages_for(*args) for n, args in own.items()}  # by tensor-parallel size
         most_bytes = max(pages * kv_page_bytes(config, shape, weight.dtype, n) for n, pages in self.num_pages.items())
-        self.memory = torch.zeros(most_bytes // weight.itemsize, dtype=weight.dtype, device=self.device)
+        self.memory: Tensor | None = None
+        self.memory_size, self.address = most_bytes // weight.itemsize, 0
         per_sequence = -(-(config.max_prompt_tokens + config.max_response_tokens) // page)
 
         def state(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -175,13 +162,15 @@ class Engine:
         self._refresh()
 
     def _refresh(self) -> None:
+        if self.memory is None:
+            self._take_memory()
         if self.is_stale:
             self.weights.refresh()
             self.is_stale = False
 
     def _enter(self, model: Model, parallel: TensorParallel) -> None:
         """Take the shards of `parallel` and give the KV memory the shape of their pages."""
-        size, shape = parallel.size, model.shape
+        size = parallel.size
         if size in self.shards:
             self.shards[size].refresh()
         else:
@@ -192,11 +181,32 @@ class Engine:
         self.parallel, self.weights, self.is_stale = parallel, self.shards[size], False
         if self.graphs:
             self.graphs.layout = size
-        page, num_pages = self.config.page_size, self.num_pages[size]
-        self.pages = Pages(num_pages, page, dense=not self.graphs)
+        self.pages = Pages(self.num_pages[size], self.config.page_size, dense=not self.graphs)
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        """Have memory for the pages, the old if it was not given back, and give it their shape."""
+        shape, dtype = self.weights.shape, self.weights.model.embed.weight.dtype
+        if self.memory is None:
+            self.memory = torch.zeros(self.memory_size, dtype=dtype, device=self.device)
+            if self.graphs and self.memory.data_ptr() != self.address:
+                self.graphs.clear()  # they hold the address
+            self.address = self.memory.data_ptr()
         # One tensor, so that a page moves with one copy: [layers, k|v, pages, K, page, D]
-        pool_shape = (shape.num_layers, 2, num_pages, self.weights.split.num_kv_heads, page, shape.head_dim)
+        heads, page = self.weights.split.num_kv_heads, self.config.page_size
+        pool_shape = (shape.num_layers, 2, self.pages.size, heads, page, shape.head_dim)
         self.pool = self.memory[: math.prod(pool_shape)].view(pool_shape)
+
+    def free_memory(self) -> None:
+        """Give the memory of the KV pages back until the next step or regroup. Wants an idle engine."""
+        assert self.is_idle, "sequences that run have their pages there"
+        self._settle()
+        self.memory = self.pool = None
+
+    def live_tokens(self) -> dict[SampleId, int]:
+        """Return how many response tokens each sequence in here has."""
+        everyone = (*self._admitted(), *self.waiting)
+        return {s.id: self._num_drawn(s) if s.row >= 0 else len(s.token_ids) for s in everyone}
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
@@ -510,17 +520,8 @@ class Engine:
         for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
             s.is_taken = False
             length, reason = flag // 2, "stop" if flag % 2 else "length"
-            self.finished.append(
-                Sample(
-                    prompt_index=s.prompt_index,
-                    response_index=s.response_index,
-                    epoch=s.epoch,
-                    token_ids=tuple(ids[:length]),
-                    logprobs=tuple(values[:length]),
-                    finish_reason=reason,
-                    weights_version=self.version,
-                )
-            )
+            drawn = tuple(ids[:length]), tuple(values[:length])
+            self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn, reason, self.version))
         self._remove(list(ended))
 
     def _read(self, rows: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:

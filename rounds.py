@@ -33,6 +33,21 @@ class Referee(Protocol):
     def accepted_ids(self) -> list[SampleId]: ...
 
 
+class Streaming(Protocol):
+    """What lets ranks leave a round to train (stream_training.py). All of them call it in step."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def tell(self, r: "Round") -> Any: ...
+
+    def observe(self, r: "Round", finished: Sequence[Finished], told: Sequence[Any], is_last: bool) -> bool: ...
+
+    def train(self, r: "Round") -> None: ...
+
+    def end(self, r: "Round") -> None: ...
+
+
 class Round:
     """Generates and grades what a plan launches: `play`, then `collect`. Both are collective."""
 
@@ -45,9 +60,10 @@ class Round:
         world: World,
         clock: Clock,
         progress: Callable[[str, int, int], None],
+        streaming: Streaming | None = None,
     ):
         self.config, self.engine, self.pool, self.tokenizer = config, engine, pool, tokenizer
-        self.world, self.clock, self.progress = world, clock, progress
+        self.world, self.clock, self.progress, self.streaming = world, clock, progress, streaming
         self.speaks = engine.parallel.rank == 0  # the other ranks of a replica have the same samples
         self.placement = Placement(engine.parallel.num_replicas)
         self.prompts: dict[PromptId, tuple[int, Prompt]] = {}
@@ -55,6 +71,7 @@ class Round:
         self.rewards: dict[SampleId, Reward] = {}  # graded on this rank
         self.aborted: dict[SampleId, int] = {}  # tokens of the responses that were stopped on this rank
         self.iteration = self.windows = self.migrated = 0
+        self.decode_steps = self.decoded = 0  # steps without prefill, and the tokens that they drew
         self.record: dict[str, Any] = {}
 
     # ---- the round -------------------------------------------------------------------------------------------
@@ -67,20 +84,25 @@ class Round:
         while not decision.done:
             events = self._decode()
             rewards = self._rewards_of(decision.grade)
+            told = self.streaming.tell(self) if self.streaming else None
             with self.clock.span("idle" if self.engine.is_idle else "window_wait"):
-                everyone = parallel.gather_objects(self.world, (events, rewards))
-            finished = [event for part, _ in everyone for event in part]
-            decision = referee.observe(finished, {id: r for _, part in everyone for id, r in part.items()})
+                everyone = parallel.gather_objects(self.world, (events, rewards, told))
+            finished = [event for part, _, _ in everyone for event in part]
+            decision = referee.observe(finished, {id: r for _, part, _ in everyone for id, r in part.items()})
             self.placement.remove([*(event.id for event in finished), *decision.abort])
             self._abort(decision.abort)
             self._launch(decision.launch)
             if self.config.scheduler.migrate:
-                self._hand_over(self.placement.handovers())
+                self.hand_over(self.placement.handovers())
             self.windows += 1
+            if self.streaming and self.streaming.observe(self, finished, [t for _, _, t in everyone], decision.done):
+                return self.streaming.train(self)
         if not plan.audit:
             self.pool.forget(keep=referee.accepted_ids())
         with self.clock.span("reward"):
             self.rewards.update(self.pool.drain())
+        if self.streaming:
+            self.streaming.end(self)
 
     def _launch(self, prompts: Sequence[tuple[int, Prompt]], expected: Sequence[float] = ()) -> None:
         c = self.config
@@ -104,23 +126,34 @@ class Round:
             samples = self._step()
             for sample in samples if self.speaks else ():
                 self.samples[sample.id] = sample
-                _, prompt = self.prompts[sample.id[:2]]
-                text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-                self.pool.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
+                self.grade(sample)
                 events.append(Finished(self.iteration + steps, sample.id, len(sample.token_ids)))
             self.rewards.update(self.pool.poll())
         # A replica that ran dry counts on, so that iterations mean the same on all.
-        self.iteration += steps if iterations == math.inf else iterations
+        self.iteration += steps if iterations == math.inf else int(iterations)
         return events
+
+    def grade(self, sample: Sample) -> None:
+        """Have a finished sample graded, beside whatever comes next."""
+        _, prompt = self.prompts[sample.id[:2]]
+        text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        self.pool.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
 
     def _window(self) -> tuple[float, float]:
         """Return how many iterations and how many seconds the next window has."""
-        return window(self.config.scheduler, self.plan.kind, self.engine.parallel.num_replicas)
+        streams = self.streaming is not None and self.streaming.is_open
+        return window(self.config.scheduler, self.plan.kind, self.placement.num_replicas, streams)
 
     def _step(self) -> list[Sample]:
-        before, start = self.engine.stats.prefilled_tokens, time.perf_counter()
+        stats = self.engine.stats
+        prefilled, decoded, start = stats.prefilled_tokens, stats.decoded_tokens, time.perf_counter()
         samples = self.engine.step()
-        stage = "prefill" if self.engine.stats.prefilled_tokens > before else "decode"
+        if stats.prefilled_tokens > prefilled:
+            stage = "prefill"
+        else:
+            stage = "decode"
+            self.decode_steps += 1
+            self.decoded += stats.decoded_tokens - decoded
         self.clock.add(stage, start, time.perf_counter())
         self.progress("generated", len(self.samples), len(self.prompts) * self.plan.num_responses)
         return samples
@@ -131,14 +164,14 @@ class Round:
         if mine:
             with self.clock.span("reward"):
                 self.rewards.update(self.pool.wait(mine))
-        return {id: self._shaped(id) for id in mine}
+        return {id: self.shaped(id) for id in mine}
 
     def _abort(self, ids: Collection[SampleId]) -> None:
         stopped = self.engine.abort(ids) if ids else {}
         if self.speaks:
             self.aborted.update(stopped)
 
-    def _hand_over(self, moves: Sequence[tuple[SampleId, int, int]]) -> None:
+    def hand_over(self, moves: Sequence[tuple[SampleId, int, int]]) -> None:
         """Carry sequences from replica to replica; they go on token by token the same."""
         if not moves:
             return
@@ -163,7 +196,7 @@ class Round:
         mine = {id: (self.samples[id], self.rewards[id]) for id in accepted if id in self.samples}
         seen = {}
         if self.plan.audit:
-            seen = {id: (len(s.token_ids), self._shaped(id)) for id, s in self.samples.items()}
+            seen = {id: (len(s.token_ids), self.shaped(id)) for id, s in self.samples.items()}
         trained: dict[SampleId, tuple[Sample, Reward]] = {}
         for part, aborted, audited in parallel.gather_objects(self.world, (mine, self.aborted, seen)):
             trained |= part
@@ -182,7 +215,7 @@ class Round:
         samples, rewards = zip(*rows, strict=True)
         return Group(prompt, epoch, samples, rewards)
 
-    def _shaped(self, id: SampleId) -> float:
+    def shaped(self, id: SampleId) -> float:
         return shaped_reward(self.config, self.samples[id], self.rewards[id])
 
 

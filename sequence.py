@@ -77,3 +77,16 @@ class Prefill:
     context: tuple[int, ...]
     cached: int = 0
     followers: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What happened since the caller put new ones in place."""
+
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    preemptions: int = 0
+    peak_pages: int = 0
+    shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them
+    regroup_bytes: int = 0  # weights copied because the tensor-parallel size changed

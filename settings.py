@@ -10,7 +10,7 @@ import checkpoint
 from config import ConfigError, flatten, load_config, option
 from data import DataConfig, load_prompts
 from judge import TASK, JudgeConfig, check_judge
-from loss import LossConfig
+from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
 from parallel import check_group_size, group_sizes, own_node_size
@@ -19,6 +19,7 @@ from reward import RewardConfig, check_grader, check_rewards, try_graders
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig
+from streaming import StreamConfig
 from trainer import TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
 
@@ -62,6 +63,8 @@ class Config:
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    # Off: what is streamed depends on time, so runs of one seed would differ by rounding.
+    stream: StreamConfig = field(default_factory=lambda: StreamConfig("off"))
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -153,6 +156,7 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
             "run.device = cuda, but torch sees no GPU; take run.device = auto, or install torch with CUDA"
         )
     check_scheduler(c.scheduler, tp)
+    check_stream(c, world_size)
     if c.scheduler.window_seconds and c.planner.rule != "fixed":
         raise ConfigError(
             f"scheduler.window_seconds = {c.scheduler.window_seconds} with planner.rule = {c.planner.rule}: the ranks "
@@ -245,6 +249,46 @@ def check_scheduler(c: SchedulerConfig, tensor_parallel: int) -> None:
         )
 
 
+def check_stream(c: Config, num_ranks: int) -> None:
+    """Refuse to stream what would not be the gradient of the plain step, and ranks that can never be halved."""
+    policy = f"stream.policy = {c.stream.policy}"
+    if c.stream.policy == "off":
+        return
+    if c.stream.first > c.stream.last:
+        raise ConfigError(f"stream.first = {c.stream.first} is over stream.last = {c.stream.last}; lower it")
+    if c.trainer.updates_per_step > 1:
+        raise ConfigError(
+            f"{policy} takes gradients with the weights that a round began with, but trainer.updates_per_step = "
+            f"{c.trainer.updates_per_step} changes them in between; take 1, or stream.policy = off"
+        )
+    if c.loss.advantage in BATCH_WIDE:
+        local = ", ".join(name for name in ADVANTAGES if name not in BATCH_WIDE)
+        raise ConfigError(
+            f"{policy} trains a group before others are complete, but loss.advantage = {c.loss.advantage} needs all of "
+            f"them; take one of {local}, or stream.policy = off"
+        )
+    if c.scheduler.dynamic_sampling:
+        raise ConfigError(
+            f"{policy} does nothing with scheduler.dynamic_sampling, which may still drop a group that is complete; "
+            "take stream.policy = off"
+        )
+    sizes = [c.rollout.tensor_parallel]
+    if c.planner.rule != "fixed":
+        sizes = group_sizes(num_ranks, own_node_size(num_ranks))
+    if num_ranks > 1 and not any(can_halve(num_ranks, n, c.trainer.shard) for n in sizes):
+        raise ConfigError(
+            f"{policy} lets half of the replicas leave, but {num_ranks} ranks with rollout.tensor_parallel = "
+            f"{sizes[0]} and trainer.shard = {c.trainer.shard} have no two halves of whole groups; take smaller ones, "
+            "more ranks, or stream.policy = off"
+        )
+
+
+def can_halve(num_ranks: int, tensor_parallel: int, shard: int) -> bool:
+    """Whether half of the replicas, rounded down, are ranks of whole shard groups."""
+    kept = num_ranks // tensor_parallel // 2 * tensor_parallel
+    return kept > 0 and kept % shard == 0 and num_ranks % shard == 0
+
+
 FREE_TO_CHANGE = (
     "run.steps",
     "run.eval_every",
@@ -273,7 +317,7 @@ def check_run_folder(config: Config, resume: bool) -> None:
         return  # with --resume too: what restarts a run gives it one command line for the first start and the others
     before = flatten(load_config(Config, str(saved), []))
     for key, (value, _) in flatten(config).items():
-        is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner."))
+        is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream."))
         if key == "run.steps" and config.trainer.lr_schedule != "constant":
             is_free = False  # the schedule ends with the run
         if value != before[key][0] and not is_free:

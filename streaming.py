@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 from config import option
+from planner import fit
 
 HISTORY = 8192  # responses whose lengths are remembered
+WINDOWS = 256  # windows whose step times are remembered
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,29 @@ class Profile(Protocol):
 
     capacity: int  # tokens in the pages of one replica
 
-    def decode(self, sequences: int, context: int, steps: int = 1) -> float: ...
+    def decode(self, sequences: float, context: float, steps: int = 1) -> float: ...
+
+
+class DecodeTimes:
+    """The profile that a run makes of itself: seconds of a decode step, fitted to what its windows took."""
+
+    def __init__(self, capacity: int, windows: Sequence[Sequence[float]] = ()):
+        self.capacity = capacity
+        self.windows: deque[Sequence[float]] = deque(windows, maxlen=WINDOWS)
+        self._weights: list[float] | None = None
+
+    def observe(self, sequences: float, context: float, seconds: float) -> None:
+        """Take in a window: sequences that decoded together, tokens of context in all, seconds of a step."""
+        self.windows.append((sequences, context, seconds))
+        self._weights = None
+
+    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
+        if not self.windows:
+            return 0.0
+        if self._weights is None:  # a step reads the weights, computes each sequence and reads its context
+            self._weights = fit([(1, n, tokens) for n, tokens, _ in self.windows], [w[-1] for w in self.windows])
+        start, each, read = self._weights
+        return steps * (start + sequences * each + context * read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +83,7 @@ class ScaleDown:
     replicas: int  # that go on decoding
     at: float  # share of responses that was complete
     peak_tokens: float  # projected tokens in their pages
+    rest_seconds: float  # projected until the rollout ends
     seconds_saved: float  # projected for the whole step
 
 
@@ -87,6 +112,13 @@ class StreamPolicy:
         self._above = [0, *accumulate(reversed(self._sorted))]
         self.begin()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"lengths": list(self.history), "switch": self.switch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close(state["lengths"])
+        self.switch = state["switch"]
+
     def observe(self, progress: Progress) -> ScaleDown | None:
         """Decide after a window. Algorithm 1 of the paper; `estimate` adds our own question whether it pays."""
         p, share = progress, progress.completed / progress.total
@@ -102,24 +134,26 @@ class StreamPolicy:
         if not keep or (p.replicas - keep) % self.shard_replicas or keep % self.shard_replicas:
             return None
         peak = sum(self.expected(tokens) + p.prompt_tokens for tokens in p.live)
-        saved = self.seconds_saved(p, keep)
+        rest, saved = self.project(p, keep)
         fits = peak <= keep * self.profile.capacity
-        if self.config.policy != "fixed" and not fits or self.config.policy == "estimate" and saved <= 0:
+        if self.config.policy != "fixed" and not fits:
+            return None
+        if self.config.policy == "estimate" and (saved <= 0 or not self.history):  # with no lengths it is a guess
             return None
         self.is_done = True
-        return ScaleDown(keep, share, peak, saved)
+        return ScaleDown(keep, share, peak, rest, saved)
 
     def expected(self, tokens: int) -> float:
         """Return the mean length of past responses that were longer than `tokens`."""
         longer = len(self._sorted) - bisect_right(self._sorted, tokens)
         return self._above[longer] / longer if longer else self.limit
 
-    def seconds_saved(self, progress: Progress, keep: int) -> float:
-        """Project by how much the step gets shorter when `keep` replicas finish the rollout."""
+    def project(self, progress: Progress, keep: int) -> tuple[float, float]:
+        """Return the seconds that `keep` replicas need for the rest, and by how many the step gets shorter by that."""
         p, freed = progress, (progress.replicas - keep) / progress.replicas
         before, after = self._rest(p, p.replicas), self._rest(p, keep) + self.switch
         trained = min(freed * max(after - self.switch, 0.0), p.train_seconds)
-        return before - after + trained
+        return after, before - after + trained
 
     def _rest(self, progress: Progress, replicas: int) -> float:
         """Seconds until less than one response is expected to run still, decoded by `replicas`."""

@@ -21,22 +21,22 @@ import checkpoint
 import parallel
 import sandbox
 from config import ConfigError, describe, dump_toml, flatten, load_config
-from core import Group, Prompt, RoundPlan
+from core import Group, Prompt, RoundPlan, SampleId
 from data import PromptStream, dump_groups, load_groups, load_prompts
 from jobs import merge_stats
 from judge import Graders, judge_record, open_graders
-from loss import ADVANTAGES
+from learning import group_advantages, learn
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from model import Model
 from parallel import World
-from placement import assign_by_load
 from planner import Choice, Launch, Limits, ParallelismPlanner, Report
-from reward import GraderError, by_grader
+from reward import GraderError
 from rollout import Engine, EngineStats, kv_budget
-from rounds import Referee, Round, shaped_reward
+from rounds import Referee, Round, Streaming
 from scheduler import POLICIES, Race, TailBatching
 from settings import MODELS, Config, check, model_dtype, rollout_profile, rollout_sizes
-from trainer import Example, NonFiniteError, Trainer
+from stream_training import StreamTraining
+from trainer import NonFiniteError, Trainer
 from warm_start import ensure_model
 from watchdog import Watchdog
 
@@ -60,6 +60,7 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
         stopping = stop.agreed(world)
         while run.step < config.run.steps and not stopping:
             start, clock.step = time.perf_counter(), run.step + 1
+            done: set[SampleId] = set()  # trained while the rollout went on
             if config.run.replay:
                 played = {}
                 with clock.span("rollout"):
@@ -67,12 +68,15 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
             else:
                 plan = run.policy.plan(run.stream.take, config.run.steps - run.step)
                 regroup(run, plan, clock)
-                groups, current = roll_out(run, plan, run.policy, clock)
+                streaming = run.streaming.begin(plan) if run.streaming else None
+                groups, current = roll_out(run, plan, run.policy, clock, streaming)
                 tokens = run.policy.race.tokens | current.aborted  # of all launched responses
                 played = asdict(run.policy.close(current.aborted)) | current.record
+                if streaming:
+                    done, played["stream"] = streaming.settle(groups)
             with clock.span("train"):
                 advantages = group_advantages(groups, config)
-                updates = learn(trainer, groups, advantages, config)
+                updates = learn(trainer, groups, advantages, config, done)
             with clock.span("sync"):
                 run.step += 1
                 engine.load_weights(trainer.model, run.step)
@@ -98,9 +102,12 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
 # ---- pieces of one step ------------------------------------------------------------------------------------------
 
 
-def roll_out(run: "Run", plan: RoundPlan, referee: Referee, clock: Clock) -> tuple[list[Group], Round]:
+def roll_out(
+    run: "Run", plan: RoundPlan, referee: Referee, clock: Clock, streaming: Streaming | None = None
+) -> tuple[list[Group], Round]:
     """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
-    current = Round(run.config, run.engine, run.pool, run.tokenizer, run.world, clock, run.recorder.progress)
+    rooms = run.engine, run.pool, run.tokenizer, run.world, clock, run.recorder.progress
+    current = Round(run.config, *rooms, streaming)
     with clock.span("rollout"):
         current.play(plan, referee)
     with clock.span("exchange"):
@@ -120,37 +127,6 @@ def close_round(run: "Run", kind: str, lengths: tuple[int, ...], record: dict[st
     """Tell the planner what became of the round; return its decision for the record."""
     run.planner.observe(kind, Report(record["engine"]["preemptions"], record["seconds"]["rollout"], lengths))
     return {"kind": kind, **asdict(run.choice), "predicted": {str(n): t for n, t in run.choice.predicted.items()}}
-
-
-def group_advantages(groups: Sequence[Group], config: Config) -> torch.Tensor:
-    """Return advantages [P, R] float64 from the rewards, the penalty for overlong answers and the graders' weights."""
-    rewards = [[shaped_reward(config, *graded) for graded in zip(g.samples, g.rewards)] for g in groups]
-    # A factor on the rewards themselves would cancel where advantages are divided by their spread.
-    weights = by_grader("reward.weights", config.reward.weights)
-    weight = torch.tensor([weights.get(group.prompt.task, 1.0) for group in groups], dtype=torch.float64)
-    return ADVANTAGES[config.loss.advantage](torch.tensor(rewards, dtype=torch.float64)) * weight[:, None]
-
-
-def learn(trainer: Trainer, groups: Sequence[Group], advantages: torch.Tensor, config: Config) -> list[dict]:
-    """Turn a step's groups into gradients and `updates_per_step` updates; return the statistics of each."""
-    world, num_updates = trainer.world, config.trainer.updates_per_step
-    shares = []
-    for part in range(num_updates):
-        examples = [
-            Example(group.prompt.token_ids, sample.token_ids, sample.logprobs, advantage)
-            for group, row in list(zip(groups, advantages.tolist()))[part::num_updates]
-            for sample, advantage in zip(group.samples, row)
-            if not (config.loss.mask_truncated and sample.finish_reason == "length")
-        ]
-        share = assign_by_load([e.num_tokens for e in examples], world.size)[world.rank]
-        shares.append([examples[i] for i in share])
-    if config.loss.old_logprobs == "trainer" and num_updates > 1:
-        shares = [trainer.with_old_logprobs(share) for share in shares]
-    updates = []
-    for share in shares:
-        trainer.accumulate(share)
-        updates.append(trainer.update())
-    return updates
 
 
 def evaluate(run: "Run", clock: Clock) -> dict[str, Any]:
@@ -272,6 +248,7 @@ class Run:
     policy: TailBatching
     groups: parallel.Groups
     planner: ParallelismPlanner
+    streaming: StreamTraining | None
     held_out: list[Prompt]
     recorder: Recorder
     step: int = 0
@@ -310,6 +287,9 @@ def build(config: Config, world: World, resume: bool) -> Run:
     )
     ends = checkpoint.eos_ids(source, tokenizer)
     groups, engine, planner = build_rollout(config, model, ends, tokenizer, world)
+    streaming = None
+    if config.stream.policy != "off" and world.size > 1:
+        streaming = StreamTraining(config, engine, trainer, world, groups.by_size)
     stream = PromptStream(prompts, config.run.seed)
     policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
     step = 0
@@ -318,6 +298,8 @@ def build(config: Config, world: World, resume: bool) -> Run:
         trainer.load_state_dict(state["trainer"])
         stream.load_state_dict(state["stream"])
         planner.load_state_dict(state["planner"])
+        if streaming and "streaming" in state:
+            streaming.load_state_dict(state["streaming"])
         step = state["step"]
         policy.load_state_dict(state["policy"], prompts)
         waiting, places = len(policy.queue), (config.run.steps - step) * config.scheduler.num_prompts
@@ -341,7 +323,7 @@ def build(config: Config, world: World, resume: bool) -> Run:
         recorder.say(f"resumed from {checkpoints[-1]}" if checkpoints else f"no checkpoint in {folder}: starts afresh")
     if any(p.task == "code" for p in prompts + held_out):
         recorder.say(f"sandbox: {sandbox.isolation()}")
-    rooms = engine, trainer, pool, stream, policy, groups, planner
+    rooms = engine, trainer, pool, stream, policy, groups, planner, streaming
     return Run(config, world, folder, source, tokenizer, *rooms, held_out, recorder, step)
 
 
@@ -367,6 +349,7 @@ def save(run: Run) -> None:
         state = {"step": run.step, "trainer": trainer, "timeouts": run.pool.timeouts.state_dict()}
         state |= {"stream": run.stream.state_dict(), "policy": run.policy.state_dict()}
         state |= {"planner": run.planner.state_dict()}
+        state |= {"streaming": run.streaming.state_dict()} if run.streaming else {}
         keep = run.config.run.keep_checkpoints
         checkpoint.save_checkpoint(run.folder, run.step, run.trainer.model, run.source, state, keep)
     parallel.barrier(run.world)

@@ -5,9 +5,11 @@ reduces, divides and steps: the result is the gradient of the plain, unpacked, s
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +94,9 @@ class Trainer:
     ):
         self.model, self.config, self.loss, self.sampling, self.world = model, config, loss, sampling, world
         self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
-        self.params, self.learner = list(model.parameters()), model
+        self.params: list[Tensor] = list(model.parameters())
+        self.learner: Any = model
+        self.masters: list[Tensor]
         self.mesh = sharding.shard_mesh(world, config.shard) if config.shard > 1 else None
         if self.mesh:
             self.learner = sharding.shard_model(model, self.mesh)
@@ -111,6 +115,7 @@ class Trainer:
         self.host: list[tuple[Tensor, Tensor]] = []  # offloaded: (emptied tensor, its copy in host memory)
         self.num_updates = 0
         self.bad_updates = 0  # in a row
+        self.seconds, self.tokens = 0.0, 0  # in `accumulate`, since they were taken
         self._reset()
 
     def _reset(self) -> None:
@@ -129,11 +134,29 @@ class Trainer:
 
     def accumulate(self, examples: Sequence[Example]) -> None:
         """Add the gradient sums of `examples`, this rank's share. No update. Collective in a shard group, else not."""
+        start = time.perf_counter()
         for batch in self._batches(examples):
             if batch:
                 self._add_gradients(batch)
             else:
                 self._add_nothing()
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()  # so that the time is that of the work
+        self.seconds += time.perf_counter() - start
+        self.tokens += sum(e.num_tokens for e in examples)
+
+    def take_times(self) -> tuple[float, int]:
+        """Return the seconds and tokens of this rank's gradients since the last call."""
+        taken, self.seconds, self.tokens = (self.seconds, self.tokens), 0.0, 0
+        return taken
+
+    def agree(self, *flags: bool) -> list[bool]:
+        """Return which of the flags any rank of the shard group has up. Collective there."""
+        if not self.mesh:
+            return list(flags)
+        ups = torch.tensor(flags, dtype=torch.int32, device=self.world.device)
+        dist.all_reduce(ups, op=dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
+        return ups.bool().tolist()
 
     def _batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Return micro-batches, as many on each rank of a shard group: every forward gathers weights from all."""

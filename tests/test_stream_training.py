@@ -1,0 +1,326 @@
+"""Ranks that leave a round to train: the same tokens, the same gradient, the same training; nothing lost or doubled."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, FusedEngine
+from graders import share_of_digits
+from test_trainer import gradient
+
+import parallel
+import train
+from config import ConfigError, load_config
+from core import Prompt
+from data import PromptStream
+from loss import LOSSES, LossConfig
+from metrics import Clock, read_records
+from parallel import SampleStream, World
+from reward import GRADERS
+from rollout import Engine, RolloutConfig
+from sampling import SamplingConfig
+from sequence import Sequence
+from settings import Config, check_stream
+from stream_training import StreamedRound
+
+
+@pytest.fixture
+def settings(tiny_folder: Path, tmp_path: Path):
+    rows = [{"prompt": f"say {i}", "answer": str(i), "task": "match"} for i in range(48)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(folder: str, **overrides) -> list[str]:
+        values = {
+            "run.dir": tmp_path / folder,
+            "model.path": tiny_folder,
+            "data.train": tmp_path / "data.jsonl",
+            "run.steps": 3,
+            "run.eval_every": 0,
+            "data.eval_prompts": 2,
+            "scheduler.policy": "synchronous",
+            "scheduler.num_prompts": 8,
+            "scheduler.num_responses": 4,
+            "scheduler.window_iterations": 8,
+            "rollout.max_prompt_tokens": 16,
+            "rollout.max_response_tokens": 160,  # half of a random model's responses run to it
+            "rollout.kv_gib": 0.02,
+            "rollout.page_size": 8,
+            "trainer.lr": 1e-3,
+            "trainer.tokens_per_microbatch": 256,
+            "reward.num_workers": 1,
+            "stream.policy": "fixed",
+            "stream.fixed_share": 0.2,
+        } | {key.replace("__", "."): value for key, value in overrides.items()}
+        return [f"--{key}={value}" for key, value in values.items()]
+
+    return make
+
+
+def steps_of(folder: Path) -> list[dict]:
+    return [r for r in read_records(folder / "steps.jsonl") if r["step"]]
+
+
+def make_tail() -> None:
+    """Give responses the lengths of a long tail, grades at once, and time to those who train beside a tiny model."""
+    GRADERS["match"], add, send = share_of_digits, Engine.add, StreamedRound._send
+
+    def add_with_length(engine: Engine, sequence: Sequence) -> None:
+        _, prompt, response = sequence.id
+        sequence.max_new_tokens = 150 if prompt % 8 == 5 else 5 + (prompt * 7 + response * 5) % 40
+        sequence.ignore_eos = True
+        add(engine, sequence)
+
+    Engine.add = add_with_length
+    StreamedRound._send = lambda *args: (send(*args), time.sleep(0.02))
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------------
+
+
+def streamed_gradients(world: World, settings: list[str]) -> None:
+    """For every loss: stream a round, and learn the same groups again without what was streamed."""
+    config = load_config(Config, None, settings)
+    Path(config.run.dir).mkdir(exist_ok=True)
+    run, seen, take, arrived = train.build(config, world, resume=False), [], SampleStream.take, []
+    SampleStream.take = lambda *args: arrived.append(take(*args)) or arrived[-1]
+    run.trainer._step = lambda lr: seen.append(gradient(run.trainer).clone())
+    with run.pool:
+        for name in LOSSES:
+            run.trainer.loss = LossConfig(name=name, kl_coef=0.1)
+            plan = run.policy.plan(run.stream.take, 9)
+            streaming = run.streaming.begin(plan)
+            groups, current = train.roll_out(run, plan, run.policy, Clock(), streaming)
+            run.policy.close(current.aborted)
+            done, record = streaming.settle(groups)
+            assert record["samples"] == len(done) > 8, record
+            own = streaming.came.trained
+            assert own <= done and bool(own) == (world.rank >= world.size // 2)
+            assert any(map(any, arrived)) == bool(own), "some were ready before the scale-down, some came later"
+            arrived.clear()
+            advantages = train.group_advantages(groups, config)
+            streamed = train.learn(run.trainer, groups, advantages, config, done)[0]
+            plain = train.learn(run.trainer, groups, advantages, config)[0]
+            mine, expected = seen[-2:]
+            assert expected.norm() > 1e-3
+            assert (mine - expected).norm() / expected.norm() < 1e-6, name
+            for key in ("loss", "entropy", "kl", "trained_tokens", "clip_fraction"):
+                assert streamed[key] == pytest.approx(plain[key], rel=1e-5, abs=1e-7), (name, key)
+            assert streamed["kl"] == 0 or streamed["trained_tokens"] > 0
+    assert len(seen) == 2 * len(LOSSES)
+    SampleStream.take = take
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------
+
+
+def train_all(world: World, runs: list[list[str]]) -> None:
+    for settings in runs:
+        config = load_config(Config, None, settings)
+        Path(config.run.dir).mkdir(exist_ok=True)
+        train.train(config, world, resume=False)
+
+
+def check_ranks(world: World, settings: list[str], runs: list[list[str]]) -> None:
+    make_tail()
+    streamed_gradients(world, settings)
+    train_all(world, runs)
+
+
+def trained(folder: Path) -> list[list[tuple]]:
+    """Return (name, tokens, reward) of every trained sample, step by step."""
+    steps = []
+    for path in sorted((folder / "rollouts").glob("*.jsonl")):
+        rows = [json.loads(line) for line in path.open()]
+        steps.append(
+            sorted(
+                (row["epoch"], row["prompt"]["index"], i, s["token_ids"], r["value"])
+                for row in rows
+                for i, (s, r) in enumerate(zip(row["samples"], row["rewards"]))
+            )
+        )
+    return steps
+
+
+@pytest.mark.parametrize(
+    "ranks, variants",
+    [(2, [{}]), (4, [{"trainer__shard": 2}, {"rollout__tensor_parallel": 2, "stream__policy": "paper"}])],
+)
+def test_gradients_and_training_are_those_of_the_plain_run(run_ranks, settings, tmp_path, ranks: int, variants) -> None:
+    whole = dict(run__steps=10, run__dump_rollouts="true", log__trace="true")
+    runs = [settings(f"run{i}", **whole, **variant) for i, variant in enumerate(variants)]
+    runs.append(settings("plain", **whole, stream__policy="off"))
+    run_ranks(ranks, check_ranks, settings("gradients", loss__kl_coef=0.1, **variants[0]), runs)
+    plain = steps_of(tmp_path / "plain")
+    assert any(abs(record["train"]["loss"]) > 1e-3 for record in plain)
+    assert not any("stream" in record["round"] for record in plain)
+    for i in range(len(variants)):
+        assert trained(tmp_path / f"run{i}") == trained(tmp_path / "plain")
+        records = steps_of(tmp_path / f"run{i}")
+        assert sum(record["round"]["stream"]["samples"] > 0 for record in records) > 5
+        assert sum(record["round"]["migrated"] for record in records) > 10
+        for mine, theirs in zip(records, plain, strict=True):
+            assert (mine["reward"], mine["tokens"]) == (theirs["reward"], theirs["tokens"])
+            for name in ("loss", "grad_norm", "entropy"):
+                assert mine["train"][name] == pytest.approx(theirs["train"][name], abs=1e-5), name
+            assert mine["train"]["logprob_diff_max"] < 1e-4
+        check_record(next(r for r in records if r["round"]["stream"]["samples"]))
+        names = {
+            (e["tid"], e["name"]) for e in json.loads((tmp_path / f"run{i}" / "trace.json").read_text()) if "tid" in e
+        }
+        last = 1 if ranks == 2 or i else 3
+        assert (last, "stream_train") in names and (0, "stream_train") not in names
+
+
+def check_record(record: dict) -> None:
+    stream = record["round"]["stream"]
+    assert 0 < stream["samples"] < record["samples"] and 0 < stream["tokens"]
+    assert stream["projected"]["replicas"] * 2 in (2, 4) and 0.2 <= stream["projected"]["at"] < 1
+    assert stream["projected"]["peak_tokens"] > 0 and stream["true"]["peak_tokens"] > 0
+    assert stream["train_seconds"] > 0 and stream["wait_seconds"] >= 0
+    assert 0 < stream["switch_seconds"] < stream["true"]["rest_seconds"] < record["seconds"]["rollout"]
+    assert stream["true"]["trained_seconds"] == pytest.approx(stream["train_seconds"] / 2)
+
+
+# ---- the freed memory --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Engine, FusedEngine])
+def test_an_engine_without_memory_takes_it_again(tiny_model, kind: type[Engine]) -> None:
+    engine = kind(
+        tiny_model, RolloutConfig(max_prompt_tokens=8, max_response_tokens=8, kv_gib=0.001), SamplingConfig(), []
+    )
+    [[before]] = engine.generate([[5, 6, 7]], max_new_tokens=8)
+    engine.free_memory()
+    assert engine.memory is None and engine.pool is None
+    [[after]] = engine.generate([[5, 6, 7]], max_new_tokens=8)
+    assert after.token_ids == before.token_ids
+    engine.add(Sequence(0, 0, 0, (5, 6, 7), 0, 8))
+    with pytest.raises(AssertionError, match="have their pages"):
+        engine.free_memory()
+
+
+# ---- the stream --------------------------------------------------------------------------------------------------
+
+
+def use_stream(world: World) -> None:
+    """Rank 0 feeds rank 1, twice; then rank 2 goes, and rank 1 stops to listen."""
+    stream = SampleStream(world, 1.0, in_flight=3)
+    for _ in range(2):
+        if world.rank == 0:
+            stream.open_to([1, 2])
+            for i in range(200):
+                while not stream.send(1, (i, b"x" * 1000 * (i % 7))):
+                    time.sleep(0.001)
+            stream.close()
+        else:
+            stream.open_from(0)
+            got = []
+            while not stream.is_over:
+                got += stream.take(0.01)
+            stream.close()
+            got += stream.take()
+            assert [(i, len(data)) for i, data in got] == [(i, 1000 * (i % 7)) for i in range(200) if world.rank == 1]
+    parallel.barrier(world)
+    if world.rank == 2:
+        os._exit(0)
+    if world.rank == 1:
+        stream.open_from(2)
+        with pytest.raises(ConnectionError, match="rank 1 waited for rank 2 to send samples or the end.* and lost it"):
+            stream.close()
+        time.sleep(2.5)
+        os._exit(0)
+    stream.open_to([1])
+    assert [stream.send(1, i) for i in range(5)] == [True] * 3 + [False] * 2, "nobody takes any"
+    with pytest.raises(TimeoutError, match="rank 0 waited 1 s for rank 1 to acknowledge samples"):
+        while True:
+            stream.send(1, 0)
+            time.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        stream.close()
+    os._exit(0)
+
+
+def test_a_stream_keeps_order_and_bounds_and_says_who_is_missing(run_ranks) -> None:
+    run_ranks(3, use_stream)
+
+
+# ---- killed ranks ------------------------------------------------------------------------------------------------
+
+KILLS = """
+import os, signal, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import train, test_stream_training
+from stream_training import StreamedRound
+test_stream_training.make_tail()
+
+def kill_in(name, rank, version):
+    method = getattr(StreamedRound, name)
+    def killed(self, *args):
+        flag = {folder!r} + "/" + name
+        if (self.world.rank, self.run.engine.version) == (rank, version) and not os.path.exists(flag):
+            open(flag, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args)
+    setattr(StreamedRound, name, killed)
+
+kill_in("_take_chunk", 1, 1) # in step 2, with no checkpoint yet: the rank that trains, while it streams
+kill_in("_send", 0, 3)  # in step 4: the rank that decodes
+if __name__ == "__main__":
+    sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_ranks_killed_while_streaming_are_restarted_and_lose_nothing(run_ranks, settings, tmp_path) -> None:
+    whole = dict(run__steps=4, run__checkpoint_every=2, run__dump_rollouts="true")
+    script = tmp_path / "killed.py"
+    script.write_text(KILLS.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(tmp_path)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2"]
+    done = subprocess.run(
+        [*command, str(script), *settings("killed", **whole), "--resume"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "_take_chunk").exists() and (tmp_path / "_send").exists()
+    assert "starts afresh" in done.stdout and "resumed from" in done.stdout and "step_000002" in done.stdout
+    names = [[row[:2] for row in step if row[2] == 0] for step in trained(tmp_path / "killed")]
+    assert [len(step) for step in names] == [8] * 4
+    stream = PromptStream([Prompt(i, (i,), "", "", "") for i in range(46)], seed=0)
+    assert Counter(sum(names, [])) == Counter((epoch, prompt.index) for epoch, prompt in stream.take(32))
+    assert [r["step"] for r in steps_of(tmp_path / "killed")] == [1, 2, 3, 4]
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ranks, overrides, message",
+    [
+        (2, ["trainer.updates_per_step=2"], "trainer.updates_per_step = 2 changes them in between; take 1"),
+        (2, ["loss.advantage=reinforce_baseline"], "needs all of them; take one of grpo, dr_grpo, rloo"),
+        (2, ["scheduler.dynamic_sampling=true"], "may still drop a group"),
+        (2, ["stream.first=0.6"], "stream.first = 0.6 is over stream.last = 0.5"),
+        (2, ["trainer.shard=2"], "2 ranks with rollout.tensor_parallel = 1 and trainer.shard = 2 have no two halves"),
+        (4, ["rollout.tensor_parallel=4"], "4 ranks with rollout.tensor_parallel = 4"),
+        (6, ["trainer.shard=2"], "have no two halves of whole groups"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(ranks: int, overrides: list[str], message: str) -> None:
+    streams = load_config(Config, None, [f"--{o}" for o in (*overrides, "stream.policy=estimate")])
+    with pytest.raises(ConfigError, match=message):
+        check_stream(streams, ranks)
+    check_stream(replace(streams, stream=replace(streams.stream, policy="off")), ranks)
+
+
+def test_what_can_be_streamed_is_not_refused() -> None:
+    for ranks, overrides in ((1, []), (2, []), (5, []), (4, ["trainer.shard=2"]), (8, ["rollout.tensor_parallel=4"])):
+        check_stream(load_config(Config, None, [f"--{o}" for o in (*overrides, "stream.policy=paper")]), ranks)
