@@ -464,7 +464,9 @@ class Graders:
 
     def __init__(self, pool: RewardPool, judge: Judge | None):
         self.pool, self.judge = pool, judge
-        self.parts: list[Any] = [judge, pool] if judge else [pool]  # the pool's processes go on while the judge computes
+        self.parts: list[Any] = (
+            [judge, pool] if judge else [pool]
+        )  # the pool's processes go on while the judge computes
 
     def __enter__(self) -> "Graders":
         return self

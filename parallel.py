@@ -121,7 +121,7 @@ def _gather_bytes(world: World, data: bytes, size: int) -> list[memoryview]:
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     parts = [torch.empty_like(own) for _ in range(world.size)]
     dist.all_gather(parts, own, group=world.objects)
-    return [memoryview(part.numpy()) for part in parts]
+    return [part.numpy().data for part in parts]
 
 
 def broadcast_object(world: World, value: Any) -> Any:
@@ -193,13 +193,18 @@ class SampleStream:
 
     def open_to(self, targets: Sequence[int]) -> None:
         """Begin to feed the ranks `targets`."""
-        self.targets, self.sent, self.arrived = targets, Counter(), Counter()  # the thread alone counts `arrived`
+        self.targets, self.sent, self.arrived = (
+            targets,
+            Counter[int](),
+            Counter[int](),
+        )  # the thread alone counts `arrived`
         self.outbox: queue.SimpleQueue | None = queue.SimpleQueue()
         self._start(self._feed)
 
     def open_from(self, source: int) -> None:
         """Begin to be fed by the rank `source`."""
-        self.outbox, self.inbox, self.is_over = None, queue.SimpleQueue(), False
+        self.outbox, self.is_over = None, False
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._start(self._receive, source)
 
     def _start(self, work: Any, *args: Any) -> None:
@@ -265,7 +270,7 @@ class SampleStream:
                 if int(size) != self.END:
                     data = torch.empty(int(size), dtype=torch.uint8)
                     dist.recv(data, source, self.group)
-                    self.inbox.put(pickle.loads(memoryview(data.numpy())))
+                    self.inbox.put(pickle.loads(data.numpy().data))
                 dist.send(size, source, self.group)
             except RuntimeError as error:
                 self.error = self._explain(error, source, "send samples or the end of the rollout")

@@ -39,7 +39,7 @@ from jobs import Job, JobQueue, PoolStats
 from timeouts import AdaptiveTimeouts, CasePlan
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
-Grader = Callable[[str, str, dict], float]  # (response, answer, every field of the data row) -> reward
+Grader = Callable[[str, str, dict], float | Reward]  # (response, answer, every field of the data row) -> reward
 
 
 @dataclass(frozen=True)
@@ -567,7 +567,7 @@ class _Client:
 
 
 # A grader in INLINE is called in the trainer's process; all others may hang or crash.
-GRADERS: dict[str, Callable[..., float | Reward]] = {
+GRADERS: dict[str, Grader] = {
     "match": exact_match,
     "hailstone": hailstone,
     "reverse_add": reverse_add,

@@ -56,8 +56,7 @@ class Engine:
         check_options(config, "rollout")
         check_options(sampling, "sampling")
         self.config, self.sampling, self.tokenizer = config, sampling, tokenizer
-        self.version = 0  # of the weights, stamped on finished samples
-        self.stats = EngineStats()
+        self.version, self.stats = 0, EngineStats()  # the version is the weights', stamped on finished samples
         self.waiting: deque[Sequence] = deque()
         self.prefills: dict[tuple[int, ...], Prefill] = {}  # by context, in order of admission
         self.running: list[Sequence] = []
