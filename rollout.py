@@ -183,17 +183,17 @@ class Engine:
         self.pages = Pages(self.num_pages[size], self.config.page_size, dense=not self.graphs)
         self._take_memory()
 
+    @torch.inference_mode(False)  # what is made inside could not be changed outside
     def _take_memory(self) -> None:
         """Have memory for the pages, the old if it was not given back, and give it their shape."""
-        shape, dtype = self.weights.shape, self.weights.model.embed.weight.dtype
+        shape = self.weights.shape
         if self.memory is None:
-            self.memory = torch.zeros(self.memory_size, dtype=dtype, device=self.device)
-            if self.graphs and self.memory.data_ptr() != self.address:
+            self.memory = torch.zeros(self.memory_size, dtype=self.bias.dtype, device=self.device)
+            before, self.address = self.address, self.memory.data_ptr()
+            if self.graphs and self.address != before:
                 self.graphs.clear()  # they hold the address
-            self.address = self.memory.data_ptr()
-        # One tensor, so that a page moves with one copy: [layers, k|v, pages, K, page, D]
-        heads, page = self.weights.split.num_kv_heads, self.config.page_size
-        pool_shape = (shape.num_layers, 2, self.pages.size, heads, page, shape.head_dim)
+        page = self.weights.split.num_kv_heads, self.config.page_size, shape.head_dim
+        pool_shape = (shape.num_layers, 2, self.pages.size, *page)  # one tensor, so that a page moves with one copy
         self.pool = self.memory[: math.prod(pool_shape)].view(pool_shape)
 
     def free_memory(self) -> None:

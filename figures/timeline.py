@@ -35,6 +35,8 @@ COLORS = {  # of a trace's spans; those that enclose others are left out
     "hand_over": ("#6a4c93", "hand-over, exchange"),
     "exchange": ("#6a4c93", "hand-over, exchange"),
     "reward": ("#8d6a4f", "reward"),
+    "stream_train": ("#b5d99c", "train what is complete"),
+    "stream_wait": ("#d9d9d9", "wait for complete groups"),
     "train": ("#66a182", "train"),
     "sync": ("#66a182", "train"),
 }
@@ -74,7 +76,7 @@ def draw(timelines: dict[str, list[Span]], path: Path, caption: str) -> None:
         end = max(e for _, _, _, e, _ in spans)
         for step in sorted({span[4] for span in spans}):
             axes.axvline(min(s for _, _, s, _, n in spans if n == step), color="0.2", linewidth=0.8)
-        busy = sum(e - s for _, n, s, e, _ in spans if n not in ("idle", "window_wait")) / (end * count)
+        busy = sum(e - s for _, n, s, e, _ in spans if n not in ("idle", "window_wait", "stream_wait")) / (end * count)
         axes.set(title=f"{title}: {end:.1f} s, replicas busy {busy:.0%}", ylim=(count - 0.4, -0.6))
         axes.set(yticks=range(count), yticklabels=[f"replica {r}" for r in range(count)])
         axes.grid(False)

@@ -101,6 +101,19 @@ def test_tail_batching_on_the_smallest_shape(tmp_path: Path) -> None:
     assert done.stdout.count("4/1") == 3  # task and trace: eta on both; trace: on prompts
 
 
+def test_stream_training_on_the_smallest_shape(tmp_path: Path) -> None:
+    spans = tmp_path / "spans.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "stream.py"), "--shape", "nano", "--ranks", "2"]
+    command += ["--rounds", "1", "--spans", str(spans)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < metrics["gradient_rel_error"] < 1e-6, "nothing was streamed, or not exactly"
+    assert metrics["samples_lost"] == 0 and metrics["speedup_adaptive_ours"] > 0
+    names = [{(rank, name) for rank, name, *_ in track} for track in json.loads(spans.read_text()).values()]
+    assert (1, "stream_train") in names[1] - names[0] and (0, "stream_train") not in names[1]
+
+
 def test_lengths_are_shaped_like_the_papers(tail_batching: ModuleType) -> None:
     trace = tail_batching.Trace(100)
     lengths = sorted(trace.length((0, p, r)) for p in range(400) for r in range(8))

@@ -25,16 +25,17 @@ def load(monkeypatch: pytest.MonkeyPatch):
         return module
 
     yield load
-    sys.modules.pop("runs", None)
+    for name in ("runs", "timeline"):
+        sys.modules.pop(name, None)
 
 
 def committed(name: str):
     return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["accuracy", "bias", "timeline"])
+@pytest.mark.parametrize("name", ["accuracy", "bias", "timeline", "stream"])
 def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
-    caption = ("caption",) if name == "timeline" else ()
+    caption = ("caption",) if name in ("timeline", "stream") else ()
     load(name).draw(committed(name), tmp_path / "out.png", *caption)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 

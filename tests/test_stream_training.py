@@ -200,7 +200,11 @@ def test_an_engine_without_memory_takes_it_again(tiny_model, kind: type[Engine])
     assert engine.memory is None and engine.pool is None
     [[after]] = engine.generate([[5, 6, 7]], max_new_tokens=8)
     assert after.token_ids == before.token_ids
-    engine.add(Sequence(0, 0, 0, (5, 6, 7), 0, 8))
+    engine.free_memory()
+    for i in range(3):
+        engine.add(Sequence(i, 0, 0, (5, 6, 7 + i), 0, 8, ignore_eos=True))
+    engine.step()  # in inference mode
+    assert len(engine.export([(0, 0, 0)])) == 1, "its pages' places are filled, outside of that mode"
     with pytest.raises(AssertionError, match="have their pages"):
         engine.free_memory()
 

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from placement import Placement
-from streaming import Progress, StreamConfig, StreamPolicy
+from streaming import DecodeTimes, Progress, StreamConfig, StreamPolicy
 
 
 class Flat:
@@ -90,6 +90,31 @@ def test_fixed_and_off() -> None:
     assert policy("off").observe(progress(0.3)) is None
     fixed = policy("fixed", Flat(capacity=1))
     assert fixed.observe(progress(0.29)) is None and fixed.observe(progress(0.9)).replicas == 2
+
+
+def test_without_lengths_the_estimate_does_not_guess() -> None:
+    assert policy("estimate", Flat(), history=[]).observe(progress(0.3)) is None
+    assert policy("paper", Flat(), history=[]).observe(progress(0.3))
+
+
+def test_times_are_those_of_the_windows_and_what_lies_between() -> None:
+    times = DecodeTimes(100)
+    assert times.decode(4, 100) == 0
+    for rows, context in ((1, 50), (4, 100), (8, 900), (16, 300)):
+        times.observe(rows, context, 2 + 0.5 * rows + 0.01 * context)
+    assert times.decode(6, 200, 3) == pytest.approx(3 * (2 + 3 + 2))
+    again = DecodeTimes(100, list(times.windows))
+    assert again.decode(6, 200) == times.decode(6, 200)
+    times.observe(6, 200, 70.0)
+    assert times.decode(6, 200) > again.decode(6, 200)
+
+
+def test_a_policy_goes_on_from_its_state() -> None:
+    first, second = policy(history=[5, 20, 40]), policy(history=[])
+    first.switch = 0.7
+    second.load_state_dict(first.state_dict())
+    assert second.expected(10) == 30 and second.switch == 0.7
+    assert second.observe(progress(0.3)) == first.observe(progress(0.3))
 
 
 def test_shrinking_a_placement_moves_every_sequence_of_those_that_leave() -> None:

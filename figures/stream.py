@@ -1,0 +1,27 @@
+"""One long round, with all ranks decoding to its end and with half of them leaving to train: when each did what.
+
+python figures/stream.py           runs benchmarks/stream.py --quick on 4 ranks (minutes), then draws
+python figures/stream.py --draw    draws again from figures/stream.json
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from timeline import draw
+
+HERE = Path(__file__).parent
+DATA = HERE / "stream.json"
+
+
+def main() -> None:
+    if "--draw" not in sys.argv[1:]:
+        script = HERE.parent / "benchmarks" / "stream.py"
+        subprocess.run([sys.executable, str(script), "--quick", "--spans", str(DATA)], check=True)
+    caption = "python figures/stream.py: given lengths, 4 ranks of one thread, a step of 16 x 8 samples"
+    draw(json.loads(DATA.read_text(encoding="utf-8")), HERE / "stream.png", caption)
+
+
+if __name__ == "__main__":
+    main()
