@@ -51,52 +51,57 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
     clock = clock or Clock(config.log.trace)
     with clock.span("start"):
         run = build(config, world, resume)
-    engine, trainer, recorder = run.engine, run.trainer, run.recorder
     with run.pool, StopSignal() as stop:
         if run.step == 0:
             before = evaluate(run, clock)
-            recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
-            recorder.evaluation(0, before)
+            run.recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
+            run.recorder.evaluation(0, before)
         stopping = stop.agreed(world)
         while run.step < config.run.steps and not stopping:
-            start, clock.step = time.perf_counter(), run.step + 1
-            done: set[SampleId] = set()  # trained while the rollout went on
-            if config.run.replay:
-                played = {}
-                with clock.span("rollout"):
-                    groups = load_groups(Path(config.run.replay), run.step + 1)
-            else:
-                plan = run.policy.plan(run.stream.take, config.run.steps - run.step)
-                regroup(run, plan, clock)
-                streaming = run.streaming.begin(plan) if run.streaming else None
-                groups, current = roll_out(run, plan, run.policy, clock, streaming)
-                tokens = run.policy.race.tokens | current.aborted  # of all launched responses
-                played = asdict(run.policy.close(current.aborted)) | current.record
-                if streaming:
-                    done, played["stream"] = streaming.settle(groups)
-            with clock.span("train"):
-                advantages = group_advantages(groups, config)
-                updates = learn(trainer, groups, advantages, config, done)
-            with clock.span("sync"):
-                run.step += 1
-                engine.load_weights(trainer.model, run.step)
-            record = step_record(run, groups, played, updates, clock, time.perf_counter() - start)
-            if run.choice:
-                record["planner"] = close_round(run, plan.kind, tuple(tokens.values()), record)
-
+            record = take_step(run, clock)
             is_last = run.step == config.run.steps
-            if config.run.dump_rollouts and world.is_main:
-                dump_groups(run.folder / "rollouts", run.step, groups, advantages)
             if is_last or due(run.step, config.run.eval_every):
                 with clock.span("evaluate"):
                     record["eval"] = evaluate(run, clock)
-            recorder.write(record)
-            recorder.step(record)
+            run.recorder.write(record)
+            run.recorder.step(record)
             stopping = stop.agreed(world)
             if is_last or stopping or due(run.step, config.run.checkpoint_every):
                 with clock.span("checkpoint"):
                     save(run)
-    recorder.finish(run.folder, run.step, config.run.steps)
+    run.recorder.finish(run.folder, run.step, config.run.steps)
+
+
+def take_step(run: "Run", clock: Clock) -> dict[str, Any]:
+    """Play a round, learn from it, sync the weights; return the record of the step. Collective."""
+    config, start = run.config, time.perf_counter()
+    clock.step = run.step + 1
+    done: set[SampleId] = set()  # trained while the rollout went on
+    if config.run.replay:
+        plan, played = None, {}
+        with clock.span("rollout"):
+            groups = load_groups(Path(config.run.replay), run.step + 1)
+    else:
+        plan = run.policy.plan(run.stream.take, config.run.steps - run.step)
+        regroup(run, plan, clock)
+        streaming = run.streaming.begin(plan) if run.streaming else None
+        groups, current = roll_out(run, plan, run.policy, clock, streaming)
+        tokens = run.policy.race.tokens | current.aborted  # of all launched responses
+        played = asdict(run.policy.close(current.aborted)) | current.record
+        if streaming:
+            done, played["stream"] = streaming.settle(groups)
+    with clock.span("train"):
+        advantages = group_advantages(groups, config)
+        updates = learn(run.trainer, groups, advantages, config, done)
+    with clock.span("sync"):
+        run.step += 1
+        run.engine.load_weights(run.trainer.model, run.step)
+    record = step_record(run, groups, played, updates, clock, time.perf_counter() - start)
+    if plan:
+        record["planner"] = close_round(run, plan.kind, tuple(tokens.values()), record)
+    if config.run.dump_rollouts and run.world.is_main:
+        dump_groups(run.folder / "rollouts", run.step, groups, advantages)
+    return record
 
 
 # ---- pieces of one step ------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -40,11 +40,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 from tail_batching import PERIOD, SHAPES, Shape, TraceEngine, build_engine, in_turn  # noqa: E402
+from texts import Scripted, program  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from core import Prompt, Reward, SampleId  # noqa: E402
-from judge import Graders, JudgeConfig, JudgeModel, open_graders  # noqa: E402
+from core import Prompt, SampleId  # noqa: E402
+from judge import JudgeConfig, JudgeModel, open_graders  # noqa: E402
 from metrics import Clock  # noqa: E402
 from parallel import World  # noqa: E402
 from reward import RewardConfig  # noqa: E402
@@ -59,48 +60,11 @@ from warm_start import WarmStartConfig, byte_tokenizer, make_model  # noqa: E402
 
 WORLD = World(0, 1, torch.device("cpu"))
 TOKENIZER = byte_tokenizer()
-ENDLESS = "sum(iter(int, 1))"
-SHARE_ENDLESS = 0.05
 FIXED = RewardConfig(num_workers=1, case_factor=0.0, case_min_seconds=0.1, case_max_seconds=1.0)
 ADAPTIVE = replace(FIXED, case_factor=RewardConfig.case_factor)
 
 
 # ---- contenders --------------------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """A contender's graders. They get given texts, for random weights write nothing; `late`, only when all is known."""
-
-    def __init__(self, graders: Graders, text: Any, late: bool):
-        self.graders, self.text, self.late = graders, text, late
-        self.held: list[tuple] = []
-
-    def submit(self, key: SampleId, task: str, response: str, answer: str, row: dict) -> None:
-        self.held.append((key, task, self.text(key, row), answer, row))
-        if not self.late:
-            self._release()
-
-    def _release(self) -> None:
-        for arguments in self.held:
-            self.graders.submit(*arguments)
-        self.held = []
-
-    def poll(self) -> list[tuple[Hashable, Reward]]:
-        return self.graders.poll()
-
-    def forget(self, keep: Iterable[Hashable]) -> None:
-        keep = set(keep)
-        self.held = [arguments for arguments in self.held if arguments[0] in keep]
-        self.graders.forget(keep)
-
-    def drain(self) -> list[tuple[Hashable, Reward]]:
-        self._release()
-        return self.graders.drain()
-
-    def settle(self) -> None:
-        """Wait for what nobody wants any more and yet runs: else it would run in the next contender's turn."""
-        while any(self.graders.pool._jobs._running.values()):
-            time.sleep(0.002)
 
 
 @dataclass
@@ -115,12 +79,6 @@ class Contender:
 
     def mean(self, value: str) -> float:
         return statistics.mean(stage.get(value, 0.0) for stage in self.stages)
-
-
-def program(key: SampleId, row: dict) -> str:
-    """Return the program that the trace has for this sample."""
-    rng, task = Random(f"program {key}"), TASKS["expression"]
-    return ENDLESS if rng.random() < SHARE_ENDLESS else task.slip(task.solution(row["number"]), rng, rng.choice((0, 1)))
 
 
 class Prompts:

@@ -15,5 +15,8 @@ def has_many_digits(response: str, answer: str, row: dict) -> float:
     return float(sum(c.isdigit() for c in response) > 2)
 
 
-def always_raises(response: str, answer: str, row: dict) -> float:
-    raise RuntimeError("no grade today")
+def raises(response: str, answer: str, row: dict) -> float:
+    """Passes the trial before the start, which grades the answer itself."""
+    if response != answer:
+        raise RuntimeError("no grade today")
+    return 1.0

@@ -186,7 +186,7 @@ def test_dynamic_sampling_does_not_depend_on_how_fast_graders_are(settings, torc
 
 
 def test_dynamic_sampling_that_finds_nothing_says_so_and_goes_on(settings, tmp_path, capfd):
-    overrides = dict(scheduler__dynamic_sampling="true", scheduler__max_draws=2, data__task=f"{GRADERS}:always_raises")
+    overrides = dict(scheduler__dynamic_sampling="true", scheduler__max_draws=2, data__task=f"{GRADERS}:raises")
     assert train.main(settings(run__steps=2, **overrides)) == 0
     for record in steps_of(tmp_path / "run"):
         assert record["samples"] == 16 and (record["round"]["prompts"], record["round"]["padded"]) == (8, 4)
@@ -325,7 +325,7 @@ def test_every_choice_runs(settings, tmp_path, overrides):
 
 
 def test_a_reward_that_raises_counts_zero_and_is_reported(settings, tmp_path, capfd):
-    assert train.main(settings(run__steps=1, data__task=f"{GRADERS}:always_raises")) == 0
+    assert train.main(settings(run__steps=1, data__task=f"{GRADERS}:raises")) == 0
     record = steps_of(tmp_path / "run")[0]
     assert record["reward"] == 0 and record["reward_errors"] == 16
     text = capfd.readouterr().out

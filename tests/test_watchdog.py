@@ -88,8 +88,9 @@ def test_a_process_alone_has_no_watchdog(tmp_path) -> None:
 
 def test_a_stopped_rank_ends_the_run_in_one_clear_error(tmp_path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["--shutdown-timeout=1", str(ROOT / "train.py"), "--config", str(ROOT / "configs" / "tiny.toml")]
+    command += [str(ROOT / "train.py"), "--config", str(ROOT / "configs" / "tiny.toml")]
     command += ["--warm_start.steps=0", "--run.steps=1000", "--data.eval_prompts=0", "--run.timeout_seconds=4"]
+    command += ["--scheduler.num_prompts=4", "--rollout.max_response_tokens=32"]
     run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     records = tmp_path / "runs" / "tiny" / "steps.jsonl"
     deadline = time.monotonic() + 60
@@ -99,7 +100,11 @@ def test_a_stopped_rank_ends_the_run_in_one_clear_error(tmp_path) -> None:
     ranks = {p: Path(f"/proc/{p}/environ").read_bytes().split(b"\0") for p in children}
     stopped = next(int(p) for p, variables in ranks.items() if b"RANK=1" in variables)
     os.kill(stopped, signal.SIGSTOP)
-    said, _ = run.communicate(timeout=60)
+    said = ""
+    while "error: rank 0" not in said and (line := run.stdout.readline()):
+        said += line
+    os.kill(stopped, signal.SIGKILL)  # torchrun would give it 30 s
+    said += run.communicate(timeout=60)[0]
     assert run.returncode == 1
     assert "for ranks [1], which show no life" in said and "error: rank 0 lost the others in" in said
     assert "Traceback (most recent call last)" not in said.split("error: rank 0")[0]

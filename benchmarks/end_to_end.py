@@ -1,0 +1,223 @@
+"""The whole system, really run: parts are added one by one, and all contenders take turns step by step in one run.
+
+    python benchmarks/end_to_end.py [--quick] [--ranks 4]
+
+synchronous         every step waits for its longest response; grading starts when the last has ended
++ tail batching     short rounds that race, a queue, long rounds; eta 1.25 on both
++ reward scheduler  responses are graded as they end, with time limits that adapt
++ planner           the tensor-parallel size of each round, by the rule `predict` and a profile measured here
++ stream trainer    half of the replicas leave long rounds to train, when that is projected to pay
+
+Ranks have one thread each and take the steps of train.py: rounds, grading in the sandbox, gradients, update, sync.
+Responses have given lengths, shaped like the paper's (tail_batching.py), and given texts: programs of the expression
+task, 5 % of which never end (limits 0.1 to 1 s, for steps take seconds). All contenders train the same prompts, and
+equally many samples. `speedup_all` is step time of the first over that of the last, all steps together.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tail_batching import PERIOD, ROOT, Trace, TraceEngine, in_turn, progress_bar
+from texts import Scripted, program
+
+import parallel
+import train
+from config import load_config
+from metrics import Clock
+from parallel import Groups, World
+from planner import Profile
+from profiler import measure
+from settings import Config, profile_conditions, profile_path
+from warm_start import WarmStartConfig, make_model
+
+# The name, the settings it adds to those before it, whether grading waits for the last response.
+PARTS = (
+    ("synchronous", {"scheduler.policy": "synchronous", "reward.case_factor": 0}, True),
+    ("+ tail batching", {"scheduler.policy": "tail_batching"}, True),
+    ("+ reward scheduler", {"reward.case_factor": 1.5}, False),
+    ("+ planner", {"planner.rule": "predict"}, False),
+    ("+ stream trainer", {"stream.policy": "estimate"}, False),
+)
+PAPER = "the paper, cumulative: 7B 1.30, 2.01, 2.01, 2.03; 14B 1.48, 1.99, 2.02, 2.22; 32B 2.21, 2.48, 2.52, 2.56"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model and a step are."""
+
+    hidden: int
+    layers: int
+    median: int  # tokens of a response
+    prompts: int  # P0
+    responses: int  # R0
+
+
+SIZES = {"nano": Size(32, 1, 4, 4, 4), "small": Size(256, 4, 16, 8, 8)}
+
+
+@dataclass
+class Side:
+    """A contender."""
+
+    name: str
+    run: train.Run
+    seconds: list[float] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    trained: Counter = field(default_factory=Counter)  # prompts
+
+
+def settings(size: Size, folder: Path, index: int, periods: int) -> Config:
+    values: dict[str, Any] = {
+        "run.dir": folder / str(index),
+        "run.steps": periods * PERIOD,
+        "run.device": "cpu",
+        "run.dump_rollouts": "true",
+        "model.path": folder / "model",
+        "data.train": "expression",
+        "data.eval_prompts": 0,
+        "scheduler.num_prompts": size.prompts,
+        "scheduler.num_responses": size.responses,
+        "scheduler.window_iterations": 4,
+        "rollout.max_prompt_tokens": 64,
+        "rollout.max_response_tokens": Trace(size.median).limit,
+        "trainer.lr": 1e-5,
+        "trainer.tokens_per_microbatch": 1024,
+        "reward.num_workers": 1,
+        "reward.max_failures": 0,
+        "reward.case_min_seconds": 0.1,
+        "reward.case_max_seconds": 1.0,
+    }
+    for _, added, _ in PARTS[: index + 1]:
+        values |= added
+    return load_config(Config, None, [f"--{key}={value}" for key, value in values.items()])
+
+
+def profile(config: Config, world: World) -> None:
+    """Measure what the planner needs, as profiler.py does."""
+    model = train.checkpoint.load_model(config.model.path, world.device, torch.float32).requires_grad_(False)
+    sizes = train.rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
+    groups = Groups(world, sizes)
+    engine = train.Engine(model, config.rollout, config.sampling, (), parallel=groups[sizes[0]], sizes=sizes)
+    times = measure(engine, groups, world)
+    if world.is_main:
+        Profile(profile_conditions(config, model.shape, world.size, world.device), times).save(profile_path(config))
+    parallel.barrier(world)
+
+
+def make_sides(size: Size, folder: Path, periods: int, world: World, stack: ExitStack) -> list[Side]:
+    shape = WarmStartConfig(steps=0, hidden_size=size.hidden, num_layers=size.layers, num_heads=8, num_kv_heads=4)
+    make_model(shape, "expression", folder / "model", world)
+    profile(settings(size, folder, 0, periods), world)
+    TraceEngine.trace = Trace(size.median)
+    train.Engine = TraceEngine
+    sides = []
+    for index, (name, _, late) in enumerate(PARTS):
+        config = settings(size, folder, index, periods)
+        os.makedirs(config.run.dir, exist_ok=True)
+        run = train.build(config, world, resume=False)
+        run.recorder.bar.close()
+        stack.enter_context(run.pool)
+        run.pool = Scripted(run.pool, program, late)
+        sides.append(Side(name, run))
+    return sides
+
+
+def play(size: Size, periods: int, world: World) -> list[Side]:
+    """Let all contenders train `periods` periods, taking turns after every step."""
+    with ExitStack() as stack:
+        folder = Path(parallel.broadcast_object(world, stack.enter_context(tempfile.TemporaryDirectory())))
+        sides = make_sides(size, folder, periods, world, stack)
+        bar = stack.enter_context(progress_bar("end to end", periods * PERIOD * len(sides), world))
+        for turn in range(periods * PERIOD):
+            for side in in_turn(sides, turn):
+                bar.set_postfix_str(side.name)
+                parallel.barrier(world)
+                record = train.take_step(side.run, Clock())
+                side.run.pool.settle()
+                side.records.append(record)
+                side.seconds.append(max(parallel.gather_objects(world, record["seconds"]["step"])))
+                bar.update()
+        for side in sides if world.is_main else ():
+            for path in (side.run.folder / "rollouts").glob("*.jsonl"):
+                rows = map(json.loads, path.read_text().splitlines())
+                side.trained.update((row["epoch"], row["prompt"]["index"]) for row in rows)
+        parallel.barrier(world)  # before rank 0 removes the folder
+    return sides
+
+
+def report(sides: list[Side], title: str) -> dict[str, Any]:
+    base, steps = sides[0], len(sides[0].seconds)
+    print(f"\n{title}; {steps} steps each; seconds of a step, means; in brackets the periods' least and most")
+    print(f"{'':20} step s  rollout  of it rewards   train   times as fast         over the part before")
+    speedups: list[float] = []
+    for side, before in zip(sides, (base, *sides)):
+        mean = {
+            k: statistics.mean(r["seconds"].get(k, 0.0) for r in side.records) for k in ("rollout", "reward", "train")
+        }
+        faster = sum(base.seconds) / sum(side.seconds)
+        periods = [
+            sum(base.seconds[i : i + PERIOD]) / sum(side.seconds[i : i + PERIOD]) for i in range(0, steps, PERIOD)
+        ]
+        speedups.append(faster)
+        print(
+            f"{side.name:20}{sum(side.seconds) / steps:7.2f}{mean['rollout']:9.2f}{mean['reward']:15.2f}"
+            f"{mean['train']:8.2f}   {faster:5.2f} ({min(periods):5.2f} ..{max(periods):5.2f})"
+            f"{sum(before.seconds) / sum(side.seconds):12.2f}"
+        )
+    print(PAPER)
+    sizes = [r["planner"]["size"] for r in sides[-1].records]
+    scaled = sum("projected" in r["round"].get("stream", {}) for r in sides[-1].records)
+    print(f"sizes that the planner chose: {sizes}; rounds that replicas left to train: {scaled}")
+    names = ("tail_batching", "reward_scheduler", "planner", "stream_trainer")
+    ratios = [sum(a.seconds) / sum(b.seconds) for a, b in zip(sides, sides[1:])]
+    return {
+        "name": "end_to_end",
+        "speedup_all": round(speedups[-1], 3),
+        **{f"speedup_{name}": round(ratio, 3) for name, ratio in zip(names, ratios, strict=True)},
+        "prompts_lost": sum(len(base.trained - s.trained) for s in sides),
+        "prompts_doubled": sum(n - 1 for s in sides for n in s.trained.values()),
+    }
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    world = replace(parallel.start("cpu", 600.0))
+    torch.set_num_threads(1)
+    size, periods = SIZES[arguments.shape], 1 if arguments.quick else 3
+    try:
+        sides = play(size, periods, world)
+        if world.is_main:
+            samples = f"{size.prompts} x {size.responses} samples of {size.median} tokens in the median"
+            print(json.dumps(report(sides, f"{world.size} ranks, {size.layers} layers of {size.hidden}, {samples}")))
+        parallel.barrier(world)
+    finally:
+        parallel.stop(world)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one period of five steps: under 2 minutes on 2 cores")
+    parser.add_argument("--ranks", type=int, default=4, help="processes (default 4)")
+    parser.add_argument("--shape", choices=tuple(SIZES), default="small", help="nano is for tests")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        worker(arguments)
+        return 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([*launch, __file__, *sys.argv[1:]], env=env).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
