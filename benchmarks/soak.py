@@ -1,0 +1,164 @@
+"""A long run of the smallest model on two ranks: does anything grow?
+
+    python benchmarks/soak.py [--quick] [--steps 2000]
+
+Runs train.py as a user would, with tail batching, graders in worker processes and checkpoints, and looks at it from
+outside: memory, threads and open files of every process, and the folders for temporary files. Slopes are those of a
+straight line through everything after the first fifth, as a share of the mean, over 1,000 steps.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+GRADER = "def digits(response, answer, row):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, thread.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def look(pid: int) -> dict[str, int] | None:
+    """Return what a process uses, or None when it has gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        memory = int(lines["VmRSS"].split()[0]) * 1024
+        files = len(os.listdir(f"/proc/{pid}/fd"))
+        name = next((Path(os.fsdecode(c)).name for c in command if c.endswith(b".py")), "torchrun")
+        return {"name": name, "memory": memory, "threads": int(lines["Threads"]), "files": files}
+    except (OSError, KeyError):
+        return None
+
+
+def temporary(folder: Path) -> set[Path]:
+    """Return what lies where the run puts temporary files, but for what torch leaves there of every process."""
+    found = {path for place in (folder, Path("/dev/shm")) if place.is_dir() for path in place.iterdir()}
+    return {path for path in found if not path.name.startswith(("torchelastic_", "torchinductor_"))}
+
+
+def slope(steps: list[float], values: list[float]) -> float:
+    """Return by which share of the mean the values rise in 1,000 steps."""
+    rise = np.polyfit(steps, values, 1)[0]
+    return 1000 * rise / max(float(np.mean(values)), 1e-9)
+
+
+def watch(run: subprocess.Popen, records: Path, steps: int) -> tuple[dict[tuple[str, int], list[tuple]], int]:
+    """Look at all processes twice a second until the run ends; return (step, use) by process, and the most of them."""
+    seen: dict[tuple[str, int], list[tuple]] = defaultdict(list)
+    most = step = 0
+    with tqdm(total=steps, unit="step", desc="soak", disable=None) as bar:
+        while run.poll() is None:
+            time.sleep(0.5)
+            if not records.exists():
+                continue
+            with open(records, "rb") as file:
+                done = sum(1 for _ in file) - 1
+            bar.update(done - step)
+            step = done
+            processes = descendants(run.pid)
+            most = max(most, len(processes))
+            for pid in processes:
+                if use := look(pid):
+                    seen[use["name"], pid].append((step, use))
+    return seen, most
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="300 steps: under 2 minutes on 2 cores")
+    parser.add_argument("--steps", type=int, default=2000)
+    arguments = parser.parse_args()
+    steps = 300 if arguments.quick else arguments.steps
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "grader.py").write_text(GRADER)
+        rows = [{"prompt": f"count {i}", "answer": str(i)} for i in range(64)]
+        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = {
+            "run.dir": folder / "run",
+            "run.steps": steps,
+            "run.eval_every": 100,
+            "run.checkpoint_every": 50,
+            "run.device": "cpu",
+            "data.train": folder / "data.jsonl",
+            "data.task": f"{folder / 'grader.py'}:digits",
+            "data.eval_prompts": 4,
+            "warm_start.task": "hailstone",
+            "warm_start.steps": 0,
+            "warm_start.hidden_size": 32,
+            "warm_start.num_layers": 2,
+            "scheduler.num_prompts": 4,
+            "scheduler.num_responses": 4,
+            "rollout.max_prompt_tokens": 32,
+            "rollout.max_response_tokens": 32,
+            "rollout.kv_gib": 0.01,
+            "reward.num_workers": 1,
+            "stream.policy": "fixed",
+        }
+        (folder / "tmp").mkdir()
+        before = temporary(folder / "tmp")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command += [str(ROOT / "train.py"), *(f"--{key}={value}" for key, value in options.items())]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder / "tmp")}
+        with open(folder / "log.txt", "w") as log:
+            run = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
+            seen, most = watch(run, folder / "run" / "steps.jsonl", steps)
+        if run.returncode:
+            print((folder / "log.txt").read_text()[-3000:], file=sys.stderr)
+            return 1
+        records = [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()][1:]
+        left = sorted(map(str, temporary(folder / "tmp") - before))
+        leftovers = [pid for _, pid in seen if Path(f"/proc/{pid}").exists()]
+    result = report(seen, records, steps)
+    result |= {"processes": most, "processes_left": len(leftovers), "temporary_files_left": len(left)}
+    if left:
+        print("left:", *left, file=sys.stderr)
+    print(json.dumps(result))
+    return 0
+
+
+def report(seen: dict[tuple[str, int], list[tuple]], records: list[dict], steps: int) -> dict:
+    """Print a row for each process that lived through the run; return the worst slopes."""
+    worst: dict[str, float] = {"memory": 0.0, "files": 0.0, "threads": 0.0}
+    print(f"{'process':24}   MiB, first .. last   memory   open files   threads: growth in 1,000 steps")
+    for (name, pid), looks in seen.items():
+        after = [(step, use) for step, use in looks if steps / 5 < step < steps]  # the end frees all
+        if len(after) < 10 or after[-1][0] < 0.95 * steps or after[0][0] > 0.3 * steps:
+            continue  # it came or went meanwhile
+        at = [step for step, _ in after]
+        rises = {key: slope(at, [use[key] for _, use in after]) for key in worst}
+        worst = {key: max(worst[key], rise) for key, rise in rises.items()}
+        first, last = (use["memory"] / 2**20 for use in (after[0][1], after[-1][1]))
+        print(f"{name[:16]:16}{pid:8d}{first:11.1f} ..{last:8.1f}" + "".join(f"{100 * rises[k]:9.2f} %" for k in worst))
+    late = [r for r in records if r["step"] > steps / 5]
+    seconds = slope([r["step"] for r in late], [r["seconds"]["step"] for r in late])
+    pages = [r["engine"]["peak_pages"] for r in late]
+    return {
+        "name": "soak",
+        "steps": len(records),
+        "memory_slope": round(worst["memory"], 5),
+        "files_slope": round(worst["files"], 5),
+        "threads_slope": round(worst["threads"], 5),
+        "step_time_slope": round(seconds, 4),
+        "pages_slope": round(slope([r["step"] for r in late], pages), 4),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
