@@ -262,10 +262,10 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def load_state(folder: Path, device: torch.device) -> dict:
-    """Return what `save_checkpoint` was given as `state`."""
+def load_state(folder: Path) -> dict:
+    """Return what `save_checkpoint` was given as `state`, in host memory and read when it is used."""
     try:
-        return torch.load(folder / STATE, map_location=device, weights_only=True)
+        return torch.load(folder / STATE, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise ConfigError(
             f"{folder / STATE}: damaged ({error}); remove {folder} to resume from the checkpoint before it"

@@ -336,7 +336,8 @@ class TensorParallel:
             if first // size == self.replica:
                 self.group = group
         if world.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
-            self.shared = SharedMemory(self.group, self.rank, size, world.timeout_seconds)
+            shared = SharedMemory(self.group, self.rank, size, world.timeout_seconds)
+            self.shared = shared if shared.memory is not None else None
         # The first use connects the ranks, which a CUDA graph's capture could not wait for.
         dist.all_reduce(torch.zeros(1, device=world.device), group=self.group)
 
@@ -374,21 +375,32 @@ class SharedMemory:
     def __init__(self, group: Any, rank: int, size: int, timeout_seconds: float):
         self.rank, self.size, self.timeout_seconds, self.round = rank, size, timeout_seconds, 0
         total = 64 * size + 2 * size * self.SLOT_BYTES
-        handle, name = (
-            tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) if rank == 0 else (-1, "")
-        )
-        path = [name]
+        path, self.memory = [self._make(total) if rank == 0 else ""], None
         dist.broadcast_object_list(path, group=group, group_src=0)
-        if rank == 0:
-            os.truncate(handle, total)
-            os.close(handle)
-        dist.barrier(group=group)
+        if not path[0]:
+            return
         self.memory = torch.from_file(path[0], shared=True, size=total, dtype=torch.uint8)
         dist.barrier(group=group)
         if rank == 0:
             os.unlink(path[0])  # the memory lives on until the last process has gone
         self.counters = self.memory[: 64 * size].view(torch.int64).numpy()[::8]  # a cache line each
         self.slots = self.memory[64 * size :].view(2, size, self.SLOT_BYTES)
+
+    @staticmethod
+    def _make(total: int) -> str:
+        """Return a file of `total` bytes of memory; none where there is no room, as in a small container."""
+        handle, path = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        try:
+            os.posix_fallocate(
+                handle, 0, total
+            )  # a file that is only truncated kills who writes where there is no room
+            return path
+        except OSError as error:
+            os.unlink(path)
+            print(f"tensor-parallel ranks use gloo, which is slower: {os.path.dirname(path)}: {error.strerror}")
+            return ""
+        finally:
+            os.close(handle)
 
     def exchange(self, x: Tensor) -> Tensor:
         """Return everybody's `x`, [size, *x.shape], valid until the next call but one."""

@@ -297,12 +297,17 @@ def paper(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool
         predicted = planner.predict(kind, launch)
         return Choice(min(predicted, key=predicted.get), "start: the profile's best", predicted)
     track, sizes = planner.tracks[kind], planner.sizes
-    larger, smaller = [n for n in sizes if n > track.size], [n for n in sizes if n < track.size]
+    # Where ranks outnumber KV heads these are copied, and more ranks have no more pages together.
+    pages = planner.limits.pages
+    larger = [n for n in sizes if n > track.size and pages[n] > pages[track.size]]
+    smaller = [n for n in sizes if n < track.size]
     if is_first:
         return Choice(track.size, "start: no profile")
     if track.rose_from is not None:
         rise = f"preemptions rose from {track.rose_from} to {track.preemptions}"
-        return Choice(larger[0], f"{rise}: doubled") if larger else Choice(track.size, f"{rise}: no larger size here")
+        return (
+            Choice(larger[0], f"{rise}: doubled") if larger else Choice(track.size, f"{rise}: no size with more pages")
+        )
     if track.quiet >= QUIET_ROUNDS and smaller:
         return Choice(smaller[-1], f"no preemption in {track.quiet} {kind} rounds: halved")
     return Choice(track.size, f"kept: {track.preemptions} preemptions")

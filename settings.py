@@ -116,7 +116,9 @@ def profile_path(config: Config) -> Path:
 def profile_conditions(config: Config, shape: ModelShape, num_ranks: int, device: torch.device) -> dict[str, Any]:
     """Return what the times of a rollout profile depend on: one made under others is refused."""
     return {
-        "model": f"{shape.num_layers} layers of {shape.hidden_size}, {shape.num_heads}/{shape.num_kv_heads} heads",
+        "model": str(shape),
+        "threads": torch.get_num_threads(),
+        "prepack": config.rollout.prepack,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(model_dtype(config, device.type)).removeprefix("torch."),
         "ranks": num_ranks,
@@ -207,7 +209,8 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
         )
     elastic = c.planner.rule != "fixed"
     sizes = rollout_sizes(c, shape, world_size, own_node_size(world_size), device, elastic)
-    rollout_profile(c, shape, sizes, world_size, device)
+    if is_main:
+        rollout_profile(c, shape, sizes, world_size, device)
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
     first = {p.task: p for p in reversed(prompts + held_out)}
     if TASK in first:
@@ -302,6 +305,9 @@ FREE_TO_CHANGE = (
     "reward.max_queue",
     "reward.concurrency",
     "reward.worker_gib",
+    "trainer.shard",
+    "trainer.recompute",
+    "trainer.offload_optimizer",
 )
 
 

@@ -19,8 +19,9 @@ def shard_mesh(world: World, size: int) -> DeviceMesh:
 def shard_model(model: Any, mesh: DeviceMesh) -> Any:
     """Return a second module like `model` whose fp32 weights lie over the shard group's ranks.
 
-    It computes in the model's dtype and adds gradients up in fp32, as sums, and reduces them only when told to
-    (`set_requires_gradient_sync`). Every rank has the whole `model` and takes its part without communication.
+    It computes in the model's dtype. Every backward sums gradients within the shard group, in fp32, and keeps a part on
+    each rank; they are summed over the groups when told to (`set_requires_all_reduce`). Every rank has the whole
+    `model` and takes its part without communication.
     """
     dtype = next(model.parameters()).dtype
     with torch.device("meta"):
@@ -36,7 +37,7 @@ def shard_model(model: Any, mesh: DeviceMesh) -> Any:
     with torch.no_grad():
         for own, whole in zip(learner.parameters(), model.parameters(), strict=True):
             own.copy_(part_like(whole.detach().float(), own))
-    learner.set_requires_gradient_sync(False)
+    learner.set_requires_all_reduce(False)
     return learner
 
 

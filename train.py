@@ -299,7 +299,7 @@ def build(config: Config, world: World, resume: bool) -> Run:
     policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
     step = 0
     if checkpoints:
-        state = checkpoint.load_state(checkpoints[-1], world.device)
+        state = checkpoint.load_state(checkpoints[-1])
         trainer.load_state_dict(state["trainer"])
         stream.load_state_dict(state["stream"])
         planner.load_state_dict(state["planner"])
@@ -340,7 +340,9 @@ def build_rollout(
     rollout = replace(config.rollout, kv_gib=free / 2**30)
     config, elastic = replace(config, rollout=rollout), config.planner.rule != "fixed"
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic)
-    profile = rollout_profile(config, model.shape, sizes, world.size, world.device)
+    # One rank reads it: on other machines there may be none, or another, and all must choose the same.
+    profile = rollout_profile(config, model.shape, sizes, world.size, world.device) if world.is_main else None
+    profile = parallel.broadcast_object(world, profile)
     groups, own = parallel.Groups(world, sizes), rollout.tensor_parallel
     engine = Engine(model, rollout, config.sampling, ends, tokenizer, groups[own], sizes)
     limits = Limits(world.size, engine.num_pages, rollout.page_size, rollout.max_running, rollout.max_response_tokens)

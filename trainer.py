@@ -267,9 +267,9 @@ class Trainer:
         from, is skipped and says so under "skipped"; three non-finite ones in a row raise NonFiniteError.
         """
         if self.mesh:  # the gradients are reduced by a backward that adds nothing
-            self.learner.set_requires_gradient_sync(True)
+            self.learner.set_requires_all_reduce(True)
             self._add_nothing()
-            self.learner.set_requires_gradient_sync(False)
+            self.learner.set_requires_all_reduce(False)
         gradients = [master.grad for master in self.masters]
         parallel.sum_tensors(self.world, [self.sums] if self.mesh else [*gradients, self.sums])
         if self.world.size > 1:

@@ -275,7 +275,7 @@ def test_steps_beyond_the_zeros_of_the_name_stay_in_order(tiny_model, tiny_folde
 def test_a_checkpoint_gives_back_model_and_state(random_model, tiny_folder, tmp_path):
     folder = save_checkpoint(tmp_path, 3, random_model, tiny_folder, state_of(3), keep=2)
     assert_bit_equal(load(folder), random_model)
-    state = load_state(folder, CPU)
+    state = load_state(folder)
     assert torch.equal(state.pop("moments"), torch.arange(100.0) * 3)
     assert state == {"step": 3, "stream": {"epoch": 1, "position": 3}}
     assert load_tokenizer(folder).encode("abc") == load_tokenizer(tiny_folder).encode("abc")
@@ -290,7 +290,7 @@ def test_a_damaged_state_is_refused_with_the_way_out(tiny_model, tiny_folder, tm
     folder = save_checkpoint(tmp_path, 3, tiny_model, tiny_folder, state_of(3), keep=2)
     harm(folder / STATE)
     with pytest.raises(ConfigError) as caught:
-        load_state(folder, CPU)
+        load_state(folder)
     assert str(folder / STATE) in str(caught.value) and "resume from the checkpoint before" in str(caught.value)
 
 
@@ -323,7 +323,7 @@ def save(step):
 def check(least):
     steps = []
     for folder in list_checkpoints(run):
-        state = load_state(folder, torch.device("cpu"))
+        state = load_state(folder)
         weights = load_model(folder, torch.device("cpu"), torch.float32).export()
         steps.append(state["step"])
         assert folder.name == f"step_{steps[-1]:06d}"
