@@ -56,8 +56,10 @@ class Efficiency:
     padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
     passes: float = option(5.0, "forward passes a trained token costs: 3 to train, 1 for the old, 1 for the reference")
     train_seconds: float = option(4.0, "per step, whatever the batch: optimizer, memory given back and forth", min=0)
+    response_seconds: float = option(0.0, "per response, whatever its length: admission, its text to a grader", min=0)
     window_seconds: float = option(0.0, "of an exchange of events between replicas", min=0)
     rollout_seconds: float = option(8.0, "per rollout, whatever the batch: engines wake up and go to sleep", min=0)
+    reshard: float = option(3e9, "bytes of weights per second that an engine takes over from the trainer", above=0)
 
 
 class Costs:
@@ -96,6 +98,10 @@ class Costs:
     def _attention(self, tokens: int) -> float:
         """Operations a token of a causal forward pass over `tokens` spends on attention, on average."""
         return 2 * self.shape.layers * self.shape.hidden * tokens
+
+    def wake(self) -> float:
+        """Seconds until the engines decode: they get their memory back, and the trainer's weights in their layout."""
+        return self.efficiency.rollout_seconds + self.shape.parameters * BYTES / self.efficiency.reshard
 
     def weight_sync(self) -> float:
         """Seconds until every replica has the new weights: each rank receives its shard over the network."""

@@ -27,13 +27,17 @@ MAX_TOKENS = 2**18  # of context in one point: more would take minutes to prefil
 BLOCKS = 5  # of decode steps; the fastest counts, for other work on the machine only adds
 
 
-def make_profile(config: Config, folder: Path, world: World) -> Profile:
-    """Measure every size that a run of these settings and the model in `folder` could take. Collective."""
+def make_profile(config: Config, folder: Path, world: World, contexts: List[int] = ()) -> Profile:
+    """Measure every size that a run of these settings and the model in `folder` could take. Collective.
+
+    `contexts`: as for `measure`.
+    """
     model = checkpoint.load_model(folder, world.device, model_dtype(config, world.device.type)).requires_grad_(False)
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
     groups = Groups(world, sizes)
     engine = Engine(model, config.rollout, config.sampling, (), parallel=groups[sizes[0]], sizes=sizes)
-    return Profile(profile_conditions(config, model.shape, world.size, world.device), measure(engine, groups, world))
+    made_on = profile_conditions(config, model.shape, world.size, world.device)
+    return Profile(made_on, measure(engine, groups, world, contexts))
 
 
 def measure(engine: Engine, groups: Groups, world: World, contexts: List[int] = ()) -> dict[int, SizeProfile]:

@@ -130,6 +130,8 @@ class Replica:
             self.events += 1
             if sequence.done or not self.prompts[sequence.id[:2]]:
                 self._spend(self.costs.prefill(tokens))
+            if not sequence.done:
+                self._spend(self.costs.efficiency.response_seconds)
             sequence.start = self.iteration
             self.running[sequence.id] = sequence
             self.prompts[sequence.id[:2]] += 1
