@@ -50,7 +50,7 @@ class Efficiency:
     bandwidth: float = option(0.85, "share of the memory bandwidth that decoding reaches", above=0, max=1)
     prefill: float = option(0.5, "share of the peak operations that prefill reaches", above=0, max=1)
     layer_seconds: float = option(140e-6, "per layer and decode step, whatever the batch (fitted)", min=0)
-    sequence_seconds: float = option(80e-6, "per sequence and decode step (fitted)", min=0)
+    sequence_seconds: float = option(58.8e-6, "per sequence and decode step (fitted)", min=0)
     kv_memory: float = option(0.85, "share of the GPU memory that weights and KV pages may take", above=0, max=1)
     train: float = option(0.4, "share of the peak operations that training reaches", above=0, max=1)
     padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
@@ -58,8 +58,9 @@ class Efficiency:
     train_seconds: float = option(4.0, "per step, whatever the batch: optimizer, memory given back and forth", min=0)
     response_seconds: float = option(0.0, "per response, whatever its length: admission, its text to a grader", min=0)
     window_seconds: float = option(0.0, "of an exchange of events between replicas", min=0)
-    rollout_seconds: float = option(8.0, "per rollout, whatever the batch: engines wake up and go to sleep", min=0)
-    reshard: float = option(3e9, "bytes of weights per second that an engine takes over from the trainer", above=0)
+    rollout_seconds: float = option(
+        13.9, "per rollout, whatever the batch: engines wake up and go to sleep (fitted)", min=0
+    )
 
 
 class Costs:
@@ -98,10 +99,6 @@ class Costs:
     def _attention(self, tokens: int) -> float:
         """Operations a token of a causal forward pass over `tokens` spends on attention, on average."""
         return 2 * self.shape.layers * self.shape.hidden * tokens
-
-    def wake(self) -> float:
-        """Seconds until the engines decode: they get their memory back, and the trainer's weights in their layout."""
-        return self.efficiency.rollout_seconds + self.shape.parameters * BYTES / self.efficiency.reshard
 
     def weight_sync(self) -> float:
         """Seconds until every replica has the new weights: each rank receives its shard over the network."""

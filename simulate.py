@@ -298,7 +298,7 @@ class Simulation:
             everything = (*rollout.lengths.values(), *rollout.aborted.values())
             self.planner.observe(plan.kind, Report(rollout.preemptions, end, everything))
         sync = self.costs.weight_sync()
-        seconds = {"rollout": self.costs.wake() + end, "reward": reward, "train": train, "sync": sync}
+        seconds = {"rollout": e.rollout_seconds + end, "reward": reward, "train": train, "sync": sync}
         self.trained.append(accepted)
         self.records.append(self._record(rollout, stats, seconds, len(streamed)))
 

@@ -15,7 +15,6 @@ A kind's error is that of each step's seconds, without sign, in the mean over it
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -226,7 +225,7 @@ def costs_of(machine: Machine, run: Run, trace: Trace) -> tuple[Hardware, ModelF
     shape, ranks = run.trainer.model.shape, run.world.size
     parameters = sum(p.numel() for p in run.trainer.model.parameters())
     dense = Shape(parameters, shape.num_layers, shape.hidden_size, shape.num_kv_heads, shape.head_dim)
-    plain = Efficiency(train=1.0, passes=3.0, train_seconds=0.0, rollout_seconds=0.0, reshard=math.inf)
+    plain = Efficiency(train=1.0, passes=3.0, train_seconds=0.0, rollout_seconds=0.0)
     one = Costs(Hardware(flops=1.0), dense, plain)
     work = [one.train([n + 8 for n in batch(trace, count)], ranks) for count in (FEW, MANY)]
     slope = max(machine.train[1] - machine.train[0], 1e-3) / (work[1] - work[0])

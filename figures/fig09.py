@@ -1,6 +1,6 @@
 """Figure 9: step time of veRL, RLHFuse and RollPacker, its short and its long rounds apart."""
 
-from paper import MODELS, Table, plt, run, save, seconds, style
+from paper import MODELS, Table, legend, plt, run, save, seconds, style
 
 PAPER = {  # typical seconds; for veRL on 7B the paper's steps go from 180 to 340
     "veRL": (260, 375, 870),
@@ -33,7 +33,7 @@ def main() -> None:
                 axis.axhline(PAPER[key][i], color=f"C{color}", linewidth=0.8, linestyle=":")
         axis.set(title=model, xlabel="step", ylim=(0, None))
     axes[0].set_ylabel("step time (s)")
-    axes[2].legend(loc="center right", bbox_to_anchor=(1, 0.42))
+    legend(figure, axes[0])
     save(figure, "fig09", "16 / 32 / 64 H800; dotted: the paper's typical values")
     against = [seconds(runs["RLHFuse"][i]) / seconds(ours[i]) for i in range(3)]
     table.end(

@@ -2,7 +2,7 @@
 
 from statistics import mean
 
-from paper import Table, plt, run, save, seconds, style
+from paper import Table, legend, plt, run, save, seconds, style
 
 STEPS = 20
 
@@ -33,7 +33,9 @@ def main() -> None:
         right.plot([r["seconds"]["rollout"] for r in records], label=name, marker=".")
     left.set(title="Longest trained response", xlabel="step", ylabel="tokens", yscale="log")
     right.set(title="Rollout", xlabel="step", ylabel="seconds", ylim=(0, None))
-    right.legend(loc="center right", bbox_to_anchor=(1, 0.4))
+    left.set_yticks([2**n for n in range(10, 16)], [f"{2**n // 1024}k" for n in range(10, 16)])
+    left.minorticks_off()
+    legend(figure, left)
     save(figure, "fig10", "Qwen2.5-32B shape, limit 32k, 64 H800")
     table.end("fig10")
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from statistics import mean
 
-from paper import VERL, ClusterConfig, PlannerConfig, Table, plt, save, simulate, style
+from paper import VERL, ClusterConfig, PlannerConfig, Table, legend, plt, save, simulate, style
 
 from simulate import load_model
 from workload import Drawn
@@ -47,9 +47,10 @@ def main() -> None:
         right.step(range(STEPS), sizes[rule], label=name, where="mid")
     right.step(range(STEPS), PAPER_SIZES, label="paper", where="mid", linestyle=":", color="0.4")
     left.set(title="Rollout", xlabel="step", ylabel="seconds", ylim=(0, None))
-    right.set(title="Tensor-parallel size", xlabel="step", ylabel="GPUs of a replica", yticks=[1, 2, 4, 8])
-    left.legend(loc="upper left")
-    right.legend(loc="upper left")
+    right.set(title="Tensor-parallel size", xlabel="step", ylabel="GPUs of a replica", yscale="log")
+    right.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    right.minorticks_off()
+    legend(figure, right)
     save(figure, "fig12", "limit growing 8k to 32k, synchronous rounds")
     table.end("fig12", sizes=sizes, sizes_paper=PAPER_SIZES, speedup={r: round(s, 2) for r, s in speedup.items()})
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from paper import ROLLPACKER, VERL, Table, cluster, plt, save, scheduler, seconds, simulate, style
+from paper import ROLLPACKER, VERL, Table, cluster, legend, plt, save, scheduler, seconds, simulate, style
 
 PAPER = {"veRL": {32: 1.00, 64: 1.42, 128: 2.18}, "RollPacker": {32: 2.22, 64: 3.37, 128: 4.81}}
 ALL = (32, 64, 128, 256, 512, 1024)
@@ -41,8 +41,9 @@ def main() -> None:
         yscale="log",
     )
     axis.set_xticks(ALL, [str(g) for g in ALL])
+    axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     axis.minorticks_off()
-    axis.legend(loc="upper left")
+    legend(figure, axis)
     save(figure, "fig14", "P0 = 4 prompts a GPU, R0 = 8")
     table.end("fig14", efficiency_1024={name: round(found[name][1024] / found[name][32] / 32, 2) for name in found})
 

@@ -1,11 +1,11 @@
-"""Fits the response lengths of the three models and the engine they share: `python figures/fit.py`.
+"""Fits response lengths and engine of the three models: `python figures/fit.py`.
 
 Targets are all of Figure 11, and what Figure 2 says of lengths: a 75th percentile of 755 to 1,100 tokens and a median
-that is 1/32 to 1/25 of 16k. Five numbers describe a model's lengths; four describe the engine, the same for all models:
-seconds per layer, per sequence and per rollout, and how fast weights reach it. They are searched together by random
-steps that shrink. The search uses a closed form of a round's time; the simulator then says how far off that is for
-each entry, the targets are corrected, and the search goes on. `python figures/fit.py 8B` fits Qwen3-8B/32k, its engine
-included, to the eight numbers of Figure 4.
+that is 1/32 to 1/25 of 16k. Six numbers describe a model: its lengths, and seconds per layer and decode step. Two are
+shared by all models: seconds per sequence and decode step, and per rollout. They are searched together by random steps
+that shrink. The search uses a closed form of a round's time; the simulator then says how far off that is for each
+entry, the targets are corrected, and the search goes on. `python figures/fit.py 8B` fits Qwen3-8B/32k to the eight
+numbers of Figure 4.
 
 Set by hand, with these numbers of the paper in view, so that their agreement proves little: `sandboxes` and
 `code_seconds` (simulate.py), by Table 1's share of rewards and Table 2's 7B; `train_seconds` (costs.py), by the stream
@@ -29,19 +29,15 @@ from costs import Costs
 from simulate import ModelFile, load_hardware, load_model
 from workload import LengthModel
 
-LENGTHS = {
+MODEL = {  # each model has its own
+    "layer_seconds": (20e-6, 300e-6),
     "median": (200.0, 900.0),
     "prompt_spread": (0.05, 1.5),
     "response_spread": (0.05, 1.5),
     "runaway": (1e-4, 0.08),
     "runaway_gather": (0.01, 0.95),
 }
-ENGINE = {
-    "layer_seconds": (20e-6, 300e-6),
-    "sequence_seconds": (20e-6, 800e-6),
-    "rollout_seconds": (2.0, 15.0),
-    "reshard": (1e9, 100e9),
-}
+ENGINE = {"sequence_seconds": (20e-6, 800e-6), "rollout_seconds": (2.0, 20.0)}  # all models share them
 ROUNDS, P0, R0 = 40, 128, 8
 
 
@@ -88,7 +84,7 @@ class ClosedForm:
         own = ends.reshape(len(ends), held, self.replicas, -1)
         read = (own**2 / 2 + prompt * own).sum((1, 3)) * (deep - one)
         times = own.max((1, 3)) * (2 * one - two) + own.sum((1, 3)) * (two - one) + read  # [round, replica]
-        return c.wake() + held * c.prefill(prompt) + times.max(1)
+        return file.efficiency.rollout_seconds + held * c.prefill(prompt) + times.max(1)
 
 
 def outside(value: float, low: float, high: float) -> float:
@@ -130,7 +126,7 @@ def search(forms: dict, files: dict, targets: dict, tries: int, seed: int) -> di
     least = {name: loss(forms[name], files[name], targets[name]) for name in names}
     for i in tqdm(range(tries), disable=None):
         who = [names[i % 4]] if i % 4 < len(names) else names
-        bounds = LENGTHS if len(who) == 1 else ENGINE
+        bounds = MODEL if len(who) == 1 else ENGINE
         values = step(rng, files[who[0]], bounds, 0.5 * 0.04 ** (i / tries))
         new = {name: changed(files[name], values) for name in who}
         errors = {name: loss(forms[name], new[name], targets[name]) for name in who}
@@ -152,7 +148,7 @@ def fit_8b(tries: int) -> None:
         errors = [math.log(max(x, 1) / y) for key, pair in fig04.PAPER.items() for x, y in zip(found[key], pair)]
         return sum(e * e for e in errors) / len(errors)
 
-    bounds = LENGTHS | {"median": (1000.0, 20_000.0), "kv_memory": (0.3, 0.9), "layer_seconds": (20e-6, 300e-6)}
+    bounds = MODEL | {"median": (1000.0, 20_000.0), "kv_memory": (0.3, 0.9)}
     rng, best = np.random.default_rng(0), load_model("qwen3-8b")
     least = loss(best)
     for i in tqdm(range(tries), disable=None):
@@ -181,7 +177,7 @@ def main() -> None:
         targets = {}
         for name, file in files.items():
             lengths = forms[name].draw(file.lengths)
-            print(name, {key: f"{value_of(file, key):.4g}" for key in LENGTHS | ENGINE})
+            print(name, {key: f"{value_of(file, key):.4g}" for key in MODEL | ENGINE})
             print("  ", {e: f"{paper[name][e]} -> {x:.0f}" for e, x in found[name].items()}, flush=True)
             # The next search aims at the paper's bar times how far off the closed form is.
             targets[name] = {e: paper[name][e] * forms[name].seconds(lengths, e, file) / found[name][e] for e in PAPER}

@@ -95,6 +95,19 @@ def style() -> None:
     plt.style.use(HERE / "plainroll.mplstyle")
 
 
+def legend(figure: plt.Figure, axis: plt.Axes) -> None:
+    """Put the legend of one axis above all of them, where it hides no data."""
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper right", ncols=4)
+
+
+def pair(axis: plt.Axes, paper: Sequence[float], simulated: Sequence[float], labels: Sequence[str]) -> None:
+    """Draw the paper's and the simulated values side by side; there may be more of the second."""
+    axis.bar([x - 0.2 for x in range(len(paper))], paper, 0.4, label="paper", color="0.7")
+    axis.bar([x + 0.2 for x in range(len(simulated))], simulated, 0.4, label="simulated")
+    axis.set_xticks(range(len(labels)), labels, rotation=35, ha="right", rotation_mode="anchor", fontsize=7.5)
+    axis.grid(axis="x", visible=False)
+
+
 def save(figure: plt.Figure, name: str, data: str) -> None:
     """Write figures/NAME.png with a caption line that names the command and the data."""
     caption = f"python figures/{name}.py: {data}; paper: arXiv 2509.21009"
