@@ -55,6 +55,9 @@ class Efficiency:
     train: float = option(0.4, "share of the peak operations that training reaches", above=0, max=1)
     padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
     passes: float = option(5.0, "forward passes a trained token costs: 3 to train, 1 for the old, 1 for the reference")
+    streamable: float = option(
+        0.6, "share of those that freed GPUs take over: the gradient; log-probs wait", min=0, max=1
+    )
     train_seconds: float = option(4.0, "per step, whatever the batch: optimizer, memory given back and forth", min=0)
     response_seconds: float = option(0.0, "per response, whatever its length: admission, its text to a grader", min=0)
     window_seconds: float = option(0.0, "of an exchange of events between replicas", min=0)

@@ -62,7 +62,7 @@ class GradingConfig:
 
     overlap: bool = option(True, "grade a response when it ends; false: all of them after the rollout")
     adaptive: bool = option(True, "time limit of code from what correct responses took; false: always timeout_seconds")
-    sandboxes: int = option(48, "programs that run at the same time, over the whole cluster (fitted)", min=1)
+    sandboxes: int = option(36, "programs that run at the same time, over the whole cluster (fitted)", min=1)
     code_seconds: float = option(2.0, "seconds a response's tests take, median", above=0)
     code_spread: float = option(0.7, "spread of that over prompts, in natural logarithms", min=0)
     hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)
@@ -324,7 +324,7 @@ class Simulation:
     def _stream(
         self, rollout: Rollout, lengths: Mapping[SampleId, int], graded: Mapping[SampleId, float]
     ) -> tuple[set[PromptId], float]:
-        """Return the prompts that the freed ranks trained beside the rollout, and what of the last one is left over."""
+        """Return the prompts that the freed ranks trained beside the rollout, and the seconds of all that this left."""
         if not rollout.freed:
             return set(), 0.0
         gpus, end = len(rollout.freed) * self.costs.tp, rollout.seconds
@@ -332,14 +332,16 @@ class Simulation:
         for id in lengths:
             groups.setdefault(id[:2], []).append(id)
         ready = {prompt: max(graded[id] for id in ids) for prompt, ids in groups.items()}
-        clock, streamed = rollout.freed_at + self.stream.switch, set()
+        clock, streamed, share = rollout.freed_at + self.stream.switch, set(), self.model.efficiency.streamable
         for prompt in sorted(ready, key=ready.__getitem__):
             begin = max(clock, ready[prompt])
             if begin >= end:
                 break
-            clock = begin + self.costs.train([lengths[id] for id in groups[prompt]], gpus)
+            clock = begin + share * self.costs.train([lengths[id] for id in groups[prompt]], gpus)
             streamed.add(prompt)
-        return streamed, max(clock - end, 0.0) * gpus / self.config.cluster.gpus if streamed else 0.0
+        late = max(clock - end, 0.0) * gpus / self.config.cluster.gpus if streamed else 0.0
+        rest = [lengths[id] for prompt in streamed for id in groups[prompt]]
+        return streamed, late + (1 - share) * self.costs.train(rest, self.config.cluster.gpus)
 
 
 def grade(
