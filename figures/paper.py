@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -89,6 +90,11 @@ class Table:
                 | {"within_15_percent": sum(e <= 0.15 for e in errors.values()), **more}
             )
         )
+
+
+def note(text: str) -> None:
+    """Say why simulated and paper's values differ."""
+    print(fill(text, 118))
 
 
 def style() -> None:

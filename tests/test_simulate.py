@@ -87,7 +87,7 @@ def test_a_measured_profile_stands_in_for_the_roofline() -> None:
     prefill = tuple((c, COSTS.prefill(c) / c) for c in (64, 1024))
     measured = Measured(Hardware(), SHAPE, Efficiency(), 1, SizeProfile(10, points, prefill), 64)
     assert measured.capacity == 640
-    for n, c, steps in ((1, 500, 7), (9, 300, 40), (64, 64, 1), (200, 10, 3)):  # between the points and beyond
+    for n, c, steps in ((1, 500, 7), (9, 300, 40), (64, 64, 1), (120, 10, 3)):  # between the points and beyond
         assert measured.decode(n, n * c, steps) == pytest.approx(COSTS.decode(n, n * c, steps), rel=1e-3)
     assert measured.prefill(300) == pytest.approx(COSTS.prefill(300), rel=1e-3)
     jump = tuple((n, c, t + (n > 4)) for n, c, t in points)  # a step that more than 4 rows make slower
