@@ -62,8 +62,8 @@ class GradingConfig:
 
     overlap: bool = option(True, "grade a response when it ends; false: all of them after the rollout")
     adaptive: bool = option(True, "time limit of code from what correct responses took; false: always timeout_seconds")
-    sandboxes: int = option(36, "programs that run at the same time, over the whole cluster (fitted)", min=1)
-    code_seconds: float = option(2.0, "seconds a response's tests take, median", above=0)
+    sandboxes: int = option(22, "programs that run at the same time, over the whole cluster (fitted)", min=1)
+    code_seconds: float = option(1.0, "seconds a response's tests take, median", above=0)
     code_spread: float = option(0.7, "spread of that over prompts, in natural logarithms", min=0)
     hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)
     timeout_seconds: float = option(30.0, "T_max", above=0)
@@ -121,8 +121,9 @@ class Rollout:
             finished = self._decode()
             decision = judge.observe(finished, {id: self.run.reward(id) for id in decision.grade})
             self.placement.remove([*(event.id for event in finished), *decision.abort])
-            for replica in self.replicas if decision.abort else ():
-                self.aborted.update({s.id: s.done for s in replica.remove(decision.abort)})
+            losers = set(decision.abort)
+            for replica in self.replicas if losers else ():
+                self.aborted.update({s.id: s.done for s in replica.remove(losers)})
             self._launch(decision.launch)
             if self.run.config.scheduler.migrate:
                 self._move(self.placement.handovers())
@@ -172,7 +173,7 @@ class Rollout:
         self.migrated += len(moves)
 
     def _scale_down(self) -> None:
-        if self.scale_down or not self.run.stream or self.plan.audit:
+        if not self.run.stream or self.run.stream.is_done or self.plan.audit:
             return
         running = {s.id: s.done + r.iteration - s.start for r in self.replicas for s in r.running.values()}
         waiting = {s.id: s.done for r in self.replicas for s in r.waiting}

@@ -8,10 +8,10 @@ entry, the targets are corrected, and the search goes on. `python figures/fit.py
 numbers of Figure 4.
 
 Set by hand, with these numbers of the paper in view, so that their agreement proves little: `sandboxes` and
-`code_seconds` (simulate.py), by Table 1's share of rewards and Table 2's 7B; `train_seconds` (costs.py), by the stream
-trainer's gains; the default of `kv_memory`, raised because 32B/32k preempted at the baseline; for each model `padded`,
-by Table 1 and the short rounds of Figure 9. Not used for any number: RLHFuse and the long rounds of Figure 9, Figures
-10, 12 and 14, Table 4, and 14B and 32B in Table 2 beyond their training time.
+`code_seconds` (simulate.py), by Table 2's gains of the reward scheduler; `streamable` (costs.py), by Table 2's gains of
+the stream trainer; the default of `kv_memory`, raised because 32B/32k preempted at the baseline; for each model
+`padded`, by Table 1, Table 2 and the short rounds of Figure 9. Not used for any number: RLHFuse and the long rounds of
+Figure 9, Figures 10, 12 and 14, Table 4.
 """
 
 import argparse
