@@ -338,7 +338,7 @@ def told_by(folder, out, rows: int, size: int) -> Config:
             "--planner.rule=paper",
             "--rollout.max_prompt_tokens=32",
             "--sampling.temperature=1.5",
-            "--rollout.max_response_tokens=220",
+            "--rollout.max_response_tokens=100",
             f"--rollout.max_running={rows}",
             f"--rollout.tensor_parallel={size}",
             "--reward.num_workers=1",
@@ -367,7 +367,7 @@ def record_run(world, folder, out, rows: int, size: int) -> None:
 
 
 # With 6 rows responses wait for others to end. On two ranks the planner halves its size after four quiet short rounds.
-@pytest.mark.parametrize(("ranks", "rows"), [(1, 64), (1, 6), (2, 64)])
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 6), (2, 64)])
 def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, run_ranks, ranks, rows) -> None:
     if ranks == 1:
         record_run(ALONE, tiny_folder, tmp_path, rows, 1)
