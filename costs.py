@@ -50,7 +50,7 @@ class Efficiency:
     bandwidth: float = option(0.85, "share of the memory bandwidth that decoding reaches", above=0, max=1)
     prefill: float = option(0.5, "share of the peak operations that prefill reaches", above=0, max=1)
     layer_seconds: float = option(140e-6, "per layer and decode step, whatever the batch (fitted)", min=0)
-    sequence_seconds: float = option(58.8e-6, "per sequence and decode step (fitted)", min=0)
+    sequence_seconds: float = option(62.5e-6, "per sequence and decode step (fitted)", min=0)
     kv_memory: float = option(0.85, "share of the GPU memory that weights and KV pages may take", above=0, max=1)
     train: float = option(0.4, "share of the peak operations that training reaches", above=0, max=1)
     padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
