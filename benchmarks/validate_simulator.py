@@ -8,7 +8,7 @@ random weights. Each response has a length of its own, whatever the policy, shap
 lengths and policies, the sizes that the real planner chose, and with what was measured before the first step and again
 after the last: profiler.py's decode and prefill times, batches of training, an exchange of events, a weight sync, a
 response. Nothing is fitted to the steps themselves. All times, of runs too, are the best of some: what other work on
-the machine adds is not the simulator's to know.
+the machine adds is not the simulator's to know. Run it alone: on a busy machine errors are four times as large.
 
 A kind's error is that of each step's seconds, without sign, in the mean over its steps; `..._rollout` that of rollouts.
 """
