@@ -5,9 +5,11 @@ stated as seconds per layer (launches, small kernels) and per sequence (sampling
 figures/fit.py and configs/simulate/.
 """
 
+from bisect import bisect
 from dataclasses import dataclass
 
 from config import option
+from planner import SizeProfile, fit
 
 BYTES = 2  # of a weight or a cached value: bfloat16
 
@@ -48,13 +50,20 @@ class Efficiency:
     bandwidth: float = option(0.85, "share of the memory bandwidth that decoding reaches", above=0, max=1)
     prefill: float = option(0.5, "share of the peak operations that prefill reaches", above=0, max=1)
     layer_seconds: float = option(140e-6, "per layer and decode step, whatever the batch (fitted)", min=0)
-    sequence_seconds: float = option(80e-6, "per sequence and decode step (fitted)", min=0)
+    sequence_seconds: float = option(62.5e-6, "per sequence and decode step (fitted)", min=0)
     kv_memory: float = option(0.85, "share of the GPU memory that weights and KV pages may take", above=0, max=1)
     train: float = option(0.4, "share of the peak operations that training reaches", above=0, max=1)
     padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
     passes: float = option(5.0, "forward passes a trained token costs: 3 to train, 1 for the old, 1 for the reference")
+    streamable: float = option(
+        0.6, "share of those that freed GPUs take over: the gradient; log-probs wait", min=0, max=1
+    )
     train_seconds: float = option(4.0, "per step, whatever the batch: optimizer, memory given back and forth", min=0)
-    rollout_seconds: float = option(8.0, "per rollout, whatever the batch: engines wake up and go to sleep", min=0)
+    response_seconds: float = option(0.0, "per response, whatever its length: admission, its text to a grader", min=0)
+    window_seconds: float = option(0.0, "of an exchange of events between replicas", min=0)
+    rollout_seconds: float = option(
+        13.9, "per rollout, whatever the batch: engines wake up and go to sleep (fitted)", min=0
+    )
 
 
 class Costs:
@@ -97,3 +106,34 @@ class Costs:
     def weight_sync(self) -> float:
         """Seconds until every replica has the new weights: each rank receives its shard over the network."""
         return self.shape.parameters * BYTES / self.tp / self.hardware.network
+
+
+class Measured(Costs):
+    """Decode and prefill times as profiler.py measured them, everything else as the roofline has it."""
+
+    def __init__(
+        self, hardware: Hardware, shape: Shape, efficiency: Efficiency, tp: int, profile: SizeProfile, page_size: int
+    ):
+        super().__init__(hardware, shape, efficiency, tp)
+        self.capacity = profile.pages * page_size
+        points = profile.decode
+        *_, self._token = fit([(1, n, n * context) for n, context, _ in points], [t for *_, t in points])
+        self._rows = sorted({n for n, *_ in points})
+        # A CPU's step does not grow evenly with its rows, so what is left of it is interpolated between them.
+        rest = {n: [t - n * c * self._token for m, c, t in points if m == n] for n in self._rows}
+        self._steps = [sum(times) / len(times) for times in rest.values()]
+        self._prefill = fit([(1, context) for context, _ in profile.prefill], [t for _, t in profile.prefill])
+
+    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
+        read = steps * context + sequences * steps * (steps - 1) / 2
+        return steps * self._step_of(sequences) + read * self._token
+
+    def _step_of(self, sequences: float) -> float:
+        """Return the seconds of a step but for its context; beyond the last point as between the last two."""
+        i = min(max(bisect(self._rows, sequences), 1), len(self._rows) - 1)
+        (n, m), (a, b) = self._rows[i - 1 : i + 1], self._steps[i - 1 : i + 1]
+        return a + (sequences - n) * (b - a) / (m - n)
+
+    def prefill(self, tokens: int) -> float:
+        token, attend = self._prefill
+        return tokens * (token + tokens * attend)

@@ -42,9 +42,10 @@ class Placement:
         return shares
 
     def remove(self, ids: Iterable[SampleId]) -> None:
-        for id in ids:
-            for live in self.live:
-                live.pop(id, None)
+        gone = set(ids)
+        for live in self.live:
+            for id in live.keys() & gone:  # the smaller of the two is gone through
+                del live[id]
 
     def handovers(self) -> list[tuple[SampleId, int, int]]:
         """Return moves (sequence, from, to) that level the replicas once one runs dry, else nothing.

@@ -92,25 +92,32 @@ class Profile:
         part.replace(path)
 
 
+REMEDY = "make it by: torchrun --nproc_per_node=N profiler.py, with the settings and the ranks of this run"
+
+
 def load_profile(path: Path, made_on: dict[str, Any], sizes: Sequence[int]) -> Profile:
     """Read a profile. Raises ConfigError when there is none, or one of other conditions."""
-    remedy = "make it by: torchrun --nproc_per_node=N profiler.py, with the settings and the ranks of this run"
+    profile = read_profile(path)
+    if profile.made_on != made_on:
+        raise ConfigError(f"{path}: made on {profile.made_on}, this run is on {made_on}; {REMEDY}")
+    if missing := set(sizes) - profile.sizes.keys():
+        raise ConfigError(f"{path}: no times for tensor-parallel sizes {sorted(missing)}; {REMEDY}")
+    return profile
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile, whatever it was made on. Raises ConfigError when there is none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         by_size = {
             int(n): SizeProfile(p["pages"], tuple(map(tuple, p["decode"])), tuple(map(tuple, p["prefill"])))
             for n, p in raw["sizes"].items()
         }
-        profile = Profile(dict(raw["made_on"]), by_size)
+        return Profile(dict(raw["made_on"]), by_size)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the rollout profile ({error.strerror}); {remedy}") from None
+        raise ConfigError(f"{path}: cannot read the rollout profile ({error.strerror}); {REMEDY}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a rollout profile ({error}); {remedy}") from None
-    if profile.made_on != made_on:
-        raise ConfigError(f"{path}: made on {profile.made_on}, this run is on {made_on}; {remedy}")
-    if missing := set(sizes) - profile.sizes.keys():
-        raise ConfigError(f"{path}: no times for tensor-parallel sizes {sorted(missing)}; {remedy}")
-    return profile
+        raise ConfigError(f"{path}: not a rollout profile ({error}); {REMEDY}") from None
 
 
 class Simulator:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence as List
+from pathlib import Path
 from random import Random
 
 import torch
@@ -24,6 +25,19 @@ from settings import Config, model_dtype, model_source, profile_conditions, prof
 
 MAX_TOKENS = 2**18  # of context in one point: more would take minutes to prefill, and times grow evenly
 BLOCKS = 5  # of decode steps; the fastest counts, for other work on the machine only adds
+
+
+def make_profile(config: Config, folder: Path, world: World, contexts: List[int] = ()) -> Profile:
+    """Measure every size that a run of these settings and the model in `folder` could take. Collective.
+
+    `contexts`: as for `measure`.
+    """
+    model = checkpoint.load_model(folder, world.device, model_dtype(config, world.device.type)).requires_grad_(False)
+    sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
+    groups = Groups(world, sizes)
+    engine = Engine(model, config.rollout, config.sampling, (), parallel=groups[sizes[0]], sizes=sizes)
+    made_on = profile_conditions(config, model.shape, world.size, world.device)
+    return Profile(made_on, measure(engine, groups, world, contexts))
 
 
 def measure(engine: Engine, groups: Groups, world: World, contexts: List[int] = ()) -> dict[int, SizeProfile]:
@@ -109,16 +123,10 @@ def main(argv: list[str]) -> int:
         if not folder.exists():
             raise ConfigError(f"{folder}: no such model; a run of train.py makes the small one, or give model.path")
         world = parallel.start(config.run.device, config.run.timeout_seconds)
-        dtype = model_dtype(config, world.device.type)
-        model = checkpoint.load_model(folder, world.device, dtype).requires_grad_(False)
-        sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
-        groups = Groups(world, sizes)
-        engine = Engine(model, config.rollout, config.sampling, (), parallel=groups[sizes[0]], sizes=sizes)
-        made_on = profile_conditions(config, model.shape, world.size, world.device)
-        profile = Profile(made_on, measure(engine, groups, world))
+        profile = make_profile(config, folder, world)
         if world.is_main:
             profile.save(profile_path(config))
-            print(f"times of tensor-parallel sizes {sizes} written to {profile_path(config)}")
+            print(f"times of tensor-parallel sizes {[*profile.sizes]} written to {profile_path(config)}")
         return 0
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:

@@ -6,7 +6,7 @@ Between two events the set of decoding sequences does not change, so any number 
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -59,10 +59,9 @@ class Replica:
         self.waiting.append(sequence)
         self._admit()
 
-    def remove(self, ids: Iterable[SampleId]) -> list[Response]:
-        """Take out sequences with what they have; they can go on elsewhere."""
-        ids = set(ids)
-        gone = [self._release(id) for id in ids if id in self.running]
+    def remove(self, ids: Set[SampleId]) -> list[Response]:
+        """Take out those of these sequences that are here, with what they have; they can go on elsewhere."""
+        gone = [self._release(id) for id in self.running.keys() & ids]
         gone += [s for s in self.waiting if s.id in ids]
         self.waiting = deque(s for s in self.waiting if s.id not in ids)
         self._admit()
@@ -130,6 +129,8 @@ class Replica:
             self.events += 1
             if sequence.done or not self.prompts[sequence.id[:2]]:
                 self._spend(self.costs.prefill(tokens))
+            if not sequence.done:
+                self._spend(self.costs.efficiency.response_seconds)
             sequence.start = self.iteration
             self.running[sequence.id] = sequence
             self.prompts[sequence.id[:2]] += 1

@@ -2,6 +2,7 @@
 
     python simulate.py --cluster.gpus=128 --cluster.model=qwen2.5-14b --scheduler.num_prompts=512
     python simulate.py --replay=runs/tiny          lengths recorded with run.dump_rollouts
+    python simulate.py --profile=PROFILE.json      decode and prefill times measured by profiler.py
 
 Rounds, races, queue, placement, windows and stream decisions are those of scheduler.py, placement.py and streaming.py,
 called as the engine calls them; only time is made up, by costs.py, and the engine is replica.py. The cost of a
@@ -22,10 +23,10 @@ from typing import Any
 
 from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
-from costs import Costs, Efficiency, Hardware, Shape
+from costs import Costs, Efficiency, Hardware, Measured, Shape
 from data import PromptStream
 from placement import Placement
-from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report, SizeProfile
+from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report, SizeProfile, read_profile
 from replica import Replica, Response
 from scheduler import POLICIES, SchedulerConfig, TailBatching, window
 from streaming import Progress, ScaleDown, StreamConfig, StreamPolicy
@@ -61,8 +62,8 @@ class GradingConfig:
 
     overlap: bool = option(True, "grade a response when it ends; false: all of them after the rollout")
     adaptive: bool = option(True, "time limit of code from what correct responses took; false: always timeout_seconds")
-    sandboxes: int = option(48, "programs that run at the same time, over the whole cluster (fitted)", min=1)
-    code_seconds: float = option(2.0, "seconds a response's tests take, median", above=0)
+    sandboxes: int = option(22, "programs that run at the same time, over the whole cluster (fitted)", min=1)
+    code_seconds: float = option(1.0, "seconds a response's tests take, median", above=0)
     code_spread: float = option(0.7, "spread of that over prompts, in natural logarithms", min=0)
     hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)
     timeout_seconds: float = option(30.0, "T_max", above=0)
@@ -96,7 +97,7 @@ class Rollout:
         self.replicas = [Replica(self.costs, c.cluster.max_running, c.cluster.page_size, longest) for _ in range(count)]
         self.freed: list[Replica] = []
         self.placement = Placement(count)
-        self.iteration = self.windows = self.migrated = 0
+        self.iteration = self.windows = self.turns = self.migrated = 0
         self.prompts: dict[PromptId, Prompt] = {}
         self.ended: dict[SampleId, float] = {}  # seconds since the rollout began
         self.lengths: dict[SampleId, int] = {}
@@ -120,14 +121,15 @@ class Rollout:
             finished = self._decode()
             decision = judge.observe(finished, {id: self.run.reward(id) for id in decision.grade})
             self.placement.remove([*(event.id for event in finished), *decision.abort])
-            for replica in self.replicas if decision.abort else ():
-                self.aborted.update({s.id: s.done for s in replica.remove(decision.abort)})
+            losers = set(decision.abort)
+            for replica in self.replicas if losers else ():
+                self.aborted.update({s.id: s.done for s in replica.remove(losers)})
             self._launch(decision.launch)
             if self.run.config.scheduler.migrate:
                 self._move(self.placement.handovers())
             if not decision.done:
                 self._scale_down()
-            self.windows += 1
+            self.turns += 1
 
     def _launch(self, prompts: Sequence[tuple[int, Prompt]], expected: Sequence[float] = ()) -> None:
         ids = [(epoch, prompt.index) for epoch, prompt in prompts]
@@ -144,16 +146,18 @@ class Rollout:
         """Go on to the end of the first window in which anything happens. Windows begin together on all replicas."""
         streams = self.run.stream is not None and not self.run.stream.is_done
         size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), streams)
+        windows = 1
         if size < math.inf:
             first = min(replica.next_event() for replica in self.replicas)
             if first == math.inf:
                 return []  # dynamic sampling waits for its grades
-            self.iteration += math.ceil((first - self.iteration) / size) * size
+            windows = math.ceil((first - self.iteration) / size)
+            self.iteration += windows * int(size)
         ended = [e for r in self.replicas for e in r.run_until(self.iteration if size < math.inf else math.inf)]
-        if size < math.inf:
-            latest = self.seconds
-            for replica in self.replicas:
-                replica.clock = latest
+        self.windows += windows
+        latest = self.seconds + windows * self.run.model.efficiency.window_seconds
+        for replica in self.replicas if size < math.inf else ():
+            replica.clock = latest
         self.ended.update({event.id: at for event, at in ended})
         self.lengths.update({event.id: event.num_tokens for event, _ in ended})
         return [event for event, _ in ended]
@@ -169,7 +173,7 @@ class Rollout:
         self.migrated += len(moves)
 
     def _scale_down(self) -> None:
-        if self.scale_down or not self.run.stream or self.plan.audit:
+        if not self.run.stream or self.run.stream.is_done or self.plan.audit:
             return
         running = {s.id: s.done + r.iteration - s.start for r in self.replicas for s in r.running.values()}
         waiting = {s.id: s.done for r in self.replicas for s in r.waiting}
@@ -195,13 +199,17 @@ class Rollout:
 class Simulation:
     """A run: `step` until `config.cluster.steps` are done. Records look like those of steps.jsonl."""
 
-    def __init__(self, config: SimulationConfig, model: ModelFile, hardware: Hardware, workload: Lengths | None = None):
-        self.config, self.model, c = config, model, config.cluster
-        if c.gpus % c.tensor_parallel:
-            raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel} does not divide cluster.gpus = {c.gpus}")
-        most = min(hardware.node_gpus, c.gpus, model.shape.kv_heads)
-        sizes = {c.tensor_parallel, *(n for n in (1, 2, 4, 8) if n <= most and c.gpus % n == 0)}
-        self.costs_of = {n: Costs(hardware, model.shape, model.efficiency, n) for n in sorted(sizes)}
+    def __init__(
+        self,
+        config: SimulationConfig,
+        model: ModelFile,
+        hardware: Hardware,
+        workload: Lengths | None = None,
+        profile: Profile | None = None,
+    ):
+        """`workload`: instead of lengths by `model`; `profile`: measured times instead of the roofline's."""
+        self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
+        self.costs_of, c = self._costs(), config.cluster
         self.costs = self.costs_of[c.tensor_parallel]
         self.workload = workload or Drawn(model.lengths, c.seed)
         self.limit = self.workload.limit
@@ -218,8 +226,24 @@ class Simulation:
         self.trained: list[list[SampleId]] = []
         self.events = 0
 
+    def _costs(self) -> dict[int, Costs]:
+        """Return the costs of each tensor-parallel size that replicas may have."""
+        c, hardware, model, profile = self.config.cluster, self.hardware, self.model, self.profile
+        if c.gpus % c.tensor_parallel:
+            raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel} does not divide cluster.gpus = {c.gpus}")
+        if profile:
+            if c.tensor_parallel not in profile.sizes:
+                raise ConfigError(
+                    f"cluster.tensor_parallel = {c.tensor_parallel}: the profile has only {[*profile.sizes]}"
+                )
+            given = hardware, model.shape, model.efficiency
+            return {n: Measured(*given, n, p, c.page_size) for n, p in profile.sizes.items() if c.gpus % n == 0}
+        most = min(hardware.node_gpus, c.gpus, model.shape.kv_heads)
+        sizes = {c.tensor_parallel, *(n for n in (1, 2, 4, 8) if n <= most and c.gpus % n == 0)}
+        return {n: Costs(hardware, model.shape, model.efficiency, n) for n in sorted(sizes)}
+
     def _planner(self) -> ParallelismPlanner:
-        """Build the planner of real runs. Its profile is what the cost model says; the paper's rule starts without."""
+        """Build the planner of real runs. Without a measured profile its own is what the roofline says."""
         c, sizes = self.config.cluster, {}
         longest = self.model.lengths.prompt_tokens + self.limit + c.page_size
         for n, costs in self.costs_of.items():
@@ -227,8 +251,11 @@ class Simulation:
                 decode = [(b, ctx, costs.decode(b, b * ctx)) for b in (1, 8, 64, 256) for ctx in (256, 2048, 16_384)]
                 prefill = [(ctx, costs.prefill(ctx) / ctx) for ctx in (256, 2048, 16_384)]
                 sizes[n] = SizeProfile(costs.capacity // c.page_size, tuple(decode), tuple(prefill))
+        if self.profile:
+            sizes = {n: self.profile.sizes[n] for n in sizes}
         pages = {n: profile.pages for n, profile in sizes.items()}
         limits = Limits(c.gpus, pages, c.page_size, c.max_running, self.limit)
+        # The paper's rule starts without one: from `tensor_parallel`.
         profile = Profile({}, sizes) if self.config.planner.rule == "predict" else None
         return ParallelismPlanner(self.config.planner, limits, c.tensor_parallel, profile)
 
@@ -278,7 +305,7 @@ class Simulation:
 
     def _record(self, rollout: Rollout, stats: RoundStats, seconds: dict[str, float], streamed: int) -> dict[str, Any]:
         replicas = rollout.replicas + rollout.freed
-        self.events += sum(r.events for r in replicas) + rollout.windows * len(replicas)
+        self.events += sum(r.events for r in replicas) + rollout.turns * len(replicas)
         trained = self.trained[-1]
         return {
             "step": len(self.trained),
@@ -298,7 +325,7 @@ class Simulation:
     def _stream(
         self, rollout: Rollout, lengths: Mapping[SampleId, int], graded: Mapping[SampleId, float]
     ) -> tuple[set[PromptId], float]:
-        """Return the prompts that the freed ranks trained beside the rollout, and what of the last one is left over."""
+        """Return the prompts that the freed ranks trained beside the rollout, and the seconds of all that this left."""
         if not rollout.freed:
             return set(), 0.0
         gpus, end = len(rollout.freed) * self.costs.tp, rollout.seconds
@@ -306,14 +333,16 @@ class Simulation:
         for id in lengths:
             groups.setdefault(id[:2], []).append(id)
         ready = {prompt: max(graded[id] for id in ids) for prompt, ids in groups.items()}
-        clock, streamed = rollout.freed_at + self.stream.switch, set()
+        clock, streamed, share = rollout.freed_at + self.stream.switch, set(), self.model.efficiency.streamable
         for prompt in sorted(ready, key=ready.__getitem__):
             begin = max(clock, ready[prompt])
             if begin >= end:
                 break
-            clock = begin + self.costs.train([lengths[id] for id in groups[prompt]], gpus)
+            clock = begin + share * self.costs.train([lengths[id] for id in groups[prompt]], gpus)
             streamed.add(prompt)
-        return streamed, max(clock - end, 0.0) * gpus / self.config.cluster.gpus if streamed else 0.0
+        late = max(clock - end, 0.0) * gpus / self.config.cluster.gpus if streamed else 0.0
+        rest = [lengths[id] for prompt in streamed for id in groups[prompt]]
+        return streamed, late + (1 - share) * self.costs.train(rest, self.config.cluster.gpus)
 
 
 def grade(
@@ -363,10 +392,15 @@ def load_hardware(name: str) -> Hardware:
     return load_config(Hardware, str(CONFIGS / f"{name}.toml"), [])
 
 
-def simulate(config: SimulationConfig, model: ModelFile | None = None, workload: Lengths | None = None) -> Simulation:
+def simulate(
+    config: SimulationConfig,
+    model: ModelFile | None = None,
+    workload: Lengths | None = None,
+    profile: Profile | None = None,
+) -> Simulation:
     """Run a whole simulation and return it, with its records."""
     model = model or load_model(config.cluster.model)
-    run = Simulation(config, model, load_hardware(config.cluster.hardware), workload)
+    run = Simulation(config, model, load_hardware(config.cluster.hardware), workload, profile)
     run.run()
     return run
 
@@ -374,13 +408,15 @@ def simulate(config: SimulationConfig, model: ModelFile | None = None, workload:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.epilog = "every key and its default:\n" + describe(SimulationConfig())
-    parser.add_argument("--config", help="TOML file with sections cluster, scheduler, grading, stream")
+    parser.add_argument("--config", help="TOML file with sections cluster, scheduler, grading, stream, planner")
     parser.add_argument("--replay", help="run folder whose recorded lengths are used")
+    parser.add_argument("--profile", help="rollout_profile.json of profiler.py: measured decode and prefill times")
     flags, overrides = parser.parse_known_args(argv)
     try:
         recorded = Recorded(flags.replay) if flags.replay else None
+        profile = read_profile(Path(flags.profile)) if flags.profile else None
         config = load_config(SimulationConfig, flags.config, (recorded.settings if recorded else []) + overrides)
-        run = simulate(config, workload=recorded)
+        run = simulate(config, workload=recorded, profile=profile)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

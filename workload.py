@@ -89,6 +89,9 @@ class Recorded:
         self.limit = max(max(lengths) for lengths in self.groups.values())
         told = tomllib.loads(Path(folder, "config.toml").read_text(encoding="utf-8"))
         self.settings = [f"--scheduler.{key}={json.dumps(value)}" for key, value in told["scheduler"].items()]
+        rollout = {key: told["rollout"][key] for key in ("tensor_parallel", "max_running", "page_size")}
+        self.settings += [f"--cluster.{key}={value}" for key, value in rollout.items()]
+        self.settings.append(f"--planner.rule={told['planner']['rule']}")
 
     def _add(self, group: dict) -> None:
         prompt = group["prompt"]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from statistics import mean
 
-from paper import TAIL, ClusterConfig, Table, plt, save, seconds, simulate, style
+from paper import TAIL, ClusterConfig, Table, legend, pair, plt, save, seconds, simulate, style
 
 PAPER = {  # (kind, tensor-parallel size): (preemptions, seconds)
     ("short", 1): (5199, 1284),
@@ -36,12 +36,9 @@ def main() -> None:
     figure, axes = plt.subplots(1, 2)
     labels = [f"{kind}, TP {size}" for kind, size in PAPER]
     for i, (axis, what) in enumerate(zip(axes, ("preemptions in a round", "rollout time (s)"), strict=True)):
-        axis.bar([x - 0.2 for x in range(4)], [v[i] for v in PAPER.values()], 0.4, label="paper", color="0.7")
-        axis.bar([x + 0.2 for x in range(4)], [found[key][i] for key in PAPER], 0.4, label="simulated")
-        axis.set_xticks(range(4), labels, rotation=20)
+        pair(axis, [v[i] for v in PAPER.values()], [found[key][i] for key in PAPER], labels)
         axis.set_ylabel(what)
-        axis.grid(axis="x", visible=False)
-    axes[0].legend(loc="upper right")
+    legend(figure, axes[0])
     save(figure, "fig04", "P0 = 128, R0 = 8, one period")
     short = found["short", 1][0] / found["long", 1][0]
     table.end("fig04", short_over_long_preemptions=round(short, 2), short_over_long_preemptions_paper=1.79)

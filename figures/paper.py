@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -91,8 +92,26 @@ class Table:
         )
 
 
+def note(text: str) -> None:
+    """Say why simulated and paper's values differ."""
+    print(fill(text, 118))
+
+
 def style() -> None:
     plt.style.use(HERE / "plainroll.mplstyle")
+
+
+def legend(figure: plt.Figure, axis: plt.Axes) -> None:
+    """Put the legend of one axis above all of them, where it hides no data."""
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper right", ncols=4)
+
+
+def pair(axis: plt.Axes, paper: Sequence[float], simulated: Sequence[float], labels: Sequence[str]) -> None:
+    """Draw the paper's and the simulated values side by side; there may be more of the second."""
+    axis.bar([x - 0.2 for x in range(len(paper))], paper, 0.4, label="paper", color="0.7")
+    axis.bar([x + 0.2 for x in range(len(simulated))], simulated, 0.4, label="simulated")
+    axis.set_xticks(range(len(labels)), labels, rotation=35, ha="right", rotation_mode="anchor", fontsize=7.5)
+    axis.grid(axis="x", visible=False)
 
 
 def save(figure: plt.Figure, name: str, data: str) -> None:

@@ -1,6 +1,6 @@
 """Table 2: speed-up of the whole step over veRL as RollPacker's parts are added, one after the other."""
 
-from paper import MODELS, SYSTEMS, Table, plt, run, save, seconds, style
+from paper import MODELS, SYSTEMS, Table, legend, pair, plt, run, save, seconds, style
 
 PAPER = {
     "+ tail batching": (1.30, 1.48, 2.21),
@@ -21,14 +21,10 @@ def main() -> None:
     style()
     figure, axes = plt.subplots(1, 3, sharey=True)
     for i, (axis, model) in enumerate(zip(axes, MODELS, strict=True)):
-        places = range(len(PAPER))
-        axis.bar([x - 0.2 for x in places], [v[i] for v in PAPER.values()], 0.4, label="paper", color="0.7")
-        axis.bar([x + 0.2 for x in places], [v[i] for v in simulated.values()], 0.4, label="simulated")
-        axis.set_xticks(list(places), PAPER, rotation=35, ha="right", fontsize=7)
+        pair(axis, [v[i] for v in PAPER.values()], [v[i] for v in simulated.values()], list(PAPER))
         axis.set(title=model)
-        axis.grid(axis="x", visible=False)
-    axes[0].set_ylabel("speed-up over veRL")
-    axes[0].legend(loc="upper left")
+    axes[0].set_ylabel("speed-up of a step over veRL")
+    legend(figure, axes[0])
     save(figure, "table2", f"{STEPS} steps, 16 / 32 / 64 H800, P0 = 128, R0 = 8")
     table.end("table2", speedup={name: [round(x, 2) for x in v] for name, v in simulated.items()})
 

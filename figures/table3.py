@@ -6,7 +6,7 @@ responses that the race then drops take up sandboxes. So the rows compare with b
 
 from dataclasses import replace
 
-from paper import FAST, MODELS, TAIL, Table, cluster, plt, save, seconds, simulate, style
+from paper import FAST, MODELS, TAIL, Table, cluster, legend, plt, save, seconds, simulate, style
 
 PAPER = (1.48, 1.35, 1.18)  # 7B, 14B, 32B
 SANDBOX = 1.6  # rollout and reward together, code only: adaptive against fixed time limits
@@ -38,9 +38,9 @@ def main() -> None:
     ):
         axis.bar([x + offset for x in places], values, 0.25, label=name)
     axis.set_xticks(list(places), MODELS)
-    axis.set(title="Step time with tail batching, rewards graded ...", ylabel="seconds")
+    axis.set(title="Step time with tail batching, rewards graded ...", ylabel="step time (s)")
     axis.grid(axis="x", visible=False)
-    axis.legend(loc="upper left")
+    legend(figure, axis)
     save(figure, "table3", f"a third each of code, judge and rule, {STEPS} steps")
     table.end("table3", beside=[round(a / b, 2) for a, b in zip(after, beside)])
 

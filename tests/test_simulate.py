@@ -2,8 +2,10 @@
 
 import json
 import math
+import pickle
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -12,9 +14,10 @@ from conftest import ALONE
 
 from config import ConfigError, dump_toml, load_config
 from core import Group, Prompt, Reward, Sample
-from costs import Costs, Efficiency, Hardware, Shape
+from costs import Costs, Efficiency, Hardware, Measured, Shape
 from data import dump_groups
 from metrics import Clock
+from planner import Report, SizeProfile
 from replica import Replica, Response
 from scheduler import SchedulerConfig, TailBatching
 from settings import Config
@@ -23,6 +26,7 @@ from simulate import (
     ClusterConfig,
     GradingConfig,
     ModelFile,
+    Simulation,
     SimulationConfig,
     grading_seconds,
     load_hardware,
@@ -31,7 +35,7 @@ from simulate import (
     simulate,
 )
 from streaming import StreamConfig
-from train import build, roll_out
+from train import build, regroup, roll_out
 from workload import Drawn, LengthModel, Recorded
 
 SHAPE = Shape(parameters=1e9, layers=10, hidden=1024, kv_heads=2, head_dim=64)
@@ -75,6 +79,36 @@ def test_a_lone_response_takes_its_prefill_and_its_steps() -> None:
     [(event, at)] = replica.run_until(math.inf)
     assert (event.iteration, event.num_tokens) == (100, 100)
     assert at == replica.clock == pytest.approx(COSTS.prefill(30) + COSTS.decode(1, 30, 100))
+
+
+def test_a_measured_profile_stands_in_for_the_roofline() -> None:
+    grid = [(n, c) for n in (1, 4, 16, 64) for c in (64, 256, 1024)]
+    points = tuple((n, c, COSTS.decode(n, n * c)) for n, c in grid)
+    prefill = tuple((c, COSTS.prefill(c) / c) for c in (64, 1024))
+    measured = Measured(Hardware(), SHAPE, Efficiency(), 1, SizeProfile(10, points, prefill), 64)
+    assert measured.capacity == 640
+    for n, c, steps in ((1, 500, 7), (9, 300, 40), (64, 64, 1), (120, 10, 3)):  # between the points and beyond
+        assert measured.decode(n, n * c, steps) == pytest.approx(COSTS.decode(n, n * c, steps), rel=1e-3)
+    assert measured.prefill(300) == pytest.approx(COSTS.prefill(300), rel=1e-3)
+    jump = tuple((n, c, t + (n > 4)) for n, c, t in points)  # a step that more than 4 rows make slower
+    uneven = Measured(Hardware(), SHAPE, Efficiency(), 1, SizeProfile(10, jump, prefill), 64)
+    assert uneven.decode(4, 400) < 0.1 < uneven.decode(10, 1000) < 1 < uneven.decode(64, 6400)
+
+
+def test_windows_and_responses_cost_what_is_said() -> None:
+    def rollouts(**costs: float) -> list[float]:
+        model = replace(MODEL, efficiency=Efficiency(**costs))
+        return [
+            (r["seconds"]["rollout"], r["round"])
+            for r in simulate(config(gpus=1, stream={"policy": "off"}), model).records
+        ]
+
+    for (plain, told), (slower, _), (started, _) in zip(
+        rollouts(), rollouts(window_seconds=3.0), rollouts(response_seconds=3.0), strict=True
+    ):
+        windows = told["windows"] if told["kind"] == "short" else 0  # one replica exchanges nothing in a long round
+        assert slower - plain == pytest.approx(windows * 3.0, abs=1e-6)
+        assert started - plain == pytest.approx(told["responses"] * 3.0)
 
 
 def test_a_group_pays_for_its_prompt_once() -> None:
@@ -257,16 +291,20 @@ class Listening:
     """A policy that writes down what it is told and what it answers."""
 
     def __init__(self, policy: TailBatching):
-        self.policy, self.log = policy, []
+        self.policy, self.log, self.plan_made = policy, [], None
+
+    def __getattr__(self, name: str):
+        return getattr(self.policy, name)
+
+    def plan(self, take, steps_left):
+        self.plan_made = self.policy.plan(take, steps_left)
+        return self.plan_made
 
     def observe(self, finished, rewards):
         decision = self.policy.observe(finished, rewards)
         if finished or decision.abort or decision.done:
             self.log.append((sorted(finished, key=lambda e: (e.iteration, e.id)), decision))
         return decision
-
-    def accepted_ids(self):
-        return self.policy.accepted_ids()
 
 
 class FromLog:
@@ -282,72 +320,79 @@ class FromLog:
         return [self.known[visit].get((*id, r), 10_000) for r in range(count)]
 
 
-@pytest.mark.parametrize("rows", [64, 6])  # with 6 rows responses wait for others to end
-def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, rows: int) -> None:
-    told = load_config(
+STEPS = 6
+
+
+def told_by(folder, out, rows: int, size: int) -> Config:
+    return load_config(
         Config,
         None,
         [
-            f"--model.path={tiny_folder}",
-            f"--run.dir={tmp_path / 'run'}",
-            "--run.steps=6",
+            f"--model.path={folder}",
+            f"--run.dir={out}",
+            f"--run.steps={STEPS}",
             "--data.train=hailstone",
-            "--scheduler.num_prompts=4",
+            "--scheduler.num_prompts=8",
             "--scheduler.num_responses=3",
             "--scheduler.window_iterations=4",
+            "--planner.rule=paper",
             "--rollout.max_prompt_tokens=32",
             "--sampling.temperature=1.5",
-            "--rollout.max_response_tokens=220",
+            "--rollout.max_response_tokens=100",
             f"--rollout.max_running={rows}",
+            f"--rollout.tensor_parallel={size}",
+            "--reward.num_workers=1",
             "--run.device=cpu",
         ],
     )
-    (tmp_path / "run").mkdir()
-    run = build(told, ALONE, resume=False)
-    wanted, known = [], []
-    for step in range(6):
-        plan = run.policy.plan(run.stream.take, 6 - step)
-        judge = Listening(run.policy)
-        _, played = roll_out(run, plan, judge, Clock())
-        wanted.append((plan, judge.log, run.policy.accepted_ids()))
-        known.append({event.id: event.num_tokens for events, _ in judge.log for event in events})
-        run.policy.close(played.aborted)
-    run.pool.close()
-    assert {plan.kind for plan, _, _ in wanted} == {"short", "long"}
-    assert any(decision.abort and not decision.done for _, log, _ in wanted for _, decision in log)
 
-    given = SimulationConfig(
-        cluster=ClusterConfig(gpus=1, max_running=rows, steps=6, seed=told.run.seed),
-        scheduler=told.scheduler,
-        stream=StreamConfig("off"),
-    )
-    simulated = SimulationOfLog(given, replace(MODEL, lengths=replace(MODEL.lengths, limit=10_000)), run, known)
-    for step, (plan, log, accepted) in enumerate(wanted):
+
+def record_run(world, folder, out, rows: int, size: int) -> None:
+    """Play real steps; rank 0 writes down what the policies were told and what they answered."""
+    config = told_by(folder, out, rows, size)
+    run, rounds = build(config, world, resume=False), []
+    with run.pool:
+        for step in range(STEPS):
+            plan = run.policy.plan(run.stream.take, STEPS - step)
+            clock, judge = Clock(), Listening(run.policy)
+            regroup(run, plan, clock)
+            _, played = roll_out(run, plan, judge, clock)
+            rounds.append((plan, judge.log, run.policy.accepted_ids(), run.choice.size, played.migrated))
+            run.planner.observe(
+                plan.kind, Report(run.engine.stats.preemptions, 1.0, tuple(run.policy.race.tokens.values()))
+            )
+            run.policy.close(played.aborted)
+    if world.is_main:
+        (Path(out) / "rounds").write_bytes(pickle.dumps((rounds, run.stream.prompts)))
+
+
+# With 6 rows responses wait for others to end. On two ranks the planner halves its size after four quiet short rounds.
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 6), (2, 64)])
+def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, run_ranks, ranks, rows) -> None:
+    if ranks == 1:
+        record_run(ALONE, tiny_folder, tmp_path, rows, 1)
+    else:
+        run_ranks(ranks, record_run, tiny_folder, tmp_path, rows, ranks)
+    rounds, prompts = pickle.loads((tmp_path / "rounds").read_bytes())
+    assert {plan.kind for plan, *_ in rounds} == {"short", "long"}
+    assert any(decision.abort and not decision.done for _, log, *_ in rounds for _, decision in log)
+    if ranks == 2:
+        assert [size for *_, size, _ in rounds] == [2, 2, 2, 2, 2, 1]
+
+    told = told_by(tiny_folder, tmp_path, rows, ranks)
+    known = [{event.id: event.num_tokens for events, _ in log for event in events} for _, log, *_ in rounds]
+    cluster = ClusterConfig(gpus=ranks, tensor_parallel=ranks, max_running=rows, steps=STEPS, seed=told.run.seed)
+    given = SimulationConfig(cluster, told.scheduler, stream=StreamConfig("off"), planner=told.planner)
+    endless = replace(MODEL, lengths=replace(MODEL.lengths, limit=10_000))
+    simulated = Simulation(given, endless, load_hardware("h800"), FromLog(prompts, known))
+    listening = simulated.policy = Listening(simulated.policy)
+    for step, (plan, log, accepted, size, migrated) in enumerate(rounds):
+        listening.log = []
         simulated.step(step)
-        assert simulated.logs[step] == (plan, log)
+        assert (listening.plan_made, listening.log) == (plan, log)
         assert simulated.trained[step] == accepted
-
-
-def SimulationOfLog(given: SimulationConfig, model: ModelFile, run, known: list[dict]):
-    from simulate import Simulation
-
-    simulated = Simulation(given, model, load_hardware("h800"), FromLog(run.stream.prompts, known))
-    simulated.logs = []
-    plan_of, policy = simulated.policy.plan, simulated.policy
-    observe = policy.observe
-
-    def plan(take, steps_left):
-        made = plan_of(take, steps_left)
-        simulated.logs.append((made, []))
-        return made
-
-    def listen(finished, rewards=None):
-        decision = observe(finished, rewards)
-        simulated.logs[-1][1].append((sorted(finished, key=lambda e: (e.iteration, e.id)), decision))
-        return decision
-
-    policy.plan, policy.observe = plan, listen
-    return simulated
+        record = simulated.records[step]
+        assert (record["engine"]["tensor_parallel"], record["round"]["migrated"]) == (size, migrated)
 
 
 # ---- recorded runs, and the command line -------------------------------------------------------------------------

@@ -1,0 +1,362 @@
+"""Simulated against measured seconds: training steps on two ranks of one thread each.
+
+    python benchmarks/validate_simulator.py [--quick]
+
+Really run: train.py's step (plan, regroup, rollout with windows and grading, training, weight sync) with a model of
+random weights. Each response has a length of its own, whatever the policy, shaped like the paper's
+(benchmarks/tail_batching.py). Runs take turns, step by step. Simulated: simulate.py with the same settings, prompts,
+lengths and policies, the sizes that the real planner chose, and with what was measured before the first step and again
+after the last: profiler.py's decode and prefill times, batches of training, an exchange of events, a weight sync, a
+response. Nothing is fitted to the steps themselves. All times, of runs too, are the best of some: what other work on
+the machine adds is not the simulator's to know. Run it alone: on a busy machine errors are four times as large.
+
+A kind's error is that of each step's seconds, without sign, in the mean over its steps; `..._rollout` that of rollouts.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+from tail_batching import PERIOD, RANKS, Trace, in_turn, progress_bar  # noqa: E402
+
+import parallel  # noqa: E402
+from config import load_config  # noqa: E402
+from core import Prompt, PromptId, RoundPlan, SampleId  # noqa: E402
+from costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape  # noqa: E402
+from metrics import Clock  # noqa: E402
+from parallel import World  # noqa: E402
+from planner import Choice, Launch, Profile, Report, SizeProfile  # noqa: E402
+from profiler import make_profile  # noqa: E402
+from rollout import EngineStats  # noqa: E402
+from scheduler import Race  # noqa: E402
+from sequence import Sequence  # noqa: E402
+from settings import MODELS, Config  # noqa: E402
+from simulate import ClusterConfig, GradingConfig, ModelFile, Simulation, SimulationConfig  # noqa: E402
+from streaming import StreamConfig  # noqa: E402
+from train import Run, build, group_advantages, learn, regroup, roll_out  # noqa: E402
+from trainer import Example  # noqa: E402
+from warm_start import ensure_model  # noqa: E402
+
+SETTINGS = [
+    "--run.device=cpu",
+    "--data.train=hailstone",
+    "--data.eval_prompts=0",
+    "--warm_start.steps=0",
+    "--warm_start.hidden_size=256",
+    "--warm_start.num_layers=6",
+    "--scheduler.num_prompts=8",
+    "--scheduler.num_responses=8",
+    "--scheduler.window_iterations=4",
+    "--rollout.max_prompt_tokens=16",
+    "--rollout.max_running=64",
+    "--reward.num_workers=1",
+]
+KINDS = {  # another kind is another line: the settings of its run
+    "synchronous": ["--scheduler.policy=synchronous"],
+    "tail_batching": [],
+    "elastic": ["--planner.rule=predict"],
+    "elastic, always 2": ["--rollout.tensor_parallel=2"],
+}
+
+
+class Recalled:
+    """A planner that repeats the choices of another."""
+
+    def __init__(self, sizes: list[int]):
+        self.sizes, self.asked = sizes, 0
+
+    def choose(self, kind: str, launch: Launch) -> Choice:
+        self.asked += 1
+        return Choice(self.sizes[self.asked - 1], "as before")
+
+    def observe(self, kind: str, report: Report) -> None: ...
+
+
+@dataclass
+class Side:
+    """One contender: the same run several times over, and the best that each of its steps took."""
+
+    name: str
+    runs: list[Run]
+    seconds: list[dict[str, float]] = field(default_factory=list)  # by stage, of the slowest rank
+    sizes: list[int] = field(default_factory=list)
+
+
+class Given:
+    """The trace's lengths for the prompts of a real run."""
+
+    def __init__(self, trace: Trace, prompts: list[Prompt]):
+        self.trace, self.known, self.limit = trace, prompts, trace.limit
+
+    def prompts(self, count: int) -> list[Prompt]:
+        return self.known
+
+    def lengths(self, id: PromptId, count: int, visit: int) -> list[int]:
+        return [self.trace.length((*id, r)) for r in range(count)]
+
+
+def give_lengths(run: Run, length: Callable[[SampleId], int]) -> None:
+    """Let every response of a run have the length that its name stands for."""
+    add = type(run.engine).add
+
+    def add_with_length(sequence: Sequence) -> None:
+        sequence.max_new_tokens, sequence.ignore_eos = length(sequence.id), True
+        add(run.engine, sequence)
+
+    run.engine.add = add_with_length
+
+
+# ---- real ---------------------------------------------------------------------------------------------------------
+
+
+def play_step(side: Side, left: int) -> None:
+    """Take the next step of a contender, in each of its runs. Collective."""
+    for i, run in enumerate(side.runs):
+        if i and not isinstance(run.planner, Recalled):
+            run.planner = Recalled(side.sizes)
+        taken = step(run, left)
+        if not i:
+            side.sizes.append(run.choice.size)
+            side.seconds.append(taken)
+        side.seconds[-1] = {stage: min(seconds, side.seconds[-1][stage]) for stage, seconds in taken.items()}
+
+
+def step(run: Run, left: int) -> dict[str, float]:
+    """Take one step of train.py's loop; return the seconds of its stages, of the slowest rank. Collective."""
+    clock = Clock()
+    plan = run.policy.plan(run.stream.take, left)
+    parallel.barrier(run.world)
+    with clock.span("step"):
+        regroup(run, plan, clock)
+        groups, current = roll_out(run, plan, run.policy, clock)
+        tokens = run.policy.race.tokens | current.aborted
+        run.policy.close(current.aborted)
+        with clock.span("train"):
+            learn(run.trainer, groups, group_advantages(groups, run.config), run.config)
+        with clock.span("sync"):
+            run.step += 1
+            run.engine.load_weights(run.trainer.model, run.step)
+    own, run.engine.stats = (clock.take(), run.engine.stats.preemptions), EngineStats()
+    stages, preemptions = zip(*parallel.gather_objects(run.world, own), strict=True)
+    slowest = {name: max(s[name] for s in stages) for name in ("step", "rollout", "train", "sync")}
+    preempted = sum(preemptions[:: run.engine.parallel.size])
+    run.planner.observe(plan.kind, Report(preempted, slowest["rollout"], tuple(tokens.values())))
+    return slowest
+
+
+def seconds_of(world: World, work: Callable[[], Any], times: int = 4) -> float:
+    """Return the seconds of a collective piece of work on the slowest rank, the best time of some."""
+    taken = []
+    for _ in range(times):
+        parallel.barrier(world)
+        start = time.perf_counter()
+        work()
+        taken.append(max(parallel.gather_objects(world, time.perf_counter() - start)))
+    return min(taken)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured of it, in seconds, each on the slowest rank."""
+
+    sizes: dict[int, SizeProfile]
+    train: tuple[float, float]  # an update of FEW and of MANY responses
+    sync: float
+    exchange: float
+    short_round: float  # 64 responses of SHORT tokens
+
+    def best(self, other: "Machine") -> "Machine":
+        """Return the smaller time of each."""
+        sizes = {
+            n: replace(
+                p,
+                decode=tuple((b, c, min(t, u)) for (b, c, t), (_, _, u) in zip(p.decode, other.sizes[n].decode)),
+                prefill=tuple((c, min(t, u)) for (c, t), (_, u) in zip(p.prefill, other.sizes[n].prefill)),
+            )
+            for n, p in self.sizes.items()
+        }
+        train = tuple(map(min, self.train, other.train))
+        rest = (min(getattr(self, key), getattr(other, key)) for key in ("sync", "exchange", "short_round"))
+        return Machine(sizes, train, *rest)
+
+
+FEW, MANY, SHORT = 8, 64, 2
+
+
+def batch(trace: Trace, count: int) -> list[int]:
+    return [trace.length((-1, i // 8, i % 8)) for i in range(count)]
+
+
+def measure_machine(run: Run, trace: Trace, sizes: dict[int, SizeProfile]) -> Machine:
+    """Measure what the profile does not tell: training, weight sync, exchange of events, a short round. Collective."""
+    world, trainer = run.world, run.trainer
+
+    def train(count: int) -> None:
+        own = batch(trace, count)[world.rank :: world.size]
+        trainer.accumulate([Example((65,) * 8, (66,) * n, (-5.0,) * n, 0.1) for n in own])
+        trainer.update()
+
+    plan = RoundPlan("long", tuple((-1, prompt) for prompt in run.stream.prompts[:8]), 8, 8, 8)
+    give_lengths(run, lambda id: SHORT)
+    return Machine(
+        sizes,
+        train=(seconds_of(world, lambda: train(FEW)), seconds_of(world, lambda: train(MANY))),
+        sync=seconds_of(world, lambda: run.engine.load_weights(trainer.model, 0)),
+        exchange=seconds_of(world, lambda: [parallel.gather_objects(world, ([], {})) for _ in range(50)]) / 50,
+        short_round=seconds_of(world, lambda: roll_out(run, plan, Race(plan), Clock())),
+    )
+
+
+def costs_of(machine: Machine, run: Run, trace: Trace) -> tuple[Hardware, ModelFile]:
+    """Return what the simulator is told of a machine beside its profile."""
+    shape, ranks = run.trainer.model.shape, run.world.size
+    parameters = sum(p.numel() for p in run.trainer.model.parameters())
+    dense = Shape(parameters, shape.num_layers, shape.hidden_size, shape.num_kv_heads, shape.head_dim)
+    plain = Efficiency(train=1.0, passes=3.0, train_seconds=0.0, rollout_seconds=0.0)
+    one = Costs(Hardware(flops=1.0), dense, plain)
+    work = [one.train([n + 8 for n in batch(trace, count)], ranks) for count in (FEW, MANY)]
+    slope = max(machine.train[1] - machine.train[0], 1e-3) / (work[1] - work[0])
+    hardware = Hardware(flops=1 / slope, network=parameters * BYTES / machine.sync)
+    known = replace(plain, train_seconds=max(machine.train[1] - work[1] * slope, 0.0), window_seconds=machine.exchange)
+    # What the short round took beyond its prefill and its steps is what a response takes whatever its length.
+    costs = Measured(hardware, dense, known, 1, machine.sizes[1], run.config.rollout.page_size)
+    size, prompts = len(run.stream.prompts[0].token_ids), 8 // ranks
+    expected = prompts * costs.prefill(size) + costs.decode(8 * prompts, 8 * prompts * size, SHORT)
+    response = max(machine.short_round - expected, 0.0) / (8 * prompts)
+    return hardware, ModelFile(dense, replace(known, response_seconds=response))
+
+
+def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure the machine, run all kinds for real and simulated; return the metrics."""
+    trace = Trace(12 if arguments.quick else 20)
+    periods, repeats = (1, 2) if arguments.quick else (2, 3)
+    settings = [*SETTINGS, f"--rollout.max_response_tokens={trace.limit}", f"--run.steps={periods * PERIOD}"]
+    with ExitStack() as stack:
+        folder = Path(parallel.broadcast_object(world, stack.enter_context(tempfile.TemporaryDirectory())))
+        base = load_config(Config, None, settings)
+        source = ensure_model(base.warm_start, base.data.train, MODELS, world)
+        contexts = 16, trace.limit // 4, trace.limit // 2
+        profile = make_profile(base, source, world, contexts)
+        if world.is_main:
+            profile.save(folder / "profile.json")
+        parallel.barrier(world)
+
+        def start(name: str) -> Run:
+            place = folder / str(len(stack_of_runs))
+            place.mkdir(exist_ok=True)
+            own = [*KINDS[name], f"--run.dir={place}", f"--planner.profile={folder}/profile.json"]
+            run = build(load_config(Config, None, [*settings, *own]), world, resume=False)
+            run.recorder.bar.close()
+            stack.enter_context(run.pool)
+            stack_of_runs.append(run)
+            return run
+
+        stack_of_runs: list[Run] = []
+        spare = start("synchronous")
+        machine = measure_machine(spare, trace, profile.sizes)
+        sides = [Side(name, [start(name) for _ in range(repeats)]) for name in KINDS]
+        for run in stack_of_runs[1:]:
+            give_lengths(run, trace.length)
+        bar = stack.enter_context(progress_bar("steps", periods * PERIOD * len(sides), world))
+        for turn in range(periods * PERIOD):
+            for side in in_turn(sides, turn):
+                bar.set_postfix_str(side.name)
+                play_step(side, periods * PERIOD - turn)
+                bar.update()
+        again = make_profile(base, source, world, contexts)
+        machine = machine.best(measure_machine(spare, trace, again.sizes))
+        hardware, model = costs_of(machine, spare, trace)
+        result = report(sides, hardware, model, Profile({}, machine.sizes), trace) if world.is_main else {}
+        parallel.barrier(world)  # before rank 0 removes the folder
+        return result
+
+
+# ---- simulated ----------------------------------------------------------------------------------------------------
+
+
+def simulated(side: Side, hardware: Hardware, model: ModelFile, profile: Profile, trace: Trace) -> list[dict[str, Any]]:
+    """Return the simulator's records of a contender's steps."""
+    run, config = side.runs[0], side.runs[0].config
+    cluster = ClusterConfig(
+        gpus=run.world.size,
+        tensor_parallel=config.rollout.tensor_parallel,
+        max_running=config.rollout.max_running,
+        page_size=config.rollout.page_size,
+        steps=config.run.steps,
+        seed=config.run.seed,
+    )
+    grading = GradingConfig(rule_seconds=1e-3)
+    parts = SimulationConfig(cluster, config.scheduler, grading, StreamConfig("off"), config.planner)
+    simulation = Simulation(parts, model, hardware, Given(trace, run.stream.prompts), profile)
+    simulation.planner = Recalled(side.sizes)
+    return simulation.run()
+
+
+def report(sides: list[Side], hardware: Hardware, model: ModelFile, profile: Profile, trace: Trace) -> dict[str, Any]:
+    """Print simulated and measured seconds of every step; return the metrics."""
+    e, errors = model.efficiency, {}
+    print(
+        f"measured: {hardware.flops / 1e9:.1f} GFLOP/s of training, {1000 * e.train_seconds:.0f} ms an update, ", end=""
+    )
+    print(f"{1000 * e.window_seconds:.2f} ms an exchange, {1000 * e.response_seconds:.2f} ms a response")
+    print("simulated / measured seconds")
+    for side in sides:
+        records = simulated(side, hardware, model, profile, trace)
+        pairs = {
+            stage: [(r["seconds"][stage], s[stage]) for r, s in zip(records, side.seconds, strict=True)]
+            for stage in ("step", "rollout", "train")
+        }
+        for i, record in enumerate(records):
+            row = "   ".join(f"{stage} {rows[i][0]:6.2f} /{rows[i][1]:6.2f}" for stage, rows in pairs.items())
+            print(f"{side.name:18} {record['round']['kind']:5} TP {side.sizes[i]}   {row}")
+        ratio = {stage: sum(a for a, _ in rows) / sum(b for _, b in rows) for stage, rows in pairs.items()}
+        print(f"{side.name:18} in all        " + "   ".join(f"{stage} {x:14.3f}" for stage, x in ratio.items()))
+        off = ([abs(a / b - 1) for a, b in pairs[stage]] for stage in ("step", "rollout"))
+        errors.setdefault(side.name.partition(",")[0], []).extend(zip(*off))
+    metrics: dict[str, Any] = {"name": "validate_simulator"}
+    for name, rows in errors.items():
+        metrics[f"mean_error_{name}"] = round(mean(a for a, _ in rows), 4)
+        metrics[f"mean_error_{name}_rollout"] = round(mean(b for _, b in rows), 4)
+    return metrics
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    world = parallel.start("cpu", 600.0)
+    torch.set_num_threads(1)
+    try:
+        metrics = play(world, arguments)
+        if world.is_main:
+            print(json.dumps(metrics))
+    finally:
+        parallel.stop(world)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="shorter responses, one period: under 2 minutes on 2 cores"
+    )
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        worker(arguments)
+        return 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([*launch, __file__, *sys.argv[1:]], env=env).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
