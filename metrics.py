@@ -73,10 +73,11 @@ class Clock:
         if self.parent:
             self.parent.move()
 
-    def add(self, name: str, start: float, end: float) -> None:
+    def add(self, name: str, start: float, end: float, moves: bool = True) -> None:
         """Count a stage from and to a `perf_counter`. In a trace, one that follows its like at once prolongs it."""
         self.seconds[name] += end - start
-        self.move()
+        if moves:
+            self.move()
         if not self.trace:
             return
         start, end = start + self.zero, end + self.zero

@@ -257,7 +257,7 @@ class SampleStream:
                     dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, self.group)
                 dist.recv(size, target, self.group)
                 self.arrived[target] += 1
-            except RuntimeError as error:
+            except Exception as error:  # whatever it is, the next call must raise it
                 self.error = self._explain(error, target, "acknowledge samples")
                 return
 
@@ -272,12 +272,14 @@ class SampleStream:
                     dist.recv(data, source, self.group)
                     self.inbox.put(pickle.loads(data.numpy().data))
                 dist.send(size, source, self.group)
-            except RuntimeError as error:
+            except Exception as error:
                 self.error = self._explain(error, source, "send samples or the end of the rollout")
                 return
             self.is_over = int(size) == self.END
 
-    def _explain(self, error: RuntimeError, other: int, what: str) -> Exception:
+    def _explain(self, error: Exception, other: int, what: str) -> Exception:
+        if not is_lost(error):
+            return error
         if "timed out" in str(error).lower():
             return TimeoutError(f"rank {self.rank} waited {self.seconds:g} s for rank {other} to {what}")
         return ConnectionError(f"rank {self.rank} waited for rank {other} to {what}, and lost it: {error}")

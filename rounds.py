@@ -24,6 +24,8 @@ from scheduler import window
 from sequence import sequences_for
 from settings import Config
 
+GRADING_SECONDS = 0.05  # between two looks for grades, once nothing is decoded any more
+
 
 class Referee(Protocol):
     """What decides a round: a policy with a round open, or a bare `Race`."""
@@ -38,6 +40,9 @@ class Streaming(Protocol):
 
     @property
     def is_open(self) -> bool: ...
+
+    @property
+    def has_freed(self) -> bool: ...
 
     def tell(self, r: "Round") -> Any: ...
 
@@ -100,9 +105,23 @@ class Round:
         if not plan.audit:
             self.pool.forget(keep=referee.accepted_ids())
         with self.clock.span("reward"):
+            if self.streaming and self.streaming.has_freed:
+                self._grade_the_rest(self.streaming)
             self.rewards.update(self.pool.drain())
         if self.streaming:
             self.streaming.end(self)
+
+    def _grade_the_rest(self, streaming: Streaming) -> None:
+        """Wait for grades in windows without steps, so that those who train get the groups that become ready."""
+        waits = True
+        while waits:
+            self.rewards.update(self.pool.poll())
+            own = streaming.tell(self), self.pool.num_pending
+            told, pending = zip(*parallel.gather_objects(self.world, own), strict=True)
+            waits = any(pending)
+            streaming.observe(self, (), told, is_last=not waits)
+            if waits:
+                time.sleep(GRADING_SECONDS)
 
     def _launch(self, prompts: Sequence[tuple[int, Prompt]], expected: Sequence[float] = ()) -> None:
         c = self.config

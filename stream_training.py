@@ -104,6 +104,11 @@ class StreamedRound:
         self.came = Came(set(), 0, 0.0, 0.0, 0.0, 0.0, 0)
 
     @property
+    def has_freed(self) -> bool:
+        """Whether ranks have left, and wait for samples."""
+        return self.decision is not None
+
+    @property
     def is_open(self) -> bool:
         """Whether the round needs windows: replicas may still leave, or wait for samples."""
         return self.decision is not None or not self.policy.is_done
@@ -250,7 +255,12 @@ class StreamedRound:
         """Bring all ranks together again, and those that left up to date. Collective."""
         self.came.rest_seconds = time.perf_counter() - self.decided
         left, r.world = r.world is self.world, self.world
-        [missed, *_] = parallel.gather_objects(self.world, self.missed)
+        run, size = self.run, self.run.engine.parallel.size
+        [(missed, windows, rate), *_] = parallel.gather_objects(
+            self.world, (self.missed, list(run.times[size].windows), run.rate)
+        )
+        # Those who left have missed windows, and all must project the same from now on.
+        run.times[size], run.rate = DecodeTimes(run.times[size].capacity, windows), rate
         for finished in missed if left else ():
             r.referee.observe(finished, {})
 
@@ -274,7 +284,8 @@ class StreamedRound:
                 came.train_seconds += time.perf_counter() - start
             else:
                 came.wait_seconds += time.perf_counter() - start
-            r.clock.add("stream_train" if has_some else "stream_wait", start, time.perf_counter())
+            # Waiting is no progress, or the watchdog would never speak.
+            r.clock.add("stream_train" if has_some else "stream_wait", start, time.perf_counter(), moves=has_some)
         stream.close()
         self._close(r)
 

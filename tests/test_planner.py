@@ -34,9 +34,8 @@ def size_profile(start: float, each: float = 1e-5, read: float = 1e-8, pages: in
 
 def planner(rule: str, sizes=(1, 2, 4), start: int = 1, profile=None, ranks: int = 4, **limits) -> ParallelismPlanner:
     settings = {"page_size": PAGE, "max_running": 256, "max_response_tokens": 1024} | limits
-    return ParallelismPlanner(
-        PlannerConfig(rule), Limits(ranks, dict.fromkeys(sizes, 1000), **settings), start, profile
-    )
+    pages = settings.pop("pages", {n: 1000 + n for n in sizes})
+    return ParallelismPlanner(PlannerConfig(rule), Limits(ranks, pages, **settings), start, profile)
 
 
 def play(p: ParallelismPlanner, preemptions: list[int], kind: str = "short") -> list[int]:
@@ -87,6 +86,11 @@ def test_every_decision_has_its_reason() -> None:
 
 def test_sizes_that_are_not_allowed_are_stepped_over() -> None:
     assert play(planner("paper", sizes=(1, 4)), [1, 2, 0, 0, 0, 0, 0]) == [1, 1, 4, 4, 4, 4, 1]
+
+
+def test_the_paper_does_not_double_where_that_gains_no_pages() -> None:
+    """Ranks beyond the KV heads hold copies."""
+    assert play(planner("paper", pages={1: 100, 2: 200, 4: 200}), [1, 2, 4, 8, 16]) == [1, 1, 2, 2, 2]
 
 
 def test_fixed_stays() -> None:

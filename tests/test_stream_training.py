@@ -27,7 +27,8 @@ from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 from sequence import Sequence
 from settings import Config, check_stream
-from stream_training import StreamedRound
+from stream_training import StreamedRound, StreamTraining
+from streaming import StreamPolicy
 
 
 @pytest.fixture
@@ -177,6 +178,29 @@ def test_gradients_and_training_are_those_of_the_plain_run(run_ranks, settings, 
         assert (last, "stream_train") in names and (0, "stream_train") not in names
 
 
+def estimate_together(world: World, settings: list[str]) -> None:
+    """All ranks must know the same before each round, or they decide differently; every scale-down is made to pay."""
+    make_tail()
+    begin, project = StreamTraining.begin, StreamPolicy.project
+    slow = GRADERS["match"]
+    GRADERS["match"] = lambda *args: time.sleep(0.01) or slow(*args)
+
+    def checked(self: StreamTraining, plan):
+        states = parallel.gather_objects(self.world, self.state_dict())
+        assert all(state == states[0] for state in states)
+        return begin(self, plan)
+
+    StreamTraining.begin = checked
+    StreamPolicy.project = lambda *args: (project(*args)[0], 1.0)
+    train_all(world, [settings])
+
+
+def test_ranks_that_estimate_know_the_same(run_ranks, settings, tmp_path) -> None:
+    run_ranks(2, estimate_together, settings("run", run__steps=6, stream__policy="estimate"))
+    records = steps_of(tmp_path / "run")
+    assert len(records) == 6 and sum(record["round"]["stream"]["samples"] > 0 for record in records) > 2
+
+
 def check_record(record: dict) -> None:
     stream = record["round"]["stream"]
     assert 0 < stream["samples"] < record["samples"] and 0 < stream["tokens"]
@@ -214,7 +238,7 @@ def test_an_engine_without_memory_takes_it_again(tiny_model, kind: type[Engine])
 
 def use_stream(world: World) -> None:
     """Rank 0 feeds rank 1, twice; then rank 2 goes, and rank 1 stops to listen."""
-    stream = SampleStream(world, 1.0, in_flight=3)
+    stream, impatient = SampleStream(world, 60.0, in_flight=3), SampleStream(world, 1.0, in_flight=3)
     for _ in range(2):
         if world.rank == 0:
             stream.open_to([1, 2])
@@ -234,19 +258,19 @@ def use_stream(world: World) -> None:
     if world.rank == 2:
         os._exit(0)
     if world.rank == 1:
-        stream.open_from(2)
+        impatient.open_from(2)
         with pytest.raises(ConnectionError, match="rank 1 waited for rank 2 to send samples or the end.* and lost it"):
-            stream.close()
+            impatient.close()
         time.sleep(2.5)
         os._exit(0)
-    stream.open_to([1])
-    assert [stream.send(1, i) for i in range(5)] == [True] * 3 + [False] * 2, "nobody takes any"
+    impatient.open_to([1])
+    assert [impatient.send(1, i) for i in range(5)] == [True] * 3 + [False] * 2, "nobody takes any"
     with pytest.raises(TimeoutError, match="rank 0 waited 1 s for rank 1 to acknowledge samples"):
         while True:
-            stream.send(1, 0)
+            impatient.send(1, 0)
             time.sleep(0.01)
     with pytest.raises(TimeoutError):
-        stream.close()
+        impatient.close()
     os._exit(0)
 
 
@@ -260,7 +284,8 @@ KILLS = """
 import os, signal, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 import train, test_stream_training
-from stream_training import StreamedRound
+from streaming import StreamPolicy
+from stream_training import StreamedRound, StreamTraining
 test_stream_training.make_tail()
 
 def kill_in(name, rank, version):
