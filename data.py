@@ -44,6 +44,11 @@ def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> 
     if "{prompt}" not in config.template:
         raise ConfigError(f"data.template = {config.template!r} does not contain {{prompt}}")
     if config.train in TASKS:
+        if config.task != DataConfig.task and not config.eval:
+            raise ConfigError(
+                f"data.task = {config.task!r} does nothing: the built-in task {config.train} names its grader; remove "
+                "it, or give rows of your own as data.train"
+            )
         rows = _task_rows(config.train)
         train, held_out = ([row for row in rows if row.held_out == flag] for flag in (False, True))
         held_out = _spread(held_out, config.eval_prompts)

@@ -122,6 +122,7 @@ COMMANDS = {
     "windows in seconds for a planner": ["--scheduler.window_seconds=1", "--planner.rule=paper"],
     "audit without race": ["--scheduler.audit=0.1", "--scheduler.policy=synchronous"],
     "draws under eta": ["--scheduler.dynamic_sampling=true", "--scheduler.eta_prompts=4", "--scheduler.max_draws=2"],
+    "grader for a built-in task": ["--data.train=hailstone", "--data.task=grader.py:good"],
     "judge without task": ["--judge.path=model"],
     "task judge without judge": ["--data.task=judge"],
     "too many prompts": ["--scheduler.num_prompts=64"],
