@@ -36,7 +36,8 @@ class Referee(Protocol):
 class Streaming(Protocol):
     """What lets ranks leave a round to train (stream_training.py). All of them call it in step."""
 
-    is_open: bool
+    may_leave: bool  # some ranks may yet
+    has_left: bool  # some have
 
     def tell(self, r: "Round") -> Any: ...
 
@@ -140,8 +141,8 @@ class Round:
 
     def _window(self) -> tuple[float, float]:
         """Return how many iterations and how many seconds the next window has."""
-        streams = self.streaming is not None and self.streaming.is_open
-        return window(self.config.scheduler, self.plan.kind, self.placement.num_replicas, streams)
+        streams, feeds = (self.streaming.may_leave, self.streaming.has_left) if self.streaming else (False, False)
+        return window(self.config.scheduler, self.plan.kind, self.placement.num_replicas, streams, feeds)
 
     def _step(self) -> list[Sample]:
         stats = self.engine.stats
