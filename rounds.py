@@ -39,10 +39,10 @@ class Streaming(Protocol):
     """What lets ranks leave a round to train (stream_training.py). All of them call it in step."""
 
     @property
-    def is_open(self) -> bool: ...
+    def may_leave(self) -> bool: ...  # some ranks may yet
 
     @property
-    def has_freed(self) -> bool: ...
+    def has_left(self) -> bool: ...  # some have
 
     def tell(self, r: "Round") -> Any: ...
 
@@ -105,7 +105,7 @@ class Round:
         if not plan.audit:
             self.pool.forget(keep=referee.accepted_ids())
         with self.clock.span("reward"):
-            if self.streaming and self.streaming.has_freed:
+            if self.streaming and self.streaming.has_left:
                 self._grade_the_rest(self.streaming)
             self.rewards.update(self.pool.drain())
         if self.streaming:
@@ -160,8 +160,8 @@ class Round:
 
     def _window(self) -> tuple[float, float]:
         """Return how many iterations and how many seconds the next window has."""
-        streams = self.streaming is not None and self.streaming.is_open
-        return window(self.config.scheduler, self.plan.kind, self.placement.num_replicas, streams)
+        streams, feeds = (self.streaming.may_leave, self.streaming.has_left) if self.streaming else (False, False)
+        return window(self.config.scheduler, self.plan.kind, self.placement.num_replicas, streams, feeds)
 
     def _step(self) -> list[Sample]:
         stats = self.engine.stats

@@ -104,14 +104,12 @@ class StreamedRound:
         self.came = Came(set(), 0, 0.0, 0.0, 0.0, 0.0, 0)
 
     @property
-    def has_freed(self) -> bool:
-        """Whether ranks have left, and wait for samples."""
-        return self.decision is not None
+    def may_leave(self) -> bool:
+        return not self.policy.is_done
 
     @property
-    def is_open(self) -> bool:
-        """Whether the round needs windows: replicas may still leave, or wait for samples."""
-        return self.decision is not None or not self.policy.is_done
+    def has_left(self) -> bool:
+        return self.decision is not None
 
     # ---- after each window -----------------------------------------------------------------------------------
 

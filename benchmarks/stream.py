@@ -178,7 +178,10 @@ def write_spans(
         tracks = parallel.gather_objects(trainer.world, clock.take_spans())
         zero = min(span.start for track in tracks for span in track)
         timelines[side.name] = [
-            (rank, s.name, s.start - zero, s.end - zero, 1) for rank, track in enumerate(tracks) for s in track
+            (rank, s.name, s.start - zero, s.end - zero, 1)
+            for rank, track in enumerate(tracks)
+            for s in track
+            if s.name != "rollout"  # it encloses others
         ]
     if trainer.world.is_main:
         Path(path).write_text(json.dumps(timelines), encoding="utf-8")
