@@ -3,12 +3,17 @@ PYTHON ?= python3
 RANKS ?= 2
 VENV := .venv
 
-.PHONY: train test figures
+.PHONY: train test lint figures
 train: $(VENV)/ready
 	$(VENV)/bin/torchrun --shutdown-timeout=600 --nproc_per_node=$(RANKS) train.py --config configs/tiny.toml $(ARGS)
 
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest $(TESTS)
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
 
 # The paper's tables and figures, simulated on one core; each also runs alone.
 figures: $(VENV)/ready
