@@ -239,7 +239,7 @@ def report(sides: Sequence[Side], error: float, title: str) -> None:
 def worker(arguments: argparse.Namespace) -> None:
     world = parallel.start("cpu", 600.0)
     torch.set_num_threads(1)
-    shape, rounds = STREAM_SHAPES[arguments.shape], arguments.rounds or (3 if arguments.quick else 8)
+    shape, rounds = STREAM_SHAPES[arguments.shape], arguments.rounds or (1 if arguments.quick else 5)
     try:
         sides, error, width = measure(shape, rounds, arguments.spans, world)
         if world.is_main:
@@ -252,8 +252,8 @@ def worker(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 rounds: under 2 minutes on 2 cores")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds of each contender (default 8)")
+    parser.add_argument("--quick", action="store_true", help="a single round: under 2 minutes on 2 cores")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds of each contender (default 5)")
     parser.add_argument("--ranks", type=int, default=4, help="processes (default 4)")
     parser.add_argument("--shape", choices=tuple(STREAM_SHAPES), default="small", help="nano is for tests")
     parser.add_argument("--spans", default="", help="also write the timelines of one step here, for figures/stream.py")
