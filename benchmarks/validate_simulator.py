@@ -5,8 +5,8 @@
 Really run: train.py's step (plan, regroup, rollout with windows and grading, training, weight sync) with a model of
 random weights. Each response has a length of its own, whatever the policy, shaped like the paper's
 (benchmarks/tail_batching.py). Runs take turns, step by step. Simulated: simulate.py with the same settings, prompts,
-lengths and policies, the sizes that the real planner chose, and with what was measured before the first step and again
-after the last: profiler.py's decode and prefill times, batches of training, an exchange of events, a weight sync, a
+lengths and policies, the sizes that the real planner chose, the seconds of its stream trainer's moves, and with what was
+measured before the first step and again after the last: profiler.py's decode and prefill times, batches of training, an exchange of events, a weight sync, a
 response. Nothing is fitted to the steps themselves. All times, of runs too, are the best of some: what other work on
 the machine adds is not the simulator's to know. Run it alone: on a busy machine errors are four times as large.
 
@@ -45,7 +45,6 @@ from scheduler import Race  # noqa: E402
 from sequence import Sequence  # noqa: E402
 from settings import MODELS, Config  # noqa: E402
 from simulate import ClusterConfig, GradingConfig, ModelFile, Simulation, SimulationConfig  # noqa: E402
-from streaming import StreamConfig  # noqa: E402
 from train import Run, build, group_advantages, learn, regroup, roll_out  # noqa: E402
 from trainer import Example  # noqa: E402
 from warm_start import ensure_model  # noqa: E402
@@ -69,6 +68,7 @@ KINDS = {  # another kind is another line: the settings of its run
     "tail_batching": [],
     "elastic": ["--planner.rule=predict"],
     "elastic, always 2": ["--rollout.tensor_parallel=2"],
+    "stream": ["--scheduler.policy=synchronous", "--stream.policy=fixed"],
 }
 
 
@@ -141,11 +141,13 @@ def step(run: Run, left: int) -> dict[str, float]:
     parallel.barrier(run.world)
     with clock.span("step"):
         regroup(run, plan, clock)
-        groups, current = roll_out(run, plan, run.policy, clock)
+        streaming = run.streaming.begin(plan) if run.streaming else None
+        groups, current = roll_out(run, plan, run.policy, clock, streaming)
+        done = streaming.settle(groups)[0] if streaming else ()
         tokens = run.policy.race.tokens | current.aborted
         run.policy.close(current.aborted)
         with clock.span("train"):
-            learn(run.trainer, groups, group_advantages(groups, run.config), run.config)
+            learn(run.trainer, groups, group_advantages(groups, run.config), run.config, done)
         with clock.span("sync"):
             run.step += 1
             run.engine.load_weights(run.trainer.model, run.step)
@@ -299,9 +301,12 @@ def simulated(side: Side, hardware: Hardware, model: ModelFile, profile: Profile
         seed=config.run.seed,
     )
     grading = GradingConfig(rule_seconds=1e-3)
-    parts = SimulationConfig(cluster, config.scheduler, grading, StreamConfig("off"), config.planner)
+    parts = SimulationConfig(cluster, config.scheduler, grading, config.stream, config.planner)
+    model = replace(model, efficiency=replace(model.efficiency, streamable=1.0))
     simulation = Simulation(parts, model, hardware, Given(trace, run.stream.prompts), profile)
     simulation.planner = Recalled(side.sizes)
+    if run.streaming:
+        simulation.stream.switch = run.streaming.policy.switch  # seconds of the newest move
     return simulation.run()
 
 
