@@ -5,10 +5,11 @@
 Really run: train.py's step (plan, regroup, rollout with windows and grading, training, weight sync) with a model of
 random weights. Each response has a length of its own, whatever the policy, shaped like the paper's
 (benchmarks/tail_batching.py). Runs take turns, step by step. Simulated: simulate.py with the same settings, prompts,
-lengths and policies, the sizes that the real planner chose, the seconds of its stream trainer's moves, and with what was
-measured before the first step and again after the last: profiler.py's decode and prefill times, batches of training, an exchange of events, a weight sync, a
-response. Nothing is fitted to the steps themselves. All times, of runs too, are the best of some: what other work on
-the machine adds is not the simulator's to know. Run it alone: on a busy machine errors are four times as large.
+lengths and policies, the sizes that the real planner chose, the seconds of the stream trainer's moves, and with what
+was measured before the first step and again after the last: profiler.py's decode and prefill times, batches of
+training, an exchange of events, a weight sync, a response. Nothing is fitted to the steps themselves. All times, of
+runs too, are the best of some: what other work on the machine adds is not the simulator's to know. Run it alone: on a
+busy machine errors are four times as large.
 
 A kind's error is that of each step's seconds, without sign, in the mean over its steps; `..._rollout` that of rollouts.
 """
