@@ -324,6 +324,8 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
     """Play one run with all its faults; put an Outcome for each into `done`, then what the run came to."""
     folder, fired = base / f"run{ranks}_{number}", base / f"fired{ranks}_{number}"
     args, log = settings(base, folder), base / f"run{ranks}_{number}.log"
+    if any(fault.kind == "nan" for fault in faults):
+        args.append(f"--run.checkpoint_every={STEPS}")  # or updates that were skipped would be in a checkpoint
     outcomes, clean = [], True
     for turn, fault in enumerate(faults):
         fired.unlink(missing_ok=True)
@@ -336,7 +338,7 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
             what = "NEVER CAME"
         elif fault.kind == "worker":
             errors = sum(r["reward_errors"] for r in read_records(folder / "steps.jsonl")[1:])
-            what = "recorded" if not any(codes) and errors else f"NOT RECORDED: {codes}, {errors} errors"
+            what = f"DIED: {codes}" if any(codes) else "recorded" if errors else "resumed"  # idle: nothing was lost
         elif "Traceback" in said or not any(codes) or not (ranks == 1 or "error: " in said):
             what = f"NO CLEAR ERROR: exit codes {codes}, see {log}"
             shutil.copy(log, log.with_suffix(f".{turn}.log"))

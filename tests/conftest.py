@@ -17,6 +17,7 @@ from warm_start import WarmStartConfig, make_model
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)  # tests run side by side
+mp.set_forkserver_preload(["torch", "train"])  # imported once for all ranks of all tests
 torch.set_flush_denormal(True)
 TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
 ALONE = parallel.World(0, 1, torch.device("cpu"))
@@ -58,7 +59,9 @@ def run_ranks(tmp_path: Path):
     """Call the module-level `function(world, *args)` on `size` gloo ranks. A rank's exception fails the test."""
 
     def run(size: int, function, *args) -> None:
-        mp.spawn(_rank, (size, str(tmp_path / "store"), function, args), nprocs=size)
+        mp.start_processes(
+            _rank, (size, str(tmp_path / "store"), function, args), nprocs=size, start_method="forkserver"
+        )
 
     return run
 
