@@ -243,7 +243,9 @@ def _checksum(path: Path) -> int:
 
 
 def damage(folder: Path) -> str:
-    """Return what is wrong with the files of a checkpoint; nothing when each is as it was written."""
+    """Return what is wrong with the files of a checkpoint; nothing when each is as it was written, or none can tell."""
+    if not (folder / CHECKSUMS).exists():  # of a version that wrote none
+        return ""
     try:
         known = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         wrong = [name for name, value in known.items() if _checksum(folder / name) != value]

@@ -166,9 +166,9 @@ def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
 # ---- samples that travel beside the work -------------------------------------------------------------------------
 
 
-def first_ranks(world: World, counts: Iterable[int], timeout_seconds: float) -> dict[int, World]:
+def first_ranks(world: World, counts: Iterable[int]) -> dict[int, World]:
     """Return worlds of the first n ranks, by n: among these, Python values can be gathered without the others."""
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=world.timeout_seconds)
     worlds = {}
     for n in sorted(set(counts)):  # every rank takes part in making every group
         worlds[n] = replace(world, size=n, objects=dist.new_group(list(range(n)), timeout, "gloo"))
@@ -193,11 +193,8 @@ class SampleStream:
 
     def open_to(self, targets: Sequence[int]) -> None:
         """Begin to feed the ranks `targets`."""
-        self.targets, self.sent, self.arrived = (
-            targets,
-            Counter[int](),
-            Counter[int](),
-        )  # the thread alone counts `arrived`
+        self.targets, self.sent = targets, Counter[int]()
+        self.arrived = Counter[int]()  # counted by the thread alone
         self.outbox: queue.SimpleQueue | None = queue.SimpleQueue()
         self._start(self._feed)
 

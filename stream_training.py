@@ -56,10 +56,9 @@ class StreamTraining:
 
     def __init__(self, config: Config, engine: Engine, trainer: Trainer, world: World, sizes: Iterable[int]):
         self.config, self.engine, self.trainer, self.world = config, engine, trainer, world
-        seconds = config.run.timeout_seconds
         kept = [world.size // n // 2 * n for n in sizes]
-        self.firsts = parallel.first_ranks(world, [n for n in kept if n], seconds)
-        self.stream = parallel.SampleStream(world, seconds)
+        self.firsts = parallel.first_ranks(world, [n for n in kept if n])
+        self.stream = parallel.SampleStream(world, world.timeout_seconds)
         page = config.rollout.page_size
         self.times = {n: DecodeTimes(pages * page) for n, pages in engine.num_pages.items()}
         self.rate = 0.0  # seconds in which one rank trains a token; 0: unknown

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attention import PackedAttention
 from checkpoint import (
+    CHECKSUMS,
     INDEX,
     STATE,
     WEIGHTS,
@@ -388,6 +389,8 @@ def test_one_wrong_bit_or_a_missing_file_is_seen(tiny_model, tiny_folder, tmp_pa
     assert damage(folder).startswith(f"{path}: damaged") and f"remove {folder}" in damage(folder)
     path.unlink()
     assert str(path) in damage(folder) and f"remove {folder}" in damage(folder)
+    (folder / CHECKSUMS).unlink()
+    assert damage(folder) == "", "checkpoints of older versions have none"
 
 
 @pytest.mark.parametrize(

@@ -470,7 +470,7 @@ def train_and_save(world: World, model_folder: Path, examples: list[Example], re
         torch.save(state, result)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)  # fp32 too, when there is time for it
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_run_goes_on_with_another_sharding(run_ranks, tiny_folder, examples, tmp_path, dtype: torch.dtype) -> None:
     plain, sharded = {"dtype": dtype}, {"dtype": dtype, "shard": 2, "offload_optimizer": True}
     first, second = tmp_path / "first", tmp_path / "second"
