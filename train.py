@@ -130,7 +130,7 @@ def regroup(run: "Run", plan: RoundPlan, clock: Clock) -> None:
 
 def close_round(run: "Run", kind: str, lengths: tuple[int, ...], record: dict[str, Any]) -> dict[str, Any]:
     """Tell the planner what became of the round; return its decision for the record."""
-    run.planner.observe(kind, Report(record["engine"]["preemptions"], record["seconds"]["rollout"], lengths))
+    run.planner.observe(kind, Report(record["engine"]["preemptions"], record["seconds"]["generate"], lengths))
     return {"kind": kind, **asdict(run.choice), "predicted": {str(n): t for n, t in run.choice.predicted.items()}}
 
 
@@ -186,12 +186,13 @@ def step_record(
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [len(sample.token_ids) for sample in samples]
     slowest = {name: max(s.get(name, 0.0) for s in spans) for name in {n for s in spans for n in s}}
+    generate = max(s.get("rollout", 0.0) - s.get("reward", 0.0) for s in spans)  # before the wait for graders
     skipped = "; ".join(u["skipped"] for u in updates if u["skipped"])
     errors = [f"{g.prompt.where}: {r.error}" for g in groups for r in g.rewards if r.error]
     return {
         "step": run.step,
         "epoch": groups[-1].epoch,
-        "seconds": {"step": seconds, **dict(sorted(slowest.items()))},
+        "seconds": {"step": seconds, **dict(sorted(slowest.items())), "generate": generate},
         "samples": len(samples),
         "tokens": sum(lengths),
         "tokens_per_second": sum(lengths) / seconds,

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,9 @@ import parallel
 import train
 from config import load_config
 from metrics import Clock
-from parallel import Groups, World
-from planner import Profile
-from profiler import measure
-from settings import Config, profile_conditions, profile_path
+from parallel import World
+from profiler import make_profile
+from settings import Config, profile_path
 from warm_start import WarmStartConfig, make_model
 
 # The name, the settings it adds to those before it, whether grading waits for the last response.
@@ -63,7 +62,13 @@ class Size:
     responses: int  # R0
 
 
-SIZES = {"nano": Size(32, 1, 4, 4, 4), "small": Size(256, 4, 16, 8, 8)}
+SIZES = {
+    "nano": Size(32, 1, 4, 4, 4),
+    "a": Size(256, 4, 16, 8, 8),
+    "b": Size(256, 4, 48, 8, 8),
+    "c": Size(512, 4, 48, 8, 8),
+    "small": Size(512, 6, 32, 8, 8),
+}
 
 
 @dataclass
@@ -104,22 +109,14 @@ def settings(size: Size, folder: Path, index: int, periods: int) -> Config:
     return load_config(Config, None, [f"--{key}={value}" for key, value in values.items()])
 
 
-def profile(config: Config, world: World) -> None:
-    """Measure what the planner needs, as profiler.py does."""
-    model = train.checkpoint.load_model(config.model.path, world.device, torch.float32).requires_grad_(False)
-    sizes = train.rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
-    groups = Groups(world, sizes)
-    engine = train.Engine(model, config.rollout, config.sampling, (), parallel=groups[sizes[0]], sizes=sizes)
-    times = measure(engine, groups, world)
-    if world.is_main:
-        Profile(profile_conditions(config, model.shape, world.size, world.device), times).save(profile_path(config))
-    parallel.barrier(world)
-
-
 def make_sides(size: Size, folder: Path, periods: int, world: World, stack: ExitStack) -> list[Side]:
     shape = WarmStartConfig(steps=0, hidden_size=size.hidden, num_layers=size.layers, num_heads=8, num_kv_heads=4)
     make_model(shape, "expression", folder / "model", world)
-    profile(settings(size, folder, 0, periods), world)
+    base = settings(size, folder, 0, periods)
+    profile = make_profile(base, Path(base.model.path), world)
+    if world.is_main:
+        profile.save(profile_path(base))
+    parallel.barrier(world)
     TraceEngine.trace = Trace(size.median)
     train.Engine = TraceEngine
     sides = []
@@ -192,7 +189,7 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
 
 
 def worker(arguments: argparse.Namespace) -> None:
-    world = replace(parallel.start("cpu", 600.0))
+    world = parallel.start("cpu", 600.0)
     torch.set_num_threads(1)
     size, periods = SIZES[arguments.shape], 1 if arguments.quick else 3
     try:

@@ -3,8 +3,10 @@
     python benchmarks/trl.py [--quick]
 
 Both train the warm-started model of configs/tiny.toml on the same prompts in the same order, 32 x 8 samples a step,
-with the same length limit, grader, loss, optimizer and fp32; a step is rollout, reward and training. Each side runs as
-one process with 2 threads and as two with 1, in turns, so that all share the machine's moods; its faster form counts.
+with the same length limit, grader, loss, optimizer and fp32; a step is rollout, reward and training. `ratio` compares
+equal algorithms, `ratio_tail_batching` one period of short rounds and a long one with as many steps of TRL.
+Each side runs as one process with 2 threads and as two with 1, in turns, so that all share the machine's moods; its
+faster form counts.
 The first use makes the model and TRL's own environment, .venv-trl: minutes, not part of any figure.
 """
 
@@ -26,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PINS = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")
 CORES, PROMPTS, RESPONSES = 2, 32, 8
 WARM_UP = 2  # steps of every turn that are not counted
+PERIOD = 5  # rounds of tail batching with eta 1.25: four short ones and a long one
 OURS = (
     f"--scheduler.num_prompts={PROMPTS}",
     f"--scheduler.num_responses={RESPONSES}",
@@ -38,6 +41,7 @@ OURS = (
     "--data.eval_prompts=0",
     "--run.checkpoint_every=0",
 )
+TAIL, BATCHED = "+ tail batching", ("scheduler.policy=tail_batching",)
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Side:
 
     name: str
     ranks: int
+    settings: tuple[str, ...] = ()
+    warm_up: int = WARM_UP
     steps: list[dict] = field(default_factory=list)
 
     @property
@@ -190,10 +196,10 @@ def take_turn(side: Side, command: list[str], folder: Path, bar: tqdm) -> None:
             process.terminate()
             raise
     records = done()
-    if process.returncode or len(records) <= WARM_UP:
+    if process.returncode or len(records) <= side.warm_up:
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
     bar.update(first + len(records) - bar.n)
-    side.steps += records[WARM_UP:]
+    side.steps += records[side.warm_up :]
 
 
 def measure(rounds: int, num_steps: int, ranks: tuple[int, ...], overrides: list[str]) -> list[Side]:
@@ -207,28 +213,30 @@ def measure(rounds: int, num_steps: int, ranks: tuple[int, ...], overrides: list
     from settings import Config
     from warm_start import ensure_model
 
-    config_path, num_steps = ROOT / "configs" / "tiny.toml", WARM_UP + num_steps
+    config_path = ROOT / "configs" / "tiny.toml"
     config = load_config(Config, str(config_path), [*OURS, *overrides])
     python = trl_python()
     torch.set_num_threads(CORES)
     model = ensure_model(config.warm_start, config.data.train, ROOT / "models", start("cpu", 60.0))
     prompts, _ = load_prompts(config.data, load_tokenizer(model), config.rollout.max_prompt_tokens)
-    sides = [Side(name, ranks) for ranks in ranks for name in ("plainroll", "TRL")]
-    with tqdm(total=rounds * len(sides) * num_steps, unit="step") as bar:
+    sides = [side for n in ranks for side in (Side("plainroll", n), Side(TAIL, n, BATCHED, PERIOD), Side("TRL", n))]
+    with tqdm(total=rounds * sum(side.warm_up + num_steps for side in sides), unit="step") as bar:
         for seed in range(rounds):
-            taken = PromptStream(prompts, seed).take(num_steps * PROMPTS)
+            taken = PromptStream(prompts, seed).take((WARM_UP + num_steps) * PROMPTS)
             rows = [{"prompt": prompt.text, "answer": prompt.answer, "task": prompt.task} for _, prompt in taken]
             for side in sides:
                 with tempfile.TemporaryDirectory() as name:
                     folder = Path(name)
                     if side.name == "TRL":
-                        arguments = trl_arguments(config, side.ranks) | {"max_steps": num_steps, "seed": seed}
+                        arguments = trl_arguments(config, side.ranks)
+                        arguments |= {"max_steps": WARM_UP + num_steps, "seed": seed}
                         spec = {"model": str(model), "rows": rows, "arguments": arguments}
                         (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
                         command = [python, __file__, "--trl-worker", str(folder / "spec.json")]
                     else:
-                        own = (f"run.dir={name}", f"run.seed={seed}", f"run.steps={num_steps}", f"model.path={model}")
-                        keys = [*OURS, *overrides, *(f"--{key}" for key in own)]
+                        last = side.warm_up + num_steps
+                        own = (f"run.dir={name}", f"run.seed={seed}", f"run.steps={last}", f"model.path={model}")
+                        keys = [*OURS, *overrides, *(f"--{key}" for key in (*side.settings, *own))]
                         command = [sys.executable, "train.py", "--config", str(config_path), *keys]
                     take_turn(side, command, folder, bar)
     return sides
@@ -242,14 +250,14 @@ def report(sides: list[Side]) -> None:
     size = PROMPTS * RESPONSES
     best = {}
     print(
-        f"{'':10} processes x threads   s/step (min .. max)   samples/s   tokens/s   mean length   max length   reward"
+        f"{'':15} processes x threads   s/step (min .. max)   samples/s   tokens/s   mean length   max length   reward"
     )
     for side in sides:
         seconds, median = side.seconds, statistics.median(side.seconds)
-        best[side.name] = min(best.get(side.name, side), side, key=lambda s: statistics.median(s.seconds))
+        best[side.name] = min(best.get(side.name, side), side, key=lambda s: statistics.mean(s.seconds))
         mean = statistics.mean(step["length"]["mean"] for step in side.steps)
         print(
-            f"{side.name:10} {side.ranks} x {CORES // side.ranks}"
+            f"{side.name:15} {side.ranks} x {CORES // side.ranks}"
             f"{median:24.2f} ({min(seconds):.2f} .. {max(seconds):.2f}) {size / median:11.1f}"
             f"{size * mean * len(seconds) / sum(seconds):11.0f}{mean:14.1f}"
             f"{max(step['length']['max'] for step in side.steps):13.0f}"
@@ -262,6 +270,7 @@ def report(sides: list[Side]) -> None:
         "samples_per_s_ours": round(size / statistics.median(ours), 1),
         "samples_per_s_trl": round(size / statistics.median(trl), 1),
         "ratio": round(statistics.median(trl) / statistics.median(ours), 2),
+        "ratio_tail_batching": round(statistics.mean(trl) / statistics.mean(best[TAIL].seconds), 2),
         "ratio_of_pairs": [round(q, 2) for q in (pairs[0], statistics.median(pairs), pairs[-1])],
         "steps": len(pairs),
         "ranks_ours": best["plainroll"].ranks,
@@ -281,9 +290,9 @@ def main() -> None:
     if arguments.trl_worker:
         trl_worker(arguments.trl_worker)
     elif arguments.quick:
-        report(measure(1, 2, (2,), ["--rollout.max_response_tokens=256"]))
+        report(measure(1, PERIOD, (2,), ["--rollout.max_response_tokens=256"]))
     else:
-        report(measure(3, 4, (1, 2), []))
+        report(measure(3, PERIOD, (1, 2), []))
 
 
 if __name__ == "__main__":

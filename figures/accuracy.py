@@ -1,6 +1,6 @@
 """Tail batching against the synchronous baseline: held-out accuracy after equal numbers of trained samples (Figure 8).
 
-python figures/accuracy.py            trains what is missing in runs/ (nine runs, 2 to 4 minutes each), then draws
+python figures/accuracy.py            trains what is missing in runs/ (twelve runs, 2 to 4 minutes each), then draws
 python figures/accuracy.py --draw     draws again from figures/accuracy.json
 """
 
@@ -25,6 +25,7 @@ from metrics import read_records  # noqa: E402
 CURVES = {
     "synchronous": ("synchronous", ["scheduler.policy=synchronous"]),
     "tail_batching": ("tail batching, eta 1.25 on both", []),
+    "all": ("all parts, eta 1.25 on both", ["planner.rule=predict", "stream.policy=estimate"]),
     "eta_on_prompts": ("tail batching, eta on prompts only", ["scheduler.eta_responses=1"]),
 }
 EVERY = 20  # steps between evaluations: whole periods of 4 short rounds and a long one, so both have trained the same

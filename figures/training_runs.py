@@ -9,10 +9,19 @@ CONFIG = "configs/tiny.toml"
 
 
 def run(name: str, *settings: str, ranks: int = 2) -> Path:
-    """Train `configs/tiny.toml` with `--settings` in runs/`name`, unless that is done; return the run's folder."""
+    """Train `configs/tiny.toml` with `--settings` in runs/`name`, unless that is done; return the run's folder.
+
+    A profile is measured first where the planner needs one.
+    """
     folder = ROOT / "runs" / name
-    resume = ["--resume"] if (folder / "config.toml").exists() else []
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    begun = (folder / "config.toml").exists()
     keys = [f"--{setting}" for setting in (*settings, f"run.dir={folder}")]
-    subprocess.run([*command, "train.py", "--config", CONFIG, *keys, *resume], cwd=ROOT, check=True)
+    if "planner.rule=predict" in settings and not begun:
+        launch(ranks, "profiler.py", *keys)
+    launch(ranks, "train.py", *keys, *(["--resume"] if begun else []))
     return folder
+
+
+def launch(ranks: int, script: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
+    subprocess.run([*command, "--config", CONFIG, *arguments], cwd=ROOT, check=True)

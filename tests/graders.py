@@ -20,3 +20,9 @@ def raises(response: str, answer: str, row: dict) -> float:
     if response != answer:
         raise RuntimeError("no grade today")
     return 1.0
+
+
+def slow(response: str, answer: str, row: dict) -> float:
+    """Takes longer than a tiny model's rollout."""
+    time.sleep(0.2)
+    return share_of_digits(response, answer, row)

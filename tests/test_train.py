@@ -206,6 +206,16 @@ def start_torchrun(args: list[str], ranks: int = 2, max_restarts: int = 0) -> su
     )
 
 
+def test_the_planner_is_not_told_of_the_wait_for_graders(settings, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(train.ParallelismPlanner, "observe", lambda self, kind, report: told.append(report.seconds))
+    assert train.main(settings(run__steps=1, data__task=f"{GRADERS}:slow", reward__num_workers=2)) == 0
+    [record] = steps_of(tmp_path / "run")
+    assert record["seconds"]["reward"] > 0.5
+    assert told == [record["seconds"]["generate"]]
+    assert 0 < told[0] <= record["seconds"]["rollout"] - record["seconds"]["reward"] + 1e-6
+
+
 def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
