@@ -38,6 +38,7 @@ from metrics import Clock
 from parallel import World
 from profiler import make_profile
 from settings import Config, profile_path
+from simulate import load_model
 from warm_start import WarmStartConfig, make_model
 
 # The name, the settings it adds to those before it, whether grading waits for the last response.
@@ -57,17 +58,22 @@ class Size:
 
     hidden: int
     layers: int
-    median: int  # tokens of a response
+    scale: float  # of the paper's lengths
     prompts: int  # P0
     responses: int  # R0
 
+    @property
+    def trace(self) -> Trace:
+        """The paper's 32k lengths, as `figures/fit.py` fitted them, scaled."""
+        m = load_model("qwen2.5-32b").lengths
+        median = self.scale * m.median
+        return Trace(median, m.prompt_spread, m.response_spread, m.runaway, m.runaway_gather, m.limit / m.median)
+
 
 SIZES = {
-    "nano": Size(32, 1, 4, 4, 4),
-    "a": Size(256, 4, 16, 8, 8),
-    "b": Size(256, 4, 48, 8, 8),
-    "c": Size(512, 4, 48, 8, 8),
-    "small": Size(512, 6, 32, 8, 8),
+    "a": Size(256, 4, 1 / 16, 8, 8),
+    "b": Size(128, 4, 1 / 16, 8, 8),
+    "c": Size(256, 4, 1 / 32, 8, 8),
 }
 
 
@@ -96,7 +102,7 @@ def settings(size: Size, folder: Path, index: int, periods: int) -> Config:
         "scheduler.num_responses": size.responses,
         "scheduler.window_iterations": 4,
         "rollout.max_prompt_tokens": 64,
-        "rollout.max_response_tokens": Trace(size.median).limit,
+        "rollout.max_response_tokens": size.trace.limit,
         "trainer.lr": 1e-5,
         "trainer.tokens_per_microbatch": 1024,
         "reward.num_workers": 1,
@@ -117,7 +123,7 @@ def make_sides(size: Size, folder: Path, periods: int, world: World, stack: Exit
     if world.is_main:
         profile.save(profile_path(base))
     parallel.barrier(world)
-    TraceEngine.trace = Trace(size.median)
+    TraceEngine.trace = size.trace
     train.Engine = TraceEngine
     sides = []
     for index, (name, _, late) in enumerate(PARTS):
@@ -191,12 +197,15 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
 def worker(arguments: argparse.Namespace) -> None:
     world = parallel.start("cpu", 600.0)
     torch.set_num_threads(1)
-    size, periods = SIZES[arguments.shape], 1 if arguments.quick else 3
+    size = SIZES[arguments.shape]
     try:
-        sides = play(size, periods, world)
+        sides = play(size, 1 if arguments.quick else 3, world)
         if world.is_main:
-            samples = f"{size.prompts} x {size.responses} samples of {size.median} tokens in the median"
-            print(json.dumps(report(sides, f"{world.size} ranks, {size.layers} layers of {size.hidden}, {samples}")))
+            lengths = f"{size.trace.median:.0f} tokens in the median, {size.trace.limit} at most"
+            title = (
+                f"{world.size} ranks, {size.layers} layers of {size.hidden}, {size.prompts} x {size.responses} samples"
+            )
+            arguments.result.write_text(json.dumps(report(sides, f"{title} of {lengths}")))
         parallel.barrier(world)
     finally:
         parallel.stop(world)
@@ -206,14 +215,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one period of five steps: under 2 minutes on 2 cores")
     parser.add_argument("--ranks", type=int, default=4, help="processes (default 4)")
-    parser.add_argument("--shape", choices=tuple(SIZES), default="small", help="nano is for tests")
+    parser.add_argument("--shape", choices=tuple(SIZES), default="a")
+    parser.add_argument("--trl", action="store_true", help="then run benchmarks/trl.py too, and add its ratio")
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
+    if arguments.result:
         worker(arguments)
         return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([*launch, __file__, *sys.argv[1:]], env=env).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        subprocess.run([*launch, __file__, *sys.argv[1:], f"--result={result}"], env=env, check=True)
+        metrics = json.loads(result.read_text())
+    if arguments.trl:
+        beside = [sys.executable, str(ROOT / "benchmarks" / "trl.py"), *(["--quick"] if arguments.quick else [])]
+        printed = subprocess.run(beside, stdout=subprocess.PIPE, text=True, check=True).stdout
+        print("\n" + printed)
+        metrics["ratio_trl"] = json.loads(printed.splitlines()[-1])["ratio_tail_batching"]
+    print(json.dumps(metrics))
+    return 0
 
 
 if __name__ == "__main__":

@@ -127,10 +127,11 @@ class Trace:
     response_spread: float = 0.71  # around the median of their prompt
     runaway: float = 0.03  # share of responses that run to the limit
     gather: float = 0.05  # how much prompts differ in that share: 0 all the same, 1 all or none
+    longest: float = 26.5  # limit over median; runaways raise the median by 3 %
 
     @property
     def limit(self) -> int:
-        return round(26.5 * self.median)  # runaways raise the median by 3 %
+        return round(self.longest * self.median)
 
     def length(self, id: SampleId) -> int:
         epoch, prompt, response = id

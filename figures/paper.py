@@ -68,16 +68,26 @@ def seconds(records: Sequence[dict], stage: str = "step", kind: str = "") -> flo
     return mean(r["seconds"][stage] for r in records if not kind or r["round"]["kind"] == kind)
 
 
+def measured(benchmark: str) -> dict[str, float]:
+    """Return what benchmarks/`benchmark`.py printed when it was last recorded, on a few CPU cores."""
+    lines = (HERE.parent / "benchmarks" / "results" / "cpu.jsonl").read_text(encoding="utf-8").splitlines()
+    return next((r for line in reversed(lines) if (r := json.loads(line))["name"] == benchmark), {})
+
+
 class Table:
-    """Rows of paper value, simulated value and difference, printed as they come; ends with one JSON line."""
+    """Rows of paper value, simulated value and difference, printed as they come; ends with one JSON line.
+
+    The last column is what really ran on a CPU, at a tiny scale, where something did.
+    """
 
     def __init__(self, title: str, unit: str):
         self.rows: list[tuple[str, float, float]] = []
-        print(f"{title}\n{'':44}{'paper':>9}{'simulated':>11}{'difference':>12}   ({unit})")
+        print(f"{title}\n{'':44}{'paper':>9}{'simulated':>11}{'difference':>12}{'real, CPU':>11}   ({unit})")
 
-    def add(self, name: str, paper: float, simulated: float) -> None:
+    def add(self, name: str, paper: float, simulated: float, real: float | None = None) -> None:
         self.rows.append((name, paper, simulated))
-        print(f"{name:<44}{paper:>9.3g}{simulated:>11.3g}{simulated / paper - 1:>+12.1%}")
+        ran = f"{real:>11.3g}" if real else ""
+        print(f"{name:<44}{paper:>9.3g}{simulated:>11.3g}{simulated / paper - 1:>+12.1%}{ran}")
 
     def end(self, name: str, **more: Any) -> None:
         """Print the JSON line: the largest and the mean relative error, and everything in `more`."""

@@ -1,6 +1,9 @@
 """Table 2: speed-up of the whole step over veRL as RollPacker's parts are added, one after the other."""
 
-from paper import MODELS, SYSTEMS, Table, legend, pair, plt, run, save, seconds, style
+from itertools import accumulate
+from operator import mul
+
+from paper import MODELS, SYSTEMS, Table, legend, measured, pair, plt, run, save, seconds, style
 
 PAPER = {
     "+ tail batching": (1.30, 1.48, 2.21),
@@ -15,9 +18,12 @@ def main() -> None:
     step = {name: [seconds(run(name, model, STEPS).records) for model in MODELS] for name in SYSTEMS}
     table = Table("Table 2: speed-up over veRL, cumulative", "step time of veRL / step time")
     simulated = {name: [step["veRL"][i] / step[name][i] for i in range(3)] for name in PAPER}
+    parts = measured("end_to_end")  # with the lengths of 32B/32k, scaled
+    keys = ("speedup_tail_batching", "speedup_reward_scheduler", "speedup_planner", "speedup_stream_trainer")
+    real = dict(zip(PAPER, accumulate((parts[key] for key in keys if key in parts), mul)))
     for name, paper in PAPER.items():
         for i, model in enumerate(MODELS):
-            table.add(f"{model}  {name}", paper[i], simulated[name][i])
+            table.add(f"{model}  {name}", paper[i], simulated[name][i], real.get(name) if model == "32B/32k" else None)
     style()
     figure, axes = plt.subplots(1, 3, sharey=True)
     for i, (axis, model) in enumerate(zip(axes, MODELS, strict=True)):
