@@ -25,7 +25,8 @@ from config import ConfigError, option
 
 RISE = 1.05  # a rise of preemptions over this doubles (section 4.2)
 QUIET_ROUNDS = 4  # so many rounds without preemption halve (section 4.2)
-HISTORY = 3  # rounds of one kind whose lengths, and whose measured over predicted times, are remembered
+HISTORY = 3  # rounds of one kind whose lengths, and of one size whose measured over predicted times, count
+PATIENCE = 10  # rounds at one size until others get the benefit of the doubt
 PROFILE_NAME = "rollout_profile.json"
 
 
@@ -248,22 +249,24 @@ class ParallelismPlanner:
         if self.simulators:
             expected = self._seconds(track.size, self.asked, report.lengths)
             known = track.slowness.setdefault(track.size, [])
-            known[:] = [*known, report.seconds / max(expected, 1e-9)][-HISTORY:]
+            known[:] = [*known, report.seconds / max(expected, 1e-9)][-PATIENCE:]
 
     def predict(self, kind: str, launch: Launch) -> dict[int, float]:
         """Return the seconds that a round would take, by size: simulated, times how wrong that was before.
 
         A size has a correction of its own after HISTORY rounds: one slow round is no reason to leave it. The others get
-        the square root of what was measured everywhere: half of an error is taken to be the machine's, half the size's.
+        what was measured everywhere, for most errors are the machine's. After PATIENCE rounds at one size they get its
+        square root, as if half were the size's: so a profile that is wrong is found out, by trying.
         """
-        track, others = self.tracks[kind], [t for k, t in self.tracks.items() if k != kind]
-        rounds = track.lengths or [r for other in others for r in other.lengths] or [self.guess]
-        lengths = _resample([n for r in rounds for n in r], launch.num_sequences)
+        track = self.tracks[kind]
+        # Lengths of the other kind say little: a race cuts the longest off, for which a long round is made.
+        lengths = _resample([n for r in track.lengths or [self.guess] for n in r], launch.num_sequences)
         everything = [x for known in track.slowness.values() for x in known] or [1.0]
+        doubt = 0.5 if any(len(known) >= PATIENCE for known in track.slowness.values()) else 1.0
         seconds = {}
         for n in self.sizes:
             known = track.slowness.get(n, [])
-            slowness = median(known) if len(known) >= HISTORY else median(everything) ** 0.5
+            slowness = median(known[-HISTORY:]) if len(known) >= HISTORY else median(everything) ** doubt
             seconds[n] = slowness * self._seconds(n, launch, lengths)
         return seconds
 

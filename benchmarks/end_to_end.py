@@ -9,9 +9,10 @@ synchronous         every step waits for its longest response; grading starts wh
 + stream trainer    half of the replicas leave long rounds to train, when that is projected to pay
 
 Ranks have one thread each and take the steps of train.py: rounds, grading in the sandbox, gradients, update, sync.
-Responses have given lengths, shaped like the paper's (tail_batching.py), and given texts: programs of the expression
-task, 5 % of which never end (limits 0.1 to 1 s, for steps take seconds). All contenders train the same prompts, and
-equally many samples. `speedup_all` is step time of the first over that of the last, all steps together.
+Responses have given lengths, those of the paper's 32k scaled to a sixteenth (`configs/simulate/qwen2.5-32b.toml`), and
+given texts. A third of the prompts are graded by running code, as in the paper, the others by comparing: programs of
+the expression task, 5 % of which never end (limits 0.1 to 1 s, for steps take seconds). All contenders train the same
+prompts, and equally many samples. `speedup_all` is step time of the first over that of the last, all steps together.
 """
 
 import argparse
@@ -34,11 +35,13 @@ from texts import Scripted, program
 import parallel
 import train
 from config import load_config
+from core import SampleId
 from metrics import Clock
 from parallel import World
 from profiler import make_profile
 from settings import Config, profile_path
 from simulate import load_model
+from tasks import TASKS
 from warm_start import WarmStartConfig, make_model
 
 # The name, the settings it adds to those before it, whether grading waits for the last response.
@@ -96,7 +99,7 @@ def settings(size: Size, folder: Path, index: int, periods: int) -> Config:
         "run.device": "cpu",
         "run.dump_rollouts": "true",
         "model.path": folder / "model",
-        "data.train": "expression",
+        "data.train": folder / "prompts.jsonl",
         "data.eval_prompts": 0,
         "scheduler.num_prompts": size.prompts,
         "scheduler.num_responses": size.responses,
@@ -115,7 +118,24 @@ def settings(size: Size, folder: Path, index: int, periods: int) -> Config:
     return load_config(Config, None, [f"--{key}={value}" for key, value in values.items()])
 
 
+def write_prompts(path: Path) -> None:
+    """Write rows of both kinds: one of code, two of the rule."""
+    rows = []
+    for i, (program_of, path_of) in enumerate(zip(TASKS["expression"].numbers(), TASKS["hailstone"].numbers())):
+        task, n = (TASKS["hailstone"], path_of) if i % 3 else (TASKS["expression"], program_of)
+        rows.append(
+            {"prompt": task.prompt(n), "answer": task.answer(n), "task": task.grader, "number": n, **task.fields}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def text(key: SampleId, row: dict[str, Any]) -> str:
+    return program(key, row) if row["task"] == "code" else TASKS["hailstone"].solution(row["number"])
+
+
 def make_sides(size: Size, folder: Path, periods: int, world: World, stack: ExitStack) -> list[Side]:
+    if world.is_main:
+        write_prompts(folder / "prompts.jsonl")
     shape = WarmStartConfig(steps=0, hidden_size=size.hidden, num_layers=size.layers, num_heads=8, num_kv_heads=4)
     make_model(shape, "expression", folder / "model", world)
     base = settings(size, folder, 0, periods)
@@ -132,7 +152,7 @@ def make_sides(size: Size, folder: Path, periods: int, world: World, stack: Exit
         run = train.build(config, world, resume=False)
         run.recorder.bar.close()
         stack.enter_context(run.pool)
-        run.pool = Scripted(run.pool, program, late)
+        run.pool = Scripted(run.pool, text, late)
         sides.append(Side(name, run))
     return sides
 
@@ -180,9 +200,12 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
             f"{sum(before.seconds) / sum(side.seconds):12.2f}"
         )
     print(PAPER)
-    sizes = [r["planner"]["size"] for r in sides[-1].records]
+    for side in sides[3:]:
+        chosen = ((r["planner"], r["seconds"]["generate"]) for r in side.records)
+        rounds = (f"{p['kind']} {p['size']} ({p['predicted'][str(p['size'])]:.1f}, {took:.1f})" for p, took in chosen)
+        print(f"{side.name}: sizes of the rounds (seconds of decoding predicted, taken): {', '.join(rounds)}")
     scaled = sum("projected" in r["round"].get("stream", {}) for r in sides[-1].records)
-    print(f"sizes that the planner chose: {sizes}; rounds that replicas left to train: {scaled}")
+    print(f"{sides[-1].name}: rounds that replicas left to train: {scaled}")
     names = ("tail_batching", "reward_scheduler", "planner", "stream_trainer")
     ratios = [sum(a.seconds) / sum(b.seconds) for a, b in zip(sides, sides[1:])]
     return {

@@ -8,7 +8,7 @@ import pytest
 
 from config import ConfigError
 from planner import (
-    HISTORY,
+    PATIENCE,
     QUIET_ROUNDS,
     RULES,
     Launch,
@@ -185,21 +185,28 @@ def test_a_wrong_profile_is_found_out_but_not_by_one_slow_round() -> None:
     p = planner("predict", sizes=(1, 2), ranks=2, profile=profile_of({1: 1.6e-3, 2: 1e-3}))
     wrong = {1: 1.0, 2: 2.0}  # size 2 is twice as slow as the profile says
     sizes = []
-    for step in range(14):
+    for step in range(25):
         choice = p.choose("short", LAUNCH)
         sizes.append(choice.size)
         simulated = p._seconds(choice.size, LAUNCH, (300,) * 64)
-        p.observe("short", Report(0, simulated * wrong[choice.size] * (3 if step == 11 else 1), (300,) * 64))
+        p.observe("short", Report(0, simulated * wrong[choice.size] * (3 if step == 20 else 1), (300,) * 64))
     first = sizes.index(1)
-    assert set(sizes[:first]) == {2} and first >= HISTORY and set(sizes[first:]) == {1}, sizes
+    assert set(sizes[:first]) == {2} and first == PATIENCE and set(sizes[first:]) == {1}, sizes
 
 
-def test_lengths_of_the_other_kind_serve_until_there_are_own() -> None:
+def test_a_slow_machine_is_no_reason_to_try_what_the_profile_says_is_slower() -> None:
+    p = planner("predict", sizes=(1, 2), ranks=2, profile=profile_of({1: 1e-3, 2: 1.2e-3}))
+    for step in range(PATIENCE):
+        assert p.choose("short", LAUNCH).size == 1, step
+        p.observe("short", Report(0, 3 * p._seconds(1, LAUNCH, (300,) * 64), (300,) * 64))
+
+
+def test_lengths_of_a_race_tell_nothing_of_a_long_round() -> None:
     p = planner("predict", profile=profile_of({1: 1e-3, 2: 1e-3, 4: 1e-3}))
-    p.choose("short", LAUNCH)
-    guess = p.predict("short", LAUNCH)
-    p.observe("short", Report(0, guess[1], (5,) * 64))
-    assert p.choose("long", LAUNCH).predicted[1] < guess[1] / 10
+    guess = p.choose("short", LAUNCH).predicted
+    p.observe("short", Report(0, p._seconds(1, LAUNCH, (5,) * 64), (5,) * 64))
+    assert p.choose("long", LAUNCH).predicted == guess
+    assert p.choose("short", LAUNCH).predicted[1] < guess[1]
 
 
 @pytest.mark.parametrize("rule", RULES)
