@@ -37,24 +37,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+from tqdm import tqdm
 
-import parallel  # noqa: E402
-from config import load_config  # noqa: E402
-from core import Group, Prompt, PromptId, SampleId  # noqa: E402
-from metrics import Clock  # noqa: E402
-from model import Model, parse_shape  # noqa: E402
-from parallel import TensorParallel, World  # noqa: E402
-from reward import RewardPool  # noqa: E402
-from rollout import Engine, RolloutConfig  # noqa: E402
-from rounds import Round  # noqa: E402
-from sampling import SamplingConfig  # noqa: E402
-from scheduler import POLICIES, SchedulerConfig, TailBatching  # noqa: E402
-from sequence import Sequence as EngineSequence  # noqa: E402
-from settings import Config  # noqa: E402
-from train import Run, build, group_advantages, learn, roll_out  # noqa: E402
-from warm_start import WarmStartConfig, byte_tokenizer, hf_config  # noqa: E402
+import parallel
+from config import load_config
+from core import Group, Prompt, PromptId, SampleId
+from metrics import Clock
+from model import Model, parse_shape
+from parallel import TensorParallel, World
+from reward import RewardPool
+from rollout import Engine, RolloutConfig
+from rounds import Round
+from sampling import SamplingConfig
+from scheduler import POLICIES, SchedulerConfig, TailBatching
+from sequence import Sequence as EngineSequence
+from settings import Config
+from train import Run, build, group_advantages, learn, roll_out
+from warm_start import WarmStartConfig, byte_tokenizer, hf_config
 
 RANKS = 2
 PERIOD = 5  # rounds: with eta = 1.25, four short ones and the long one that trains what they put off
