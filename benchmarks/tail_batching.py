@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -402,27 +402,36 @@ def report(task: Sequence[Result], trace: Sequence[Result], shape: str) -> None:
     print(json.dumps(metrics | {"prompts_lost": lost, "prompts_doubled": doubled}))
 
 
-def worker(arguments: argparse.Namespace) -> None:
+def play(shape: str, quick: bool, world: World) -> None:
+    task: list[Result] = []
+    if shape == "nano":
+        overrides = ["--warm_start.steps=0", "--rollout.max_response_tokens=32", "--scheduler.num_prompts=4"]
+        task = measure_task((SYNCHRONOUS, BOTH), 1, overrides, world)
+    elif shape == "small":
+        task = measure_task((SYNCHRONOUS, BOTH) + (() if quick else WINDOWS), 1 if quick else 4, [], world)
+    other = {"migrate": not SchedulerConfig().migrate}
+    migration = tuple(replace(c, scheduler=c.scheduler | other) for c in MIGRATION)
+    contenders = BASIC + (() if quick or shape != "small" else (LONG_WINDOW, *migration))
+    periods = 3 if shape == "small" and not quick else 1
+    trace = measure_trace(SHAPES[shape], contenders, periods, world)
+    if world.is_main:
+        report(task, trace, shape)
+
+
+def on_ranks(count: int, play: Callable[[World], None]) -> int:
+    """Run this script again under torchrun, on ranks of one thread each that `play`; return the exit code."""
+    if "RANK" not in os.environ:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run([*launch, *sys.argv], env=env).returncode
     world = parallel.start("cpu", 600.0)
     torch.set_num_threads(1)
-    quick, shape = arguments.quick, arguments.shape
     try:
-        task: list[Result] = []
-        if shape == "nano":
-            overrides = ["--warm_start.steps=0", "--rollout.max_response_tokens=32", "--scheduler.num_prompts=4"]
-            task = measure_task((SYNCHRONOUS, BOTH), 1, overrides, world)
-        elif shape == "small":
-            task = measure_task((SYNCHRONOUS, BOTH) + (() if quick else WINDOWS), 1 if quick else 4, [], world)
-        other = {"migrate": not SchedulerConfig().migrate}
-        migration = tuple(replace(c, scheduler=c.scheduler | other) for c in MIGRATION)
-        contenders = BASIC + (() if quick or shape != "small" else (LONG_WINDOW, *migration))
-        periods = 3 if shape == "small" and not quick else 1
-        trace = measure_trace(SHAPES[shape], contenders, periods, world)
-        if world.is_main:
-            report(task, trace, shape)
+        play(world)
         parallel.barrier(world)  # a rank that leaves early can abort another's exit in gloo's threads
     finally:
         parallel.stop(world)
+    return 0
 
 
 def main() -> int:
@@ -430,12 +439,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer periods and contenders: under 2 minutes on 2 cores")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="small", help="model of the trace; nano is for tests")
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        worker(arguments)
-        return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*launch, __file__, *sys.argv[1:]], env=env).returncode
+    return on_ranks(RANKS, lambda world: play(arguments.shape, arguments.quick, world))
 
 
 if __name__ == "__main__":

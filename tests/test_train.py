@@ -5,15 +5,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, steps_of, torchrun_command
 
 import train
 from checkpoint import list_checkpoints
@@ -37,36 +37,19 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def settings(prompts: Path, tiny_folder: Path, tmp_path: Path):
-    """Return the command line of a small run in a folder of its own; keywords override, `a__b` for a.b."""
-
-    def make(folder: str = "run", **overrides) -> list[str]:
-        values = {
-            "run.dir": tmp_path / folder,
-            "run.steps": 3,
-            "run.device": "cpu",
-            "run.eval_samples": 2,
-            "model.path": tiny_folder,
-            "data.train": prompts,
-            "data.task": f"{GRADERS}:share_of_digits",
-            "data.eval_prompts": 4,
-            "scheduler.num_prompts": 4,
-            "scheduler.num_responses": 4,
-            "rollout.max_prompt_tokens": 32,
-            "rollout.max_response_tokens": 32,
-            "rollout.page_size": 8,
-            "rollout.kv_gib": 0.01,
-            "trainer.lr": 3e-3,
-            "trainer.tokens_per_microbatch": 256,
-            "reward.num_workers": 1,
-        } | {key.replace("__", "."): value for key, value in overrides.items()}
-        return [f"--{key}={value}" for key, value in values.items()]
-
-    return make
-
-
-def steps_of(folder: Path) -> list[dict]:
-    return [record for record in read_records(folder / "steps.jsonl") if record["step"] > 0]
+def settings(settings, prompts: Path):
+    return partial(
+        settings,
+        run__steps=3,
+        run__eval_samples=2,
+        data__train=prompts,
+        data__task=f"{GRADERS}:share_of_digits",
+        rollout__max_prompt_tokens=32,
+        rollout__max_response_tokens=32,
+        rollout__page_size=8,
+        trainer__lr=3e-3,
+        trainer__tokens_per_microbatch=256,
+    )
 
 
 def trajectory(folder: Path) -> list[tuple]:
@@ -194,10 +177,8 @@ def test_dynamic_sampling_that_finds_nothing_says_so_and_goes_on(settings, tmp_p
 
 
 def start_torchrun(args: list[str], ranks: int = 2, max_restarts: int = 0) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command.append(f"--max-restarts={max_restarts}")
     return subprocess.Popen(
-        [*command, str(ROOT / "train.py"), *args],
+        torchrun_command(ranks, *args, max_restarts=max_restarts),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
