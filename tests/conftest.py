@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,10 @@ def _rank(rank: int, size: int, store: str, function, args) -> None:
 def run_ranks(tmp_path: Path):
     """Call the module-level `function(world, *args)` on `size` gloo ranks. A rank's exception fails the test."""
 
+    stores = (tmp_path / f"store{i}" for i in count())  # the one before may still be there
+
     def run(size: int, function, *args) -> None:
-        mp.start_processes(
-            _rank, (size, str(tmp_path / "store"), function, args), nprocs=size, start_method="forkserver"
-        )
+        mp.start_processes(_rank, (size, str(next(stores)), function, args), nprocs=size, start_method="forkserver")
 
     return run
 
