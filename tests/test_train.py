@@ -313,6 +313,13 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint(settings, torchrun, tmp_p
     assert [r["step"] for r in steps_of(tmp_path / "run")] == list(range(1, last + 2))
 
 
+def test_an_interrupt_before_the_first_step_is_no_traceback(settings, monkeypatch, capsys):
+    monkeypatch.setattr(train, "ensure_model", lambda *_: signal.raise_signal(signal.SIGINT))
+    own = [arg for arg in settings(data__train="hailstone", warm_start__steps=9) if not arg.startswith("--data.task")]
+    assert train.main([*own, "--model.path="]) == 130
+    assert capsys.readouterr().err == "interrupted in start\n"
+
+
 def test_a_replayed_run_trains_the_same(settings, tmp_path):
     assert train.main(settings("recorded", run__dump_rollouts="true")) == 0
     line = json.loads((tmp_path / "recorded" / "rollouts" / "step_000001.jsonl").read_text().splitlines()[0])
