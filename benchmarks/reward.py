@@ -46,6 +46,7 @@ from tqdm import tqdm
 
 from core import Prompt, SampleId
 from judge import JudgeConfig, JudgeModel, open_graders
+from learning import group_advantages, learn
 from metrics import Clock
 from parallel import World
 from reward import RewardConfig
@@ -54,7 +55,6 @@ from sampling import SamplingConfig
 from scheduler import POLICIES, SchedulerConfig
 from settings import Config
 from tasks import TASKS
-from train import group_advantages, learn
 from trainer import Trainer, TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, make_model
 

@@ -43,6 +43,7 @@ from tqdm import tqdm
 import parallel
 from config import load_config
 from core import Group, Prompt, PromptId, SampleId
+from learning import group_advantages, learn
 from metrics import Clock
 from model import Model, parse_shape
 from parallel import TensorParallel, World
@@ -53,7 +54,7 @@ from sampling import SamplingConfig
 from scheduler import POLICIES, SchedulerConfig, TailBatching
 from sequence import Sequence as EngineSequence
 from settings import Config
-from train import Run, build, group_advantages, learn, roll_out
+from train import Run, build, roll_out
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config
 
 RANKS = 2
