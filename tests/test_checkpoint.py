@@ -275,6 +275,7 @@ def test_no_end_token_at_all_is_refused(folder):
     tokenizer.eos_token = None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    (folder / "generation_config.json").unlink()
     with pytest.raises(ConfigError, match="eos_token_id"):
         eos_ids(folder, tokenizer)
 
