@@ -53,9 +53,7 @@ class PackedAttention:
             own = torch.tensor([lengths[i] for i in members])[:, None]
             column = torch.arange(width)[None]  # [1, L]
             first = torch.tensor([starts[i] for i in members])[:, None]
-            rows = first + torch.minimum(
-                column, own - 1
-            )  # [n, L]; padding repeats the last token, nobody attends to it
+            rows = first + torch.minimum(column, own - 1)  # [n, L]; padding repeats the last token, unattended
             inverse[rows[column < own]] = torch.arange(rows.numel()).view_as(rows)[column < own] + offset
             self.batches.append(rows.to(self.device))
             offset += rows.numel()

@@ -49,7 +49,9 @@ def load_config(cls: type[T], path: str | None, overrides: list[str]) -> T:
     for override in overrides:
         key, equals, text = override.removeprefix("--").partition("=")
         if not override.startswith("--") or not equals or not all(key.split(".")):
-            raise ConfigError(f"cannot read {override!r}; write --section.key=value (--help lists every key)")
+            raise ConfigError(
+                f"cannot read {override!r}; write --section.key=value or --config FILE.toml (--help lists every key)"
+            )
         value: Any = _parse(text)
         for name in reversed(key.split(".")):
             value = {name: value}

@@ -17,7 +17,7 @@ from tasks import TASKS, is_held_out
 class DataConfig:
     train: str = option("hailstone", f"training prompts: a built-in task ({', '.join(TASKS)}) or a JSONL file")
     eval: str = option(
-        "", "held-out prompts: a JSONL file; empty: the built-in task's own, or rows held out of data.train"
+        "", "held-out prompts: a JSONL file; empty: the built-in task's own, or at most a tenth of data.train"
     )
     eval_prompts: int = option(512, "prompts of an evaluation, at most; 0 is no evaluation", min=0)
     task: str = option(

@@ -210,7 +210,8 @@ class Recorder:
         if step < steps:
             print(f"\nstopped after step {step} of {steps}; continue with --resume")
         model = run / "checkpoints" / f"step_{step:06d}"
-        print(f"\nrecords {self.path}, transcripts {run / 'samples'}, model {model if model.exists() else 'not yet'}")
+        saved = f", model {model}" if model.exists() else ""
+        print(f"\nrecords {self.path}, transcripts {run / 'samples'}{saved}")
 
 
 class Trace:

@@ -65,7 +65,6 @@ def _family_llama(c: dict) -> dict:
 
 FAMILIES = {"qwen2": _family_qwen2, "qwen3": _family_qwen3, "llama": _family_llama}
 
-
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ROPE_NEEDS = {
     "default": (),
@@ -79,12 +78,7 @@ def parse_shape(c: dict, where: str) -> ModelShape:
     family = c.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(f"{where}: model_type = {family!r} is not supported; plainroll has {', '.join(FAMILIES)}")
-    missing = [
-        k
-        for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        if k not in c
-    ]
-    if missing:
+    if missing := [k for k in SIZES if k not in c]:
         raise ConfigError(f"{where}: missing {', '.join(missing)}; is this a complete Hugging Face config.json?")
     bad = [f"{k} = {c[k]!r}" for k in SIZES if type(c[k]) is not int or c[k] < 1]
     if bad:

@@ -390,9 +390,7 @@ class SharedMemory:
         """Return a file of `total` bytes of memory; none where there is no room, as in a small container."""
         handle, path = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         try:
-            os.posix_fallocate(
-                handle, 0, total
-            )  # a file that is only truncated kills who writes where there is no room
+            os.posix_fallocate(handle, 0, total)  # truncated only, it kills who writes where there is no room
             return path
         except OSError as error:
             os.unlink(path)

@@ -492,7 +492,7 @@ class _Worker:
 
     def start(self, attempts: int = 3) -> None:
         """Have a fresh process with all graders loaded. Raises GraderError if there is none after `attempts`."""
-        command = [sys.executable, "-u", WORKER, "--worker", *self._tasks]
+        command = [sys.executable, "-u", WORKER, *self._tasks]
         env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
         pipe = subprocess.PIPE
         for _ in range(attempts):

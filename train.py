@@ -432,6 +432,10 @@ def train_on_ranks(config: Config, resume: bool) -> int:
     except (ConfigError, NonFiniteError, GraderError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:  # the first one ahead of all steps, else the second
+        if world and world.is_main:
+            print(f"interrupted in {clock.failed_in or 'start'}", file=sys.stderr, flush=True)
+        return 130
     except OSError as error:
         if parallel.is_lost(error):
             return lost(clock, error)

@@ -183,9 +183,7 @@ class Trainer:
         tokens = Tokens(logprobs, old, advantages, sample, lengths)
         values, clipped = LOSSES[self.loss.name](tokens, self.loss)
         if self.loss.old_logprobs == "trainer" and self.loss.tis_cap:
-            values = values * (old - rollout).exp().clamp(
-                max=self.loss.tis_cap
-            )  # (Yao 2025, truncated importance sampling)
+            values = values * (old - rollout).exp().clamp(max=self.loss.tis_cap)  # (truncated IS; Yao 2025)
         kl = torch.zeros_like(logprobs)
         if self.reference is not None:
             with torch.no_grad():
@@ -196,15 +194,7 @@ class Trainer:
         total.backward()
         with torch.no_grad():
             difference = (logprobs - rollout).abs()
-            parts = (
-                total,
-                torch.tensor(count),
-                lengths.sum(),
-                entropy.sum(),
-                clipped.sum(),
-                kl.sum(),
-                difference.sum(),
-            )
+            parts = total, torch.tensor(count), *(x.sum() for x in (lengths, entropy, clipped, kl, difference))
             self.sums += torch.stack([part.detach().to(device).double() for part in parts])
             self.worst_diff = torch.maximum(self.worst_diff, difference.max().double())
 

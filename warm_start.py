@@ -118,11 +118,14 @@ def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -
 
 
 def _write_source(config: WarmStartConfig, folder: Path) -> None:
-    """Write config.json and the tokenizer."""
+    """Write the model's config, how to generate with it, and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(str(folder))
-    (folder / "config.json").write_text(json.dumps(hf_config(config, tokenizer), indent=2), encoding="utf-8")
+    values = hf_config(config, tokenizer)
+    generation = {"do_sample": True, **{key: values[key] for key in ("eos_token_id", "pad_token_id")}}
+    (folder / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
 
 
 def hf_config(config: WarmStartConfig, tokenizer: Any) -> dict:

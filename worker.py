@@ -53,5 +53,5 @@ def work(tasks: list[str]) -> None:
         reply(id, grade(graders[task], response, answer, row))
 
 
-if __name__ == "__main__" and sys.argv[1:2] == ["--worker"]:
-    work(sys.argv[2:])
+if __name__ == "__main__":
+    work(sys.argv[1:])

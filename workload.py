@@ -7,7 +7,6 @@ around that, log-normal again. A tail: with a probability that is the prompt's o
 import json
 import math
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -108,15 +107,3 @@ class Recorded:
 
     def _nearest(self, id: PromptId) -> PromptId:
         return min((key for key in self.groups if key[1] == id[1]), key=lambda key: abs(key[0] - id[0]))
-
-
-def summary(lengths: Sequence[int]) -> dict[str, float]:
-    """Return what the paper's Figure 2 shows of a set of lengths."""
-    ordered = sorted(lengths)
-    median = ordered[len(ordered) // 2]
-    return {
-        "median": median,
-        "p75": ordered[len(ordered) * 3 // 4],
-        "longest": ordered[-1],
-        "longest_over_median": ordered[-1] / median,
-    }

@@ -27,19 +27,19 @@ from random import Random
 os.environ["OMP_NUM_THREADS"] = "1"  # four ranks; before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tqdm import tqdm
 
-import parallel  # noqa: E402
-from model import Model, parse_shape  # noqa: E402
-from parallel import Groups, World  # noqa: E402
-from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report  # noqa: E402
-from profiler import measure  # noqa: E402
-from rollout import Engine, EngineStats, RolloutConfig  # noqa: E402
-from sampling import SamplingConfig  # noqa: E402
-from sequence import Sequence  # noqa: E402
+import parallel
+from model import Model, parse_shape
+from parallel import Groups, World
+from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report
+from profiler import measure
+from rollout import Engine, EngineStats, RolloutConfig
+from sampling import SamplingConfig
+from sequence import Sequence
 
 RANKS = 4
 PROMPT = 16  # tokens

@@ -23,14 +23,14 @@ THREADS = "2"
 os.environ["OMP_NUM_THREADS"] = THREADS  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+import torch
+from tqdm import tqdm
+from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from model import Model, parse_shape  # noqa: E402
-from rollout import Engine, RolloutConfig  # noqa: E402
-from sampling import SamplingConfig  # noqa: E402
-from sequence import Sequence  # noqa: E402
+from model import Model, parse_shape
+from rollout import Engine, RolloutConfig
+from sampling import SamplingConfig
+from sequence import Sequence
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPT = 16  # tokens

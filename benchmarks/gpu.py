@@ -26,10 +26,10 @@ if __name__ == "__main__" and "cpu" in sys.argv:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import torch  # noqa: E402
-from gpu_checks import section_engine, section_kernels, section_varlen  # noqa: E402
-from gpu_rows import GRACE, Row, Section, measure_bandwidth, print_table, run_section, seconds_of  # noqa: E402
-from gpu_speed import section_decode, section_generate, section_steps  # noqa: E402
+import torch
+from gpu_checks import section_engine, section_kernels, section_varlen
+from gpu_rows import GRACE, Row, Section, measure_bandwidth, print_table, run_section, seconds_of
+from gpu_speed import section_decode, section_generate, section_steps
 
 SECONDS = 460  # of the whole run
 

@@ -38,25 +38,25 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # before torch is imported
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-import torch  # noqa: E402
-from tail_batching import PERIOD, SHAPES, Shape, TraceEngine, build_engine, in_turn  # noqa: E402
-from texts import Scripted, program  # noqa: E402
-from torch import Tensor  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+from tail_batching import PERIOD, SHAPES, Shape, TraceEngine, build_engine, in_turn
+from texts import Scripted, program
+from torch import Tensor
+from tqdm import tqdm
 
-from core import Prompt, SampleId  # noqa: E402
-from judge import JudgeConfig, JudgeModel, open_graders  # noqa: E402
-from metrics import Clock  # noqa: E402
-from parallel import World  # noqa: E402
-from reward import RewardConfig  # noqa: E402
-from rounds import Round  # noqa: E402
-from sampling import SamplingConfig  # noqa: E402
-from scheduler import POLICIES, SchedulerConfig  # noqa: E402
-from settings import Config  # noqa: E402
-from tasks import TASKS  # noqa: E402
-from train import group_advantages, learn  # noqa: E402
-from trainer import Trainer, TrainerConfig  # noqa: E402
-from warm_start import WarmStartConfig, byte_tokenizer, make_model  # noqa: E402
+from core import Prompt, SampleId
+from judge import JudgeConfig, JudgeModel, open_graders
+from learning import group_advantages, learn
+from metrics import Clock
+from parallel import World
+from reward import RewardConfig
+from rounds import Round
+from sampling import SamplingConfig
+from scheduler import POLICIES, SchedulerConfig
+from settings import Config
+from tasks import TASKS
+from trainer import Trainer, TrainerConfig
+from warm_start import WarmStartConfig, byte_tokenizer, make_model
 
 WORLD = World(0, 1, torch.device("cpu"))
 TOKENIZER = byte_tokenizer()

@@ -15,9 +15,7 @@ A step is rollout and training, as its slowest rank saw them; the first round of
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tail_batching import SHAPES, Shape, Stream, TraceEngine, build_engine, in_turn, progress_bar
+from tail_batching import SHAPES, Shape, Stream, TraceEngine, build_engine, in_turn, on_ranks, progress_bar
 
 import parallel
 from learning import group_advantages, learn
@@ -236,18 +234,12 @@ def report(sides: Sequence[Side], error: float, title: str) -> None:
     print(json.dumps(metrics))
 
 
-def worker(arguments: argparse.Namespace) -> None:
-    world = parallel.start("cpu", 600.0)
-    torch.set_num_threads(1)
+def play(arguments: argparse.Namespace, world: World) -> None:
     shape, rounds = STREAM_SHAPES[arguments.shape], arguments.rounds or (1 if arguments.quick else 5)
-    try:
-        sides, error, width = measure(shape, rounds, arguments.spans, world)
-        if world.is_main:
-            samples = f"{shape.prompts} x {shape.responses} samples of {shape.median} tokens in the median"
-            report(sides, error, f"{world.size} ranks, width {width}, {samples}")
-        parallel.barrier(world)  # a rank that leaves early can abort another's exit in gloo's threads
-    finally:
-        parallel.stop(world)
+    sides, error, width = measure(shape, rounds, arguments.spans, world)
+    if world.is_main:
+        samples = f"{shape.prompts} x {shape.responses} samples of {shape.median} tokens in the median"
+        report(sides, error, f"{world.size} ranks, width {width}, {samples}")
 
 
 def main() -> int:
@@ -258,12 +250,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=tuple(STREAM_SHAPES), default="small", help="nano is for tests")
     parser.add_argument("--spans", default="", help="also write the timelines of one step here, for figures/stream.py")
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        worker(arguments)
-        return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*launch, __file__, *sys.argv[1:]], env=env).returncode
+    return on_ranks(arguments.ranks, lambda world: play(arguments, world))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,24 +37,25 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+from tqdm import tqdm
 
-import parallel  # noqa: E402
-from config import load_config  # noqa: E402
-from core import Group, Prompt, PromptId, SampleId  # noqa: E402
-from metrics import Clock  # noqa: E402
-from model import Model, parse_shape  # noqa: E402
-from parallel import TensorParallel, World  # noqa: E402
-from reward import RewardPool  # noqa: E402
-from rollout import Engine, RolloutConfig  # noqa: E402
-from rounds import Round  # noqa: E402
-from sampling import SamplingConfig  # noqa: E402
-from scheduler import POLICIES, SchedulerConfig, TailBatching  # noqa: E402
-from sequence import Sequence as EngineSequence  # noqa: E402
-from settings import Config  # noqa: E402
-from train import Run, build, group_advantages, learn, roll_out  # noqa: E402
-from warm_start import WarmStartConfig, byte_tokenizer, hf_config  # noqa: E402
+import parallel
+from config import load_config
+from core import Group, Prompt, PromptId, SampleId
+from learning import group_advantages, learn
+from metrics import Clock
+from model import Model, parse_shape
+from parallel import TensorParallel, World
+from reward import RewardPool
+from rollout import Engine, RolloutConfig
+from rounds import Round
+from sampling import SamplingConfig
+from scheduler import POLICIES, SchedulerConfig, TailBatching
+from sequence import Sequence as EngineSequence
+from settings import Config
+from train import Run, build, roll_out
+from warm_start import WarmStartConfig, byte_tokenizer, hf_config
 
 RANKS = 2
 PERIOD = 5  # rounds: with eta = 1.25, four short ones and the long one that trains what they put off
@@ -402,27 +403,36 @@ def report(task: Sequence[Result], trace: Sequence[Result], shape: str) -> None:
     print(json.dumps(metrics | {"prompts_lost": lost, "prompts_doubled": doubled}))
 
 
-def worker(arguments: argparse.Namespace) -> None:
+def play(shape: str, quick: bool, world: World) -> None:
+    task: list[Result] = []
+    if shape == "nano":
+        overrides = ["--warm_start.steps=0", "--rollout.max_response_tokens=32", "--scheduler.num_prompts=4"]
+        task = measure_task((SYNCHRONOUS, BOTH), 1, overrides, world)
+    elif shape == "small":
+        task = measure_task((SYNCHRONOUS, BOTH) + (() if quick else WINDOWS), 1 if quick else 4, [], world)
+    other = {"migrate": not SchedulerConfig().migrate}
+    migration = tuple(replace(c, scheduler=c.scheduler | other) for c in MIGRATION)
+    contenders = BASIC + (() if quick or shape != "small" else (LONG_WINDOW, *migration))
+    periods = 3 if shape == "small" and not quick else 1
+    trace = measure_trace(SHAPES[shape], contenders, periods, world)
+    if world.is_main:
+        report(task, trace, shape)
+
+
+def on_ranks(count: int, play: Callable[[World], None]) -> int:
+    """Run this script again under torchrun, on ranks of one thread each that `play`; return the exit code."""
+    if "RANK" not in os.environ:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run([*launch, *sys.argv], env=env).returncode
     world = parallel.start("cpu", 600.0)
     torch.set_num_threads(1)
-    quick, shape = arguments.quick, arguments.shape
     try:
-        task: list[Result] = []
-        if shape == "nano":
-            overrides = ["--warm_start.steps=0", "--rollout.max_response_tokens=32", "--scheduler.num_prompts=4"]
-            task = measure_task((SYNCHRONOUS, BOTH), 1, overrides, world)
-        elif shape == "small":
-            task = measure_task((SYNCHRONOUS, BOTH) + (() if quick else WINDOWS), 1 if quick else 4, [], world)
-        other = {"migrate": not SchedulerConfig().migrate}
-        migration = tuple(replace(c, scheduler=c.scheduler | other) for c in MIGRATION)
-        contenders = BASIC + (() if quick or shape != "small" else (LONG_WINDOW, *migration))
-        periods = 3 if shape == "small" and not quick else 1
-        trace = measure_trace(SHAPES[shape], contenders, periods, world)
-        if world.is_main:
-            report(task, trace, shape)
+        play(world)
         parallel.barrier(world)  # a rank that leaves early can abort another's exit in gloo's threads
     finally:
         parallel.stop(world)
+    return 0
 
 
 def main() -> int:
@@ -430,12 +440,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer periods and contenders: under 2 minutes on 2 cores")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="small", help="model of the trace; nano is for tests")
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        worker(arguments)
-        return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*launch, __file__, *sys.argv[1:]], env=env).returncode
+    return on_ranks(RANKS, lambda world: play(arguments.shape, arguments.quick, world))
 
 
 if __name__ == "__main__":

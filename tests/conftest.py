@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.multiprocessing as mp
 
 import parallel
 from checkpoint import load_model
+from metrics import read_records
 from model import Model
 from rollout import Engine
 from warm_start import WarmStartConfig, make_model
@@ -58,37 +60,54 @@ def _rank(rank: int, size: int, store: str, function, args) -> None:
 def run_ranks(tmp_path: Path):
     """Call the module-level `function(world, *args)` on `size` gloo ranks. A rank's exception fails the test."""
 
+    stores = (tmp_path / f"store{i}" for i in count())  # the one before may still be there
+
     def run(size: int, function, *args) -> None:
-        mp.start_processes(
-            _rank, (size, str(tmp_path / "store"), function, args), nprocs=size, start_method="forkserver"
-        )
+        mp.start_processes(_rank, (size, str(next(stores)), function, args), nprocs=size, start_method="forkserver")
+
+    return run
+
+
+def torchrun_command(ranks: int, *args: str, script: str | Path = "train.py", max_restarts: int = 0) -> list[str]:
+    launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={max_restarts}"]
+    return [sys.executable, "-m", *launch, str(ROOT / script), *args]
+
+
+@pytest.fixture
+def torchrun():
+    """Run a script under torchrun as a user would; returns the finished process with its text output."""
+
+    def run(ranks: int, *args: str, check: bool = True, **options) -> subprocess.CompletedProcess:
+        command, env = torchrun_command(ranks, *args, **options), {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
 
     return run
 
 
 @pytest.fixture
-def torchrun():
-    """Run `train.py` under torchrun as a user would; returns the finished process with its text output."""
+def settings(tiny_folder: Path, tmp_path: Path):
+    """Return the command line of a small run in a folder of its own; keywords override, `a__b` for a.b."""
 
-    def run(ranks: int, *args: str, timeout: float = 240, check: bool = True) -> subprocess.CompletedProcess:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={ranks}",
-            str(ROOT / "train.py"),
-            *args,
-        ]
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done
+    def make(folder: str = "run", **overrides) -> list[str]:
+        values = {
+            "run__dir": tmp_path / folder,
+            "run__device": "cpu",
+            "model__path": tiny_folder,
+            "data__eval_prompts": 4,
+            "scheduler__num_prompts": 4,
+            "scheduler__num_responses": 4,
+            "rollout__max_prompt_tokens": 16,
+            "rollout__max_response_tokens": 24,
+            "rollout__kv_gib": 0.01,
+            "trainer__lr": 1e-3,
+            "reward__num_workers": 1,
+        }
+        return [f"--{key.replace('__', '.')}={value}" for key, value in (values | overrides).items()]
 
-    return run
+    return make
+
+
+def steps_of(folder: Path) -> list[dict]:
+    return [record for record in read_records(folder / "steps.jsonl") if record["step"] > 0]

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+import train
 from attention import PackedAttention
 from checkpoint import (
     CHECKSUMS,
@@ -31,6 +32,8 @@ from checkpoint import (
 )
 from config import ConfigError
 from model import Model
+from rollout import Engine, RolloutConfig
+from sampling import SamplingConfig
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -127,6 +130,37 @@ def test_transformers_computes_and_generates_the_same_from_an_exported_folder(
     assert len(set(ids[len(PROMPT) :])) > 2  # not one token for ever
     generated = theirs.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, eos_token_id=-1)
     assert generated[0].tolist() == ids
+
+
+def test_a_sharded_qwen3_is_trained_and_goes_back_in_shards(settings, tiny_folder, tmp_path, monkeypatch):
+    source = Path(shutil.copytree(tiny_folder, tmp_path / "qwen3"))
+    (source / WEIGHTS).unlink()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 258}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = Qwen3Config(**sizes, **heads, initializer_range=0.3, eos_token_id=0, tie_word_embeddings=False)
+    Qwen3ForCausalLM(config).save_pretrained(source, max_shard_size="20KB")
+    rows = [{"prompt": str(i), "answer": "", "task": f"{ROOT}/tests/graders.py:share_of_digits"} for i in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(save_weights, "__defaults__", (20_000,))
+    options = {"model__path": source, "data__train": tmp_path / "data.jsonl", "data__eval_prompts": 0, "run__steps": 1}
+    assert train.main(settings(**options, trainer__lr_warmup_updates=0)) == 0
+
+    [folder] = list_checkpoints(tmp_path / "run")
+    assert len(list(folder.glob("model-*.safetensors"))) > 3
+    needed = {INDEX, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert needed <= {path.name for path in folder.iterdir()}
+    before, ours = weights_of(load(source)), load(folder)
+    assert all(
+        not torch.equal(before[name], tensor) for name, tensor in weights_of(ours).items() if "embed" not in name
+    )
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and theirs.config.model_type == "qwen3"
+    limits = RolloutConfig(max_prompt_tokens=8, max_response_tokens=20, kv_gib=0.001)
+    [[sample]] = Engine(ours, limits, SamplingConfig(temperature=0), []).generate([PROMPT], max_new_tokens=20)
+    expected = theirs.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, eos_token_id=-1)
+    assert [*PROMPT, *sample.token_ids] == expected[0].tolist() and len(set(sample.token_ids)) > 2
+    assert AutoTokenizer.from_pretrained(folder).decode(PROMPT) == load_tokenizer(source).decode(PROMPT)
 
 
 def test_an_export_names_the_dtype_of_its_weights(tiny_folder, tmp_path):
@@ -241,6 +275,7 @@ def test_no_end_token_at_all_is_refused(folder):
     tokenizer.eos_token = None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    (folder / "generation_config.json").unlink()
     with pytest.raises(ConfigError, match="eos_token_id"):
         eos_ids(folder, tokenizer)
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from judge import Graders, Judge, JudgeConfig, JudgeModel, Reader, check_judge, 
 from layers import ThreadCopies, token_bytes
 from metrics import read_records
 from model import FAMILIES
-from reward import RewardConfig, RewardPool
+from reward import RewardConfig
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -284,7 +285,7 @@ def test_a_text_under_way_can_be_forgotten(writer, make_judge):
     assert judge.num_pending == 1 and list(dict(judge.poll())) == [1]
 
 
-def test_what_cannot_be_judged_is_one_reward_with_the_cause(writer, tiny_folder, tmp_path, make_judge):
+def test_what_cannot_be_judged_is_one_reward_with_the_cause(writer, tmp_path, make_judge):
     judge = make_judge(writer, batch_tokens=100)
     judge.submit((0, 1, 2), "judge", "1" * 500, "5", ROW)
     judge.submit("fine", "judge", "1", "5", ROW)
@@ -321,7 +322,6 @@ def test_graders_sends_each_task_to_its_own(writer):
         assert graders.judge is None and graders.take_stats()[1].texts == 0
 
 
-@pytest.mark.skipif(not hasattr(RewardPool, "wait"), reason="the pool of this version has no wait and forget")
 def test_graders_waits_for_and_forgets_samples_of_every_task(writer):
     with open_graders(RewardConfig(), config_for(writer), ["judge", "match"], CPU, torch.float32) as graders:
         for task in ("match", "judge"):
@@ -388,36 +388,24 @@ def test_a_reward_model_is_no_policy_and_wants_its_head(scorer, tmp_path):
 
 
 @pytest.fixture
-def settings(writer: Path, tiny_folder: Path, tmp_path: Path):
+def settings(settings, writer: Path, tmp_path: Path):
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "task": ("judge", "match")[i % 4 == 3]} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def make(**overrides) -> list[str]:
-        values = {
-            "run.dir": tmp_path / "run",
-            "run.steps": 2,
-            "run.device": "cpu",
-            "run.eval_samples": 2,
-            "run.dump_rollouts": "true",
-            "model.path": tiny_folder,
-            "data.train": tmp_path / "prompts.jsonl",
-            "data.eval_prompts": 4,
-            "scheduler.num_prompts": 8,
-            "scheduler.num_responses": 4,
-            "rollout.max_prompt_tokens": 16,
-            "rollout.max_response_tokens": 24,
-            "rollout.kv_gib": 0.01,
-            "judge.path": writer,
-            "judge.template": TEMPLATE,
-            "judge.accept": "y",
-            "judge.reject": "n",
-            "judge.batch_tokens": 160,
-            "judge.max_wait_seconds": 100,
-            "judge.memory_gib": 0.00034,
-        } | {key.replace("__", "."): value for key, value in overrides.items()}
-        return [f"--{key}={value}" for key, value in values.items()]
-
-    return make
+    return partial(
+        settings,
+        run__steps=2,
+        run__eval_samples=2,
+        run__dump_rollouts="true",
+        data__train=tmp_path / "prompts.jsonl",
+        scheduler__num_prompts=8,
+        judge__path=writer,
+        judge__template=TEMPLATE,
+        judge__accept="y",
+        judge__reject="n",
+        judge__batch_tokens=160,
+        judge__max_wait_seconds=100,
+        judge__memory_gib=0.00034,
+    )
 
 
 @torch.no_grad()

@@ -87,6 +87,13 @@ def test_every_room_says_its_job_and_fits_its_size(room: str) -> None:
     assert len(source.splitlines()) <= MAX_LINES
 
 
+def test_every_other_file_says_its_job() -> None:
+    for folder in ("benchmarks", "figures", "tests"):
+        for path in (ROOT / folder).glob("*.py"):
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            assert docstring and len(docstring.splitlines()[0]) > 20, path
+
+
 def test_no_bare_except() -> None:
     for path in ROOMS.values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -63,7 +63,7 @@ def test_a_lost_machine_comes_back_and_nothing_is_lost(tiny_folder: Path, tmp_pa
         "run.device": "cpu",
         "model.path": tiny_folder,
         "data.train": "data.jsonl",
-        "data.task": "match",
+        "data.task": f"{ROOT / 'tests' / 'graders.py'}:share_of_digits",
         "data.eval_prompts": 0,
         "scheduler.num_prompts": 4,
         "scheduler.num_responses": 4,
@@ -85,6 +85,7 @@ def test_a_lost_machine_comes_back_and_nothing_is_lost(tiny_folder: Path, tmp_pa
     assert "resumed from" in logs
     records = read_records(tmp_path / "run" / "steps.jsonl")
     assert [r["step"] for r in records if r["step"]] == list(range(1, STEPS + 1))
+    assert all(r["train"]["grad_norm"] > 0 and r["planner"]["size"] == 2 for r in records if r["step"])
     dumped = [json.loads(row) for path in (tmp_path / "run" / "rollouts").glob("*.jsonl") for row in path.open()]
     trained = Counter((row["epoch"], row["prompt"]["index"]) for row in dumped)
     assert len(trained) == 4 * STEPS and set(trained.values()) == {1}

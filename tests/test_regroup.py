@@ -4,16 +4,15 @@ import ctypes
 import json
 import os
 import shutil
-import subprocess
-import sys
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import steps_of
 from test_rollout import FusedEngine
 from test_tensor_parallel import CONFIG, FAMILIES, SHAPE, random_model
 
@@ -21,7 +20,6 @@ import planner
 import profiler
 import train
 from config import ConfigError, load_config
-from metrics import read_records
 from model import Model, Packed, parse_shape
 from parallel import Groups, World, check_group_size, group_sizes
 from planner import Choice, Launch, Limits, Simulator
@@ -167,32 +165,10 @@ def train_on(world: World, settings: list[str], switches: bool) -> None:
 
 
 @pytest.fixture
-def settings(tiny_folder: Path, tmp_path: Path):
+def settings(settings, tmp_path: Path):
     rows = [{"prompt": f"say {i}", "answer": str(i), "task": "tests/graders.py:share_of_digits"} for i in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def make(folder: str, **overrides) -> list[str]:
-        values = {
-            "run.dir": tmp_path / folder,
-            "model.path": tiny_folder,
-            "data.train": tmp_path / "data.jsonl",
-            "run.steps": 5,
-            "data.eval_prompts": 4,
-            "scheduler.num_prompts": 4,
-            "scheduler.num_responses": 4,
-            "rollout.max_prompt_tokens": 16,
-            "rollout.max_response_tokens": 24,
-            "rollout.kv_gib": 0.01,
-            "trainer.lr": 1e-3,
-            "reward.num_workers": 1,
-        } | {key.replace("__", "."): value for key, value in overrides.items()}
-        return [f"--{key}={value}" for key, value in values.items()]
-
-    return make
-
-
-def steps_of(folder: Path) -> list[dict]:
-    return [r for r in read_records(folder / "steps.jsonl") if r["step"]]
+    return partial(settings, run__steps=5, data__train=tmp_path / "data.jsonl")
 
 
 SYNCHRONOUS = {"scheduler__policy": "synchronous"}  # the rule keeps short and long rounds apart
@@ -214,31 +190,23 @@ def test_switching_at_every_step_leaves_the_training_as_it_was(run_ranks, settin
         assert mine["train"]["logprob_diff_max"] < 1e-4
 
 
-def launch(script: str, ranks: int, *args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command += [str(ROOT / script), *args]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-
-
-def test_a_profile_is_made_and_used_and_one_of_other_ranks_refused(settings, tiny_folder, tmp_path) -> None:
+def test_a_profile_is_made_and_used_and_one_of_other_ranks_refused(settings, torchrun, tiny_folder, tmp_path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     args = settings("run", model__path=folder, planner__rule="predict", run__steps=2, rollout__page_size=8)
-    done = launch("train.py", 2, *args, "--check")
+    done = torchrun(2, *args, "--check", check=False)
     assert done.returncode and "cannot read the rollout profile" in done.stderr
-    done = launch("profiler.py", 2, *args)
-    assert done.returncode == 0, done.stdout + done.stderr
+    torchrun(2, *args, script="profiler.py")
     profile = json.loads((folder / planner.PROFILE_NAME).read_text())
     assert set(profile["sizes"]) == {"1", "2"} and profile["made_on"]["ranks"] == 2
     for size in profile["sizes"].values():
         assert {n for n, _, _ in size["decode"]} == {1, 4, 16, 64, 256} and size["pages"] > 0
         assert min(seconds for *_, seconds in size["decode"] + size["prefill"]) > 0
-    done = launch("train.py", 2, *args)
-    assert done.returncode == 0, done.stdout + done.stderr
+    torchrun(2, *args)
     for record in steps_of(tmp_path / "run"):
         assert set(record["planner"]["predicted"]) == {"1", "2"} and record["planner"]["size"] in (1, 2)
-    done = launch("train.py", 1, *settings("other", model__path=folder, planner__rule="predict"), "--check")
+    other = settings("other", model__path=folder, planner__rule="predict")
+    done = torchrun(1, *other, "--check", check=False)
     assert done.returncode and "'ranks': 2" in done.stderr
 
 

@@ -363,9 +363,9 @@ def test_workers_do_not_load_the_trainer(user):
 @pytest.mark.parametrize(
     "trouble, limit, cause",
     [
-        ("if '--worker' in sys.argv: raise ImportError('only here')", 10.0, "ImportError: only here"),
-        ("if '--worker' in sys.argv: os._exit(5)", 10.0, "died (exit code 5)"),
-        ("while '--worker' in sys.argv: pass", 0.3, "did not finish within 0.3 s"),
+        ("if sys.argv[0].endswith('worker.py'): raise ImportError('only here')", 10.0, "ImportError: only here"),
+        ("if sys.argv[0].endswith('worker.py'): os._exit(5)", 10.0, "died (exit code 5)"),
+        ("while sys.argv[0].endswith('worker.py'): pass", 0.3, "did not finish within 0.3 s"),
     ],
 )
 def test_workers_that_cannot_start_end_the_run(user, trouble, limit, cause):
@@ -508,7 +508,9 @@ def test_a_full_queue_makes_submit_wait_and_loses_nothing(user):
 
 
 def test_a_full_queue_without_workers_does_not_wait_for_ever(user):
-    Path("moody.py").write_text("import os, sys\ndef good(*_): return 1\nif '--worker' in sys.argv: os._exit(5)")
+    Path("moody.py").write_text(
+        "import os, sys\ndef good(*_): return 1\nif sys.argv[0].endswith('worker.py'): os._exit(5)"
+    )
     with RewardPool(RewardConfig(max_queue=1), ["moody.py:good"]) as pool:
         for i in range(9):
             pool.submit(i, "moody.py:good", "", "", {})

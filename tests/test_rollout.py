@@ -564,7 +564,7 @@ def test_what_has_ended_makes_room_before_anybody_is_preempted(model) -> None:
     assert engine.stats.preemptions == 0 and len(samples) == 2
 
 
-def test_samples_come_one_step_late_and_nothing_is_drawn_after_their_end(model, oracle) -> None:
+def test_samples_come_one_step_late_and_nothing_is_drawn_after_their_end(model) -> None:
     engine = make_engine(model, kind=FusedEngine)
     short, long = make_sequences(2)
     short.max_new_tokens, long.max_new_tokens = 3, 6
@@ -574,7 +574,7 @@ def test_samples_come_one_step_late_and_nothing_is_drawn_after_their_end(model, 
     assert done == [[], [], [], [short.id], [], [], [long.id]] and engine.is_idle
 
 
-def test_what_ended_before_an_abort_is_dropped_with_it_and_kept_without(model, oracle) -> None:
+def test_what_ended_before_an_abort_is_dropped_with_it_and_kept_without(model) -> None:
     engine = make_engine(model, kind=FusedEngine)
     gone, kept, other = make_sequences(3)
     gone.max_new_tokens = kept.max_new_tokens = 3
@@ -617,7 +617,7 @@ def test_a_page_each_but_in_another_order_than_the_rows(model, oracle) -> None:
     }
 
 
-def test_changed_weights_are_read_in_place(model, oracle) -> None:
+def test_changed_weights_are_read_in_place(model) -> None:
     changed = copy.deepcopy(model)
     engine = make_engine(changed, kind=FusedEngine, prepack=False)
     places = [w.data_ptr() for layer in engine.weights.layers for w in layer if w is not None]

@@ -264,7 +264,7 @@ def wait_for(condition) -> bool:
     return condition()
 
 
-def test_a_box_that_cannot_be_built_is_an_error(monkeypatch):
+def test_a_box_that_cannot_be_built_is_an_error():
     with pytest.raises(sandbox.SandboxError, match="cannot start a program"):
         run("", stdin_case("", ""), LIMITS, Isolation("limits", "/no/python", "/usr"))
 

@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, FusedEngine
+from conftest import ROOT, FusedEngine, steps_of
 from graders import share_of_digits
 from test_trainer import gradient
 
@@ -20,7 +19,7 @@ from config import ConfigError, load_config
 from core import Prompt
 from data import PromptStream
 from loss import LOSSES, LossConfig
-from metrics import Clock, read_records
+from metrics import Clock
 from parallel import SampleStream, World
 from reward import GRADERS
 from rollout import Engine, RolloutConfig
@@ -32,39 +31,25 @@ from streaming import StreamPolicy
 
 
 @pytest.fixture
-def settings(tiny_folder: Path, tmp_path: Path):
+def settings(settings, tmp_path: Path):
     rows = [{"prompt": f"say {i}", "answer": str(i), "task": "match"} for i in range(48)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def make(folder: str, **overrides) -> list[str]:
-        values = {
-            "run.dir": tmp_path / folder,
-            "model.path": tiny_folder,
-            "data.train": tmp_path / "data.jsonl",
-            "run.steps": 3,
-            "run.eval_every": 0,
-            "data.eval_prompts": 2,
-            "scheduler.policy": "synchronous",
-            "scheduler.num_prompts": 8,
-            "scheduler.num_responses": 4,
-            "scheduler.window_iterations": 2,  # 16 once ranks have left
-            "rollout.max_prompt_tokens": 16,
-            "rollout.max_response_tokens": 160,  # half of a random model's responses run to it
-            "rollout.kv_gib": 0.02,
-            "rollout.page_size": 8,
-            "trainer.lr": 1e-3,
-            "trainer.tokens_per_microbatch": 256,
-            "reward.num_workers": 1,
-            "stream.policy": "fixed",
-            "stream.fixed_share": 0.2,
-        } | {key.replace("__", "."): value for key, value in overrides.items()}
-        return [f"--{key}={value}" for key, value in values.items()]
-
-    return make
-
-
-def steps_of(folder: Path) -> list[dict]:
-    return [r for r in read_records(folder / "steps.jsonl") if r["step"]]
+    return partial(
+        settings,
+        run__steps=3,
+        run__eval_every=0,
+        data__train=tmp_path / "data.jsonl",
+        data__eval_prompts=2,
+        scheduler__policy="synchronous",
+        scheduler__num_prompts=8,
+        scheduler__window_iterations=2,  # 16 once ranks have left
+        rollout__max_response_tokens=160,  # half of a random model's responses run to it
+        rollout__kv_gib=0.02,
+        rollout__page_size=8,
+        trainer__tokens_per_microbatch=256,
+        stream__policy="fixed",
+        stream__fixed_share=0.2,
+    )
 
 
 def make_tail() -> None:
@@ -307,20 +292,11 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_killed_while_streaming_are_restarted_and_lose_nothing(run_ranks, settings, tmp_path) -> None:
+def test_ranks_killed_while_streaming_are_restarted_and_lose_nothing(torchrun, settings, tmp_path) -> None:
     whole = dict(run__steps=4, run__checkpoint_every=2, run__dump_rollouts="true")
     script = tmp_path / "killed.py"
     script.write_text(KILLS.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2"]
-    done = subprocess.run(
-        [*command, str(script), *settings("killed", **whole), "--resume"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(2, *settings("killed", **whole), "--resume", script=script, max_restarts=2)
     assert (tmp_path / "_take_chunk").exists() and (tmp_path / "_send").exists()
     assert "starts afresh" in done.stdout and "resumed from" in done.stdout and "step_000002" in done.stdout
     names = [[row[:2] for row in step if row[2] == 0] for step in trained(tmp_path / "killed")]

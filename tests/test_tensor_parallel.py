@@ -3,12 +3,11 @@
 import copy
 import json
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from conftest import FusedEngine
+from conftest import FusedEngine, steps_of
 
 import parallel
 from checkpoint import load_model, save_model
@@ -155,29 +154,13 @@ def test_a_split_that_does_not_divide_is_refused_with_what_is_possible() -> None
     assert Split(shape, 3, 4).num_kv_heads == 1 and Split(shape, 3, 4).groups == 1
 
 
-def test_a_run_with_tensor_parallel_rollout_has_the_same_trajectory(tiny_folder: Path, tmp_path, torchrun) -> None:
+def test_a_run_with_tensor_parallel_rollout_has_the_same_trajectory(settings, tmp_path, torchrun) -> None:
     rows = [{"prompt": f"say {i}", "answer": str(i), "task": "tests/graders.py:share_of_digits"} for i in range(24)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for size in (1, 2):
-        torchrun(
-            2 * size,
-            f"--run.dir={tmp_path / str(size)}",
-            f"--rollout.tensor_parallel={size}",
-            f"--model.path={tiny_folder}",
-            f"--data.train={tmp_path / 'data.jsonl'}",
-            "--run.steps=3",
-            "--data.eval_prompts=2",
-            "--scheduler.num_prompts=4",
-            "--scheduler.num_responses=4",
-            "--rollout.max_prompt_tokens=16",
-            "--rollout.max_response_tokens=24",
-            "--rollout.kv_gib=0.01",
-            "--trainer.lr=1e-3",
-        )
-    runs = {
-        size: [json.loads(line) for line in (tmp_path / str(size) / "steps.jsonl").read_text().splitlines()][1:]
-        for size in (1, 2)
-    }
+        own = settings(str(size), rollout__tensor_parallel=size, data__train=tmp_path / "data.jsonl", run__steps=3)
+        torchrun(2 * size, *own)
+    runs = {size: steps_of(tmp_path / str(size)) for size in (1, 2)}
     for mine, alone in zip(runs[2], runs[1], strict=True):
         assert (mine["reward"], mine["tokens"]) == (alone["reward"], alone["tokens"])
         assert mine["train"]["loss"] == pytest.approx(alone["train"]["loss"], abs=1e-5)

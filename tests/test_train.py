@@ -5,15 +5,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ALONE, ROOT, steps_of, torchrun_command
 
 import train
 from checkpoint import list_checkpoints
@@ -21,8 +21,9 @@ from config import ConfigError, flatten, load_config
 from core import Group, Prompt, Reward, Sample
 from data import PromptStream
 from metrics import read_records
+from parallel import World
 from scheduler import SchedulerConfig
-from settings import Config, check_scheduler
+from settings import Config, check, check_scheduler
 
 GRADERS = ROOT / "tests" / "graders.py"
 TRAJECTORY = ("loss", "grad_norm", "entropy", "kl")
@@ -37,36 +38,19 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def settings(prompts: Path, tiny_folder: Path, tmp_path: Path):
-    """Return the command line of a small run in a folder of its own; keywords override, `a__b` for a.b."""
-
-    def make(folder: str = "run", **overrides) -> list[str]:
-        values = {
-            "run.dir": tmp_path / folder,
-            "run.steps": 3,
-            "run.device": "cpu",
-            "run.eval_samples": 2,
-            "model.path": tiny_folder,
-            "data.train": prompts,
-            "data.task": f"{GRADERS}:share_of_digits",
-            "data.eval_prompts": 4,
-            "scheduler.num_prompts": 4,
-            "scheduler.num_responses": 4,
-            "rollout.max_prompt_tokens": 32,
-            "rollout.max_response_tokens": 32,
-            "rollout.page_size": 8,
-            "rollout.kv_gib": 0.01,
-            "trainer.lr": 3e-3,
-            "trainer.tokens_per_microbatch": 256,
-            "reward.num_workers": 1,
-        } | {key.replace("__", "."): value for key, value in overrides.items()}
-        return [f"--{key}={value}" for key, value in values.items()]
-
-    return make
-
-
-def steps_of(folder: Path) -> list[dict]:
-    return [record for record in read_records(folder / "steps.jsonl") if record["step"] > 0]
+def settings(settings, prompts: Path):
+    return partial(
+        settings,
+        run__steps=3,
+        run__eval_samples=2,
+        data__train=prompts,
+        data__task=f"{GRADERS}:share_of_digits",
+        rollout__max_prompt_tokens=32,
+        rollout__max_response_tokens=32,
+        rollout__page_size=8,
+        trainer__lr=3e-3,
+        trainer__tokens_per_microbatch=256,
+    )
 
 
 def trajectory(folder: Path) -> list[tuple]:
@@ -194,10 +178,8 @@ def test_dynamic_sampling_that_finds_nothing_says_so_and_goes_on(settings, tmp_p
 
 
 def start_torchrun(args: list[str], ranks: int = 2, max_restarts: int = 0) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command.append(f"--max-restarts={max_restarts}")
     return subprocess.Popen(
-        [*command, str(ROOT / "train.py"), *args],
+        torchrun_command(ranks, *args, max_restarts=max_restarts),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -265,6 +247,42 @@ def test_ranks_killed_in_a_short_and_in_a_long_round_are_restarted_and_lose_noth
     assert trained == Counter((i // 44, key) for i, key in enumerate(drawn_prompts(7 * 8)))
 
 
+def train_until(world: World, settings: list[str], step: int) -> None:
+    """Begin or resume, and stop after `step` as on a signal."""
+    config, agreed = load_config(Config, None, settings), train.StopSignal.agreed
+    check(config, world.size, resume=True, is_main=world.is_main)
+    if world.is_main:
+        train.write_settings(config, Path(config.run.dir))
+    first = max((int(folder.name[-6:]) for folder in list_checkpoints(Path(config.run.dir))), default=0)
+    stops = iter([False] * (step - first) + [True])
+    train.StopSignal.agreed = lambda *_: next(stops)
+    try:
+        train.train(config, world, resume=True)
+    finally:
+        train.StopSignal.agreed = agreed
+
+
+def test_a_run_of_four_ranks_goes_on_with_two_and_then_alone(settings, run_ranks, tmp_path):
+    overrides = RACE | dict(run__checkpoint_every=0, run__dump_rollouts="true")
+    assert train.main(settings("straight", **overrides)) == 0
+    own = settings("elastic", **overrides)
+    run_ranks(4, train_until, [*own, "--trainer.shard=2"], 2)  # its optimizer's state is in two parts
+    run_ranks(2, train_until, own, 4)
+    train_until(ALONE, own, 6)
+    straight, elastic = tmp_path / "straight", tmp_path / "elastic"
+    assert [record["round"]["queue"] for record in steps_of(elastic)][1:4:2] == [4, 8], "carried over both restarts"
+    assert rounds_of(elastic) == rounds_of(straight)
+    for mine, theirs in zip(trajectory(elastic), trajectory(straight), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert trained_samples(elastic) == trained_samples(straight)
+
+
+def trained_samples(folder: Path) -> list[tuple]:
+    files = sorted((folder / "rollouts").glob("*.jsonl"))
+    groups = [(i, json.loads(row)) for i, path in enumerate(files) for row in path.open()]
+    return [(i, g["epoch"], g["prompt"]["index"], s["token_ids"]) for i, g in groups for s in g["samples"]]
+
+
 def drawn_prompts(count: int) -> list[int]:
     stream = PromptStream([Prompt(i, (i,), "", "", "") for i in range(44)], seed=0)
     return [prompt.index for _, prompt in stream.take(count)]
@@ -293,6 +311,13 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint(settings, torchrun, tmp_p
     more = [arg for arg in args if "run.steps" not in arg] + [f"--run.steps={last + 1}", "--resume"]
     torchrun(2, *more)
     assert [r["step"] for r in steps_of(tmp_path / "run")] == list(range(1, last + 2))
+
+
+def test_an_interrupt_before_the_first_step_is_no_traceback(settings, monkeypatch, capsys):
+    monkeypatch.setattr(train, "ensure_model", lambda *_: signal.raise_signal(signal.SIGINT))
+    own = [arg for arg in settings(data__train="hailstone", warm_start__steps=9) if not arg.startswith("--data.task")]
+    assert train.main([*own, "--model.path="]) == 130
+    assert capsys.readouterr().err == "interrupted in start\n"
 
 
 def test_a_replayed_run_trains_the_same(settings, tmp_path):

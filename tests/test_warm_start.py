@@ -145,7 +145,7 @@ def made(monkeypatch) -> list[Path]:
     return calls
 
 
-def test_the_same_inputs_are_made_once(tmp_path, monkeypatch):
+def test_the_same_inputs_are_made_once(tmp_path):
     first = ensure_model(FEW, "hailstone", tmp_path, ALONE)
     written = {path: path.stat().st_mtime_ns for path in first.iterdir()}
     assert ensure_model(replace(FEW), "hailstone", tmp_path, ALONE) == first
