@@ -12,7 +12,8 @@ Ranks have one thread each and take the steps of train.py: rounds, grading in th
 Responses have given lengths, those of the paper's 32k scaled to a sixteenth (`configs/simulate/qwen2.5-32b.toml`), and
 given texts. A third of the prompts are graded by running code, as in the paper, the others by comparing: programs of
 the expression task, 5 % of which never end (limits 0.1 to 1 s, for steps take seconds). All contenders train the same
-prompts, and equally many samples. `speedup_all` is step time of the first over that of the last, all steps together.
+prompts, and equally many samples. `speedup_all` is step time of the first over that of the last, all steps together;
+`ratio_trl` is that of benchmarks/trl.py, which runs first.
 """
 
 import argparse
@@ -28,8 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from tail_batching import PERIOD, ROOT, Trace, TraceEngine, in_turn, progress_bar
+from tail_batching import PERIOD, ROOT, Trace, TraceEngine, in_turn, on_ranks, progress_bar
 from texts import Scripted, program
 
 import parallel
@@ -73,11 +73,7 @@ class Size:
         return Trace(median, m.prompt_spread, m.response_spread, m.runaway, m.runaway_gather, m.limit / m.median)
 
 
-SIZES = {
-    "a": Size(256, 4, 1 / 16, 8, 8),
-    "b": Size(128, 4, 1 / 16, 8, 8),
-    "c": Size(256, 4, 1 / 32, 8, 8),
-}
+FULL, QUICK = Size(256, 4, 1 / 16, 8, 8), Size(256, 4, 1 / 32, 8, 8)
 
 
 @dataclass
@@ -217,47 +213,34 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
     }
 
 
-def worker(arguments: argparse.Namespace) -> None:
-    world = parallel.start("cpu", 600.0)
-    torch.set_num_threads(1)
-    size = SIZES[arguments.shape]
-    try:
-        sides = play(size, 1 if arguments.quick else 3, world)
-        if world.is_main:
-            lengths = f"{size.trace.median:.0f} tokens in the median, {size.trace.limit} at most"
-            title = (
-                f"{world.size} ranks, {size.layers} layers of {size.hidden}, {size.prompts} x {size.responses} samples"
-            )
-            arguments.result.write_text(json.dumps(report(sides, f"{title} of {lengths}")))
-        parallel.barrier(world)
-    finally:
-        parallel.stop(world)
+def beside() -> float:
+    """Run benchmarks/trl.py; return how many times the samples/s of TRL tail batching has on the default task."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "trl.py")]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    print(printed, flush=True)
+    return json.loads(printed.splitlines()[-1])["ratio_tail_batching"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one period of five steps: under 2 minutes on 2 cores")
+    parser.add_argument("--quick", action="store_true", help="one period, half the lengths, no TRL: under 2 minutes")
     parser.add_argument("--ranks", type=int, default=4, help="processes (default 4)")
-    parser.add_argument("--shape", choices=tuple(SIZES), default="a")
-    parser.add_argument("--trl", action="store_true", help="then run benchmarks/trl.py too, and add its ratio")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.result:
-        worker(arguments)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        subprocess.run([*launch, __file__, *sys.argv[1:], f"--result={result}"], env=env, check=True)
-        metrics = json.loads(result.read_text())
-    if arguments.trl:
-        beside = [sys.executable, str(ROOT / "benchmarks" / "trl.py"), *(["--quick"] if arguments.quick else [])]
-        printed = subprocess.run(beside, stdout=subprocess.PIPE, text=True, check=True).stdout
-        print("\n" + printed)
-        metrics["ratio_trl"] = json.loads(printed.splitlines()[-1])["ratio_tail_batching"]
-    print(json.dumps(metrics))
-    return 0
+    if "RANK" not in os.environ and not arguments.quick:
+        os.environ["RATIO_TRL"] = str(beside())
+
+    def run(world: World) -> None:
+        size = QUICK if arguments.quick else FULL
+        sides = play(size, 1 if arguments.quick else 3, world)
+        if world.is_main:
+            lengths = f"{size.trace.median:.0f} tokens in the median, {size.trace.limit} at most"
+            samples = f"{size.prompts} x {size.responses} samples of {lengths}"
+            metrics = report(sides, f"{world.size} ranks, {size.layers} layers of {size.hidden}, {samples}")
+            if not arguments.quick:
+                metrics["ratio_trl"] = float(os.environ["RATIO_TRL"])
+            print(json.dumps(metrics))
+
+    return on_ranks(arguments.ranks, run)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ A kind's error is that of each step's seconds, without sign, in the mean over it
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,25 +28,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
-from tail_batching import PERIOD, RANKS, Trace, in_turn, progress_bar  # noqa: E402
+from tail_batching import PERIOD, RANKS, Trace, in_turn, on_ranks, progress_bar
 
-import parallel  # noqa: E402
-from config import load_config  # noqa: E402
-from core import Prompt, PromptId, RoundPlan, SampleId  # noqa: E402
-from costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape  # noqa: E402
-from metrics import Clock  # noqa: E402
-from parallel import World  # noqa: E402
-from planner import Choice, Launch, Profile, Report, SizeProfile  # noqa: E402
-from profiler import make_profile  # noqa: E402
-from rollout import EngineStats  # noqa: E402
-from scheduler import Race  # noqa: E402
-from sequence import Sequence  # noqa: E402
-from settings import MODELS, Config  # noqa: E402
-from simulate import ClusterConfig, GradingConfig, ModelFile, Simulation, SimulationConfig  # noqa: E402
-from train import Run, build, group_advantages, learn, regroup, roll_out  # noqa: E402
-from trainer import Example  # noqa: E402
-from warm_start import ensure_model  # noqa: E402
+import parallel
+from config import load_config
+from core import Prompt, PromptId, RoundPlan, SampleId
+from costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
+from metrics import Clock
+from parallel import World
+from planner import Choice, Launch, Profile, Report, SizeProfile
+from profiler import make_profile
+from rollout import EngineStats
+from scheduler import Race
+from sequence import Sequence
+from settings import MODELS, Config
+from simulate import ClusterConfig, GradingConfig, ModelFile, Simulation, SimulationConfig
+from train import Run, build, group_advantages, learn, regroup, roll_out
+from trainer import Example
+from warm_start import ensure_model
 
 SETTINGS = [
     "--run.device=cpu",
@@ -339,29 +336,19 @@ def report(sides: list[Side], hardware: Hardware, model: ModelFile, profile: Pro
     return metrics
 
 
-def worker(arguments: argparse.Namespace) -> None:
-    world = parallel.start("cpu", 600.0)
-    torch.set_num_threads(1)
-    try:
-        metrics = play(world, arguments)
-        if world.is_main:
-            print(json.dumps(metrics))
-    finally:
-        parallel.stop(world)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="shorter responses, one period: under 2 minutes on 2 cores"
     )
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        worker(arguments)
-        return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*launch, __file__, *sys.argv[1:]], env=env).returncode
+
+    def run(world: World) -> None:
+        metrics = play(world, arguments)
+        if world.is_main:
+            print(json.dumps(metrics))
+
+    return on_ranks(RANKS, run)
 
 
 if __name__ == "__main__":

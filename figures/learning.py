@@ -17,9 +17,9 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_runs import CONFIG, run  # noqa: E402
+from training_runs import CONFIG, run
 
-from metrics import read_records  # noqa: E402
+from metrics import read_records
 
 
 def run_seed(seed: int) -> list[dict]:

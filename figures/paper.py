@@ -17,10 +17,10 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from planner import PlannerConfig  # noqa: E402
-from scheduler import SchedulerConfig  # noqa: E402
-from simulate import ClusterConfig, GradingConfig, Simulation, SimulationConfig, simulate  # noqa: E402
-from streaming import StreamConfig  # noqa: E402
+from planner import PlannerConfig
+from scheduler import SchedulerConfig
+from simulate import ClusterConfig, GradingConfig, Simulation, SimulationConfig, simulate
+from streaming import StreamConfig
 
 MODELS = {"7B/8k": "qwen2.5-7b", "14B/16k": "qwen2.5-14b", "32B/32k": "qwen2.5-32b"}
 GPUS = {"7B/8k": 16, "14B/16k": 32, "32B/32k": 64}

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from metrics import read_records  # noqa: E402
+from metrics import read_records
 
 
 def draw(folders: list[Path], out: Path) -> None:

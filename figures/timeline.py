@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_runs import CONFIG, run  # noqa: E402
+from training_runs import CONFIG, run
 
 STEPS = 10
 SETTINGS = ["log.trace=true", f"run.steps={STEPS}", "data.eval_prompts=0", "run.checkpoint_every=0"]
