@@ -163,6 +163,16 @@ def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, src=0)
 
 
+def own_group(world: World, groups: Iterable[list[int]]) -> Any:
+    """Make a process group of each list of ranks; return the one that this rank is in.
+
+    torch's own default would be 10 or 30 minutes, whatever the other groups wait.
+    """
+    timeout = timedelta(seconds=world.timeout_seconds)
+    made = [(ranks, dist.new_group(ranks, timeout)) for ranks in groups]
+    return next(group for ranks, group in made if world.rank in ranks)
+
+
 # ---- samples that travel beside the work -------------------------------------------------------------------------
 
 
@@ -330,10 +340,7 @@ class TensorParallel:
         self.group, self.shared = None, None
         if size == 1:
             return
-        for first in range(0, world.size, size):  # every rank takes part in making every group
-            group = dist.new_group(list(range(first, first + size)))
-            if first // size == self.replica:
-                self.group = group
+        self.group = own_group(world, [list(range(i, i + size)) for i in range(0, world.size, size)])
         if world.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
             shared = SharedMemory(self.group, self.rank, size, world.timeout_seconds)
             self.shared = shared if shared.memory is not None else None

@@ -4,16 +4,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel import World
+from parallel import World, own_group
 
 
 def shard_mesh(world: World, size: int) -> DeviceMesh:
     """Return the (replicate, shard) mesh whose shard groups are `size` neighbouring ranks."""
-    return init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+    ranks = torch.arange(world.size).view(-1, size)
+    groups = [own_group(world, rows.tolist()) for rows in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def shard_model(model: Any, mesh: DeviceMesh) -> Any:

@@ -2,9 +2,11 @@
 
     python benchmarks/soak.py [--quick] [--steps 2000]
 
-Runs train.py as a user would, with tail batching, graders in worker processes and checkpoints, and looks at it from
-outside: memory, threads and open files of every process, and the folders for temporary files. Slopes are those of a
-straight line through everything after the first fifth, as a share of the mean, over 1,000 steps.
+Runs train.py as a user would, with tail batching, stream training, graders in worker processes, programs in the sandbox
+and checkpoints, and looks at it from outside: memory, threads, open files and processor time of every process, and the
+folders for temporary files. Slopes are those of a straight line through the lowest values of 40 parts, without the
+first fifth of the steps, as a share of the mean, over 1,000 steps. `step_time_slope` is by the clock, so it needs a
+quiet machine; `cpu_slope` needs less. Exit code 1: something grows by over 1 %, or was left.
 """
 
 import argparse
@@ -15,33 +17,44 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
-
-import numpy as np
-from tqdm import tqdm
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from parallel import World  # noqa: E402
+from warm_start import WarmStartConfig, make_model  # noqa: E402
+
 GRADER = "def digits(response, answer, row):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
 
 
 def descendants(pid: int) -> list[int]:
     found = []
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, thread.read_text().split()):
-            found += [child, *descendants(child)]
+    with suppress(OSError):  # it has gone meanwhile
+        for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, thread.read_text().split()):
+                found += [child, *descendants(child)]
     return found
 
 
-def look(pid: int) -> dict[str, int] | None:
+def look(pid: int) -> dict[str, Any] | None:
     """Return what a process uses, or None when it has gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         memory = int(lines["VmRSS"].split()[0]) * 1024
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # 11, 12: user and system; 19: start
         files = len(os.listdir(f"/proc/{pid}/fd"))
         name = next((Path(os.fsdecode(c)).name for c in command if c.endswith(b".py")), "torchrun")
-        return {"name": name, "memory": memory, "threads": int(lines["Threads"]), "files": files}
+        counts = {"threads": int(lines["Threads"]), "files": files, "ticks": int(stat[11]) + int(stat[12])}
+        return {"name": name, "start": stat[19], "memory": memory, **counts}
     except (OSError, KeyError):
         return None
 
@@ -58,9 +71,9 @@ def slope(steps: list[float], values: list[float]) -> float:
     return 1000 * rise / max(float(np.mean(values)), 1e-9)
 
 
-def watch(run: subprocess.Popen, records: Path, steps: int) -> tuple[dict[tuple[str, int], list[tuple]], int]:
+def watch(run: subprocess.Popen, records: Path, steps: int) -> tuple[dict[tuple[int, str], list[tuple]], int]:
     """Look at all processes twice a second until the run ends; return (step, use) by process, and the most of them."""
-    seen: dict[tuple[str, int], list[tuple]] = defaultdict(list)
+    seen: dict[tuple[int, str], list[tuple]] = defaultdict(list)
     most = step = 0
     with tqdm(total=steps, unit="step", desc="soak", disable=None) as bar:
         while run.poll() is None:
@@ -75,8 +88,24 @@ def watch(run: subprocess.Popen, records: Path, steps: int) -> tuple[dict[tuple[
             most = max(most, len(processes))
             for pid in processes:
                 if use := look(pid):
-                    seen[use["name"], pid].append((step, use))
+                    seen[pid, use["start"]].append((step, use))
     return seen, most
+
+
+def prepare(folder: Path) -> None:
+    """Write grader, data and model: every sixteenth row is a program, and one token in sixteen ends a response."""
+    (folder / "grader.py").write_text(GRADER)
+    rows: list[dict] = [{"prompt": f"count {i}", "answer": str(i)} for i in range(64)]
+    for row in rows[::16]:
+        row |= {
+            "task": "code",
+            "answer": json.dumps([{"stdin": "", "stdout": "1"}]),
+            "template": "print(1)  # {program}",
+        }
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shape = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
+    make_model(shape, "hailstone", folder / "model", World(0, 1, torch.device("cpu")))
+    (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(16))}))
 
 
 def main() -> int:
@@ -87,28 +116,24 @@ def main() -> int:
     steps = 300 if arguments.quick else arguments.steps
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "grader.py").write_text(GRADER)
-        rows = [{"prompt": f"count {i}", "answer": str(i)} for i in range(64)]
-        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        prepare(folder)
         options = {
             "run.dir": folder / "run",
             "run.steps": steps,
             "run.eval_every": 100,
             "run.checkpoint_every": 50,
             "run.device": "cpu",
+            "model.path": folder / "model",
             "data.train": folder / "data.jsonl",
             "data.task": f"{folder / 'grader.py'}:digits",
             "data.eval_prompts": 4,
-            "warm_start.task": "hailstone",
-            "warm_start.steps": 0,
-            "warm_start.hidden_size": 32,
-            "warm_start.num_layers": 2,
             "scheduler.num_prompts": 4,
             "scheduler.num_responses": 4,
             "rollout.max_prompt_tokens": 32,
-            "rollout.max_response_tokens": 32,
+            "rollout.max_response_tokens": 48,
             "rollout.kv_gib": 0.01,
             "reward.num_workers": 1,
+            "trainer.lr": 0,  # the policy stays as it is, so that steps stay alike
             "stream.policy": "fixed",
         }
         (folder / "tmp").mkdir()
@@ -118,32 +143,55 @@ def main() -> int:
         env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder / "tmp")}
         with open(folder / "log.txt", "w") as log:
             run = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
-            seen, most = watch(run, folder / "run" / "steps.jsonl", steps)
+            try:
+                seen, most = watch(run, folder / "run" / "steps.jsonl", steps)
+            finally:
+                run.kill()
         if run.returncode:
             print((folder / "log.txt").read_text()[-3000:], file=sys.stderr)
             return 1
         records = [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()][1:]
         left = sorted(map(str, temporary(folder / "tmp") - before))
-        leftovers = [pid for _, pid in seen if Path(f"/proc/{pid}").exists()]
+        leftovers = [pid for pid, start in seen if (use := look(pid)) and use["start"] == start]
     result = report(seen, records, steps)
     result |= {"processes": most, "processes_left": len(leftovers), "temporary_files_left": len(left)}
     if left:
         print("left:", *left, file=sys.stderr)
     print(json.dumps(result))
-    return 0
+    flat = max(result["memory_slope"], result["files_slope"], result["threads_slope"]) < 0.01
+    return 0 if flat and not left and not leftovers else 1
 
 
-def report(seen: dict[tuple[str, int], list[tuple]], records: list[dict], steps: int) -> dict:
+def parts(looks: list[tuple[int, dict]], count: int = 40) -> list[list[tuple[int, dict]]]:
+    each = max(len(looks) // count, 2)
+    return [looks[i : i + each] for i in range(0, len(looks) - each + 1, each)]
+
+
+def floor(looks: list[tuple[int, dict]], key: str) -> tuple[list[int], list[float]]:
+    """Return the step and the least use of each part: what comes and goes, such as a program's pipes, is no leak."""
+    return [part[0][0] for part in parts(looks)], [min(use[key] for _, use in part) for part in parts(looks)]
+
+
+def per_step(looks: list[tuple[int, dict]]) -> tuple[list[int], list[float]]:
+    """Return the step and the ticks of processor time for each step of each part."""
+    ends = [(*part[0], *part[-1]) for part in parts(looks) if part[-1][0] > part[0][0]]
+    return [a for a, *_ in ends], [(late["ticks"] - early["ticks"]) / (b - a) for a, early, b, late in ends]
+
+
+def report(seen: dict[tuple[int, str], list[tuple]], records: list[dict], steps: int) -> dict:
     """Print a row for each process that lived through the run; return the worst slopes."""
     worst: dict[str, float] = {"memory": 0.0, "files": 0.0, "threads": 0.0}
+    cpu: list[float] = []
     print(f"{'process':24}   MiB, first .. last   memory   open files   threads: growth in 1,000 steps")
-    for (name, pid), looks in seen.items():
+    for (pid, _), looks in seen.items():
+        name = looks[0][1]["name"]
         after = [(step, use) for step, use in looks if steps / 5 < step < steps]  # the end frees all
         if len(after) < 10 or after[-1][0] < 0.95 * steps or after[0][0] > 0.3 * steps:
             continue  # it came or went meanwhile
-        at = [step for step, _ in after]
-        rises = {key: slope(at, [use[key] for _, use in after]) for key in worst}
+        rises = {key: slope(*floor(after, key)) for key in worst}
         worst = {key: max(worst[key], rise) for key, rise in rises.items()}
+        if name == "train.py":
+            cpu.append(slope(*per_step(after)))
         first, last = (use["memory"] / 2**20 for use in (after[0][1], after[-1][1]))
         print(f"{name[:16]:16}{pid:8d}{first:11.1f} ..{last:8.1f}" + "".join(f"{100 * rises[k]:9.2f} %" for k in worst))
     late = [r for r in records if r["step"] > steps / 5]
@@ -156,6 +204,7 @@ def report(seen: dict[tuple[str, int], list[tuple]], records: list[dict], steps:
         "files_slope": round(worst["files"], 5),
         "threads_slope": round(worst["threads"], 5),
         "step_time_slope": round(seconds, 4),
+        "cpu_slope": round(max(cpu), 4),
         "pages_slope": round(slope([r["step"] for r in late], pages), 4),
     }
 

@@ -4,16 +4,20 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import ALONE
 from torch import Tensor
 
 import parallel
 from parallel import World
+from sharding import shard_mesh
 
 # ---- collectives -------------------------------------------------------------------------------------------------
 
@@ -133,3 +137,24 @@ def test_a_rank_that_never_joins_costs_the_others_no_more_than_the_time_out(tmp_
     mp.spawn(wait_in_vain, (port, name, tmp_path), nprocs=2)
     seconds, error = (tmp_path / "waited").read_text().split(maxsplit=1)
     assert 1.0 < float(seconds) < 10.0 and re.search("time.?out|timed out", error, re.IGNORECASE)
+
+
+def wait_in_groups(world: World, done: Path) -> None:
+    """Rank 0 calls a collective of each kind of group; rank 1 lives on and joins none."""
+    world = replace(world, timeout_seconds=0.5)
+    collectives = [
+        partial(parallel.TensorParallel(world, 2).reduce, torch.ones(parallel.SharedMemory.SLOT_BYTES)),
+        partial(dist.all_reduce, torch.ones(3), group=shard_mesh(world, 2).get_group("shard")),
+        partial(dist.all_reduce, torch.ones(3), group=shard_mesh(world, 1).get_group("replicate")),
+    ]
+    for collective in collectives if world.rank == 0 else ():
+        with pytest.raises(RuntimeError, match="(?i)timed out"):
+            collective()
+    if world.rank == 0:
+        done.touch()
+    wait_for(done)
+    assert done.exists(), "rank 0 still waits"
+
+
+def test_groups_have_the_time_out_of_the_run(run_ranks, tmp_path) -> None:
+    run_ranks(2, wait_in_groups, tmp_path / "done")
