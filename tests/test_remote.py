@@ -137,6 +137,21 @@ def test_the_pool_asks_several_at_a_time(service):
     assert {i: reward.value for i, reward in rewards.items()} == {i: i + 0.5 for i in range(8)}
 
 
+def test_what_is_forgotten_is_not_asked_any_more(service):
+    gate = threading.Event()
+    service.act = lambda handler, _: gate.wait(30) and handler.reply(200, "1")
+    with RewardPool(RewardConfig(remote_concurrency=1), [service.address]) as pool:
+        for key in "abcdef":
+            pool.submit(key, service.address, key, "", {})
+        deadline = time.monotonic() + 30
+        while not service.seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+        pool.forget(keep=["f"])
+        gate.set()
+        assert [key for key, _ in pool.drain()] == ["f"]
+    assert [request["response"] for _, request, _ in service.seen] == ["a", "f"]
+
+
 def test_a_service_that_is_down_costs_rewards_and_then_ends_the_run(service):
     service.act = lambda handler, _: handler.reply(404, "")
     config = RewardConfig(remote_concurrency=1, max_failures=3)

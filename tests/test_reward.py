@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hostile
@@ -69,6 +70,16 @@ async def waits_in_vain(response, answer, row): await asyncio.sleep(1000)
 def span(response, answer, row): start = time.monotonic(); time.sleep(0.05); return start
 def long_span(response, answer, row): start = time.monotonic(); time.sleep(0.5); return start
 
+def alarm(response, answer, row):
+    def ring(*_): raise TimeoutError("alarm")
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    while True: pass
+def at_the_gate(response, answer, row):
+    with open("begun", "a") as file: file.write(response)
+    while not os.path.exists("gate"): time.sleep(0.01)
+    return 1
+
 not_callable = 7
 """
 
@@ -84,6 +95,7 @@ BAD = {
     "huge": "OverflowError",
     "text": "returned '1.0'",
     "garbage": "instead of a reply",
+    "alarm": "TimeoutError: alarm",
 }
 CONFIG = RewardConfig(num_workers=2, timeout_seconds=1.0)
 # A selection for speed, and none that reaches for what mere resource limits leave open.
@@ -330,6 +342,15 @@ def test_large_responses_and_rows(user):
     assert [rewards[i].value for i in range(8)] == [len(text) for text in texts]
 
 
+def test_math_outside_the_main_thread(user):
+    """Only a main thread can have an alarm, which other graders and math-verify by default set."""
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(math_answer, r"\boxed{\frac12}", "0.5", {}).result() == 1.0
+        with RewardPool(RewardConfig(num_workers=1, timeout_seconds=10.0), [user + "alarm"]) as pool:
+            graded = thread.submit(grade_one, pool, user + "alarm").result()
+    assert graded.value == 0 and "TimeoutError: alarm" in graded.error
+
+
 def test_poll_does_not_wait(user):
     config = RewardConfig(num_workers=1, timeout_seconds=30.0)
     with RewardPool(config, [user + "hangs", user + "good"]) as pool:
@@ -442,6 +463,19 @@ def test_what_is_forgotten_is_not_handed_back_and_its_name_is_free(user):
         pool.submit(1, user + "good", "x", "y", {"bonus": 4})
         pool.forget(keep=iter(["kept", 1]))
         assert {key: graded.value for key, graded in pool.drain()} == {"kept": 3.0, 1: 4.0}
+
+
+def test_what_is_forgotten_is_not_graded_any_more(user):
+    task = user + "at_the_gate"
+    with RewardPool(RewardConfig(num_workers=1, timeout_seconds=60.0), [task]) as pool:
+        for key in "abcdef":
+            pool.submit(key, task, key, "", {})
+        deadline = time.monotonic() + 30
+        while not Path("begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        pool.forget(keep=["f"])
+        Path("gate").touch()
+        assert [key for key, _ in pool.drain()] == ["f"] and Path("begun").read_text() == "af"
 
 
 # ---- what ends a run, what it records, and limits of a grader

@@ -1,10 +1,12 @@
 """The whole program: the step loop alone and under torchrun, resume, replay, refusals."""
 
+import gc
 import json
 import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +22,7 @@ from checkpoint import list_checkpoints
 from config import ConfigError, flatten, load_config
 from core import Group, Prompt, Reward, Sample
 from data import PromptStream
-from metrics import read_records
+from metrics import Recorder, read_records
 from parallel import World
 from scheduler import SchedulerConfig
 from settings import Config, check, check_scheduler
@@ -247,40 +249,8 @@ def test_ranks_killed_in_a_short_and_in_a_long_round_are_restarted_and_lose_noth
     assert trained == Counter((i // 44, key) for i, key in enumerate(drawn_prompts(7 * 8)))
 
 
-def train_until(world: World, settings: list[str], step: int) -> None:
-    """Begin or resume, and stop after `step` as on a signal."""
-    config, agreed = load_config(Config, None, settings), train.StopSignal.agreed
-    check(config, world.size, resume=True, is_main=world.is_main)
-    if world.is_main:
-        train.write_settings(config, Path(config.run.dir))
-    first = max((int(folder.name[-6:]) for folder in list_checkpoints(Path(config.run.dir))), default=0)
-    stops = iter([False] * (step - first) + [True])
-    train.StopSignal.agreed = lambda *_: next(stops)
-    try:
-        train.train(config, world, resume=True)
-    finally:
-        train.StopSignal.agreed = agreed
-
-
-def test_a_run_of_four_ranks_goes_on_with_two_and_then_alone(settings, run_ranks, tmp_path):
-    overrides = RACE | dict(run__checkpoint_every=0, run__dump_rollouts="true")
-    assert train.main(settings("straight", **overrides)) == 0
-    own = settings("elastic", **overrides)
-    run_ranks(4, train_until, [*own, "--trainer.shard=2"], 2)  # its optimizer's state is in two parts
-    run_ranks(2, train_until, own, 4)
-    train_until(ALONE, own, 6)
-    straight, elastic = tmp_path / "straight", tmp_path / "elastic"
-    assert [record["round"]["queue"] for record in steps_of(elastic)][1:4:2] == [4, 8], "carried over both restarts"
-    assert rounds_of(elastic) == rounds_of(straight)
-    for mine, theirs in zip(trajectory(elastic), trajectory(straight), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
-    assert trained_samples(elastic) == trained_samples(straight)
-
-
-def trained_samples(folder: Path) -> list[tuple]:
-    files = sorted((folder / "rollouts").glob("*.jsonl"))
-    groups = [(i, json.loads(row)) for i, path in enumerate(files) for row in path.open()]
-    return [(i, g["epoch"], g["prompt"]["index"], s["token_ids"]) for i, g in groups for s in g["samples"]]
+from metrics import Recorder, read_records
+from parallel import World
 
 
 def drawn_prompts(count: int) -> list[int]:
