@@ -454,6 +454,7 @@ def lost(clock: Clock, error: Exception) -> int:
     """Say that other ranks have gone, unless torchrun, which knows who and why, ends this rank first."""
     time.sleep(2.0)
     rank, reason = os.environ.get("RANK", 0), re.sub(r"^\[.*?\] ", "", str(error).strip().splitlines()[0])
+    reason = reason.partition(". ")[0]  # gloo goes on with advice
     stage = clock.failed_in or "start"
     print(f"error: rank {rank} lost the others in {stage} of step {clock.step}: {reason}", file=sys.stderr, flush=True)
     return 1

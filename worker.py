@@ -37,7 +37,10 @@ def work(tasks: list[str]) -> None:
     os.dup2(2, 1)
 
     def reply(id: int, reward: Reward) -> None:
-        os.write(replies, json.dumps([id, *astuple(reward)]).encode() + b"\n")
+        try:
+            os.write(replies, json.dumps([id, *astuple(reward)]).encode() + b"\n")
+        except BrokenPipeError:  # the parent was killed before `guard` could hear of it
+            sys.exit(1)
 
     graders, error = {}, ""
     try:

@@ -55,7 +55,7 @@ from stream_training import StreamedRound  # noqa: E402
 from trainer import Trainer  # noqa: E402
 from warm_start import WarmStartConfig, make_model  # noqa: E402
 
-STEPS, EVERY, TIMEOUT = 12, 2, 5.0  # steps of a run, from checkpoint to checkpoint, seconds of the longest wait
+STEPS, EVERY, TIMEOUT = 12, 2, 8.0  # steps of a run, from checkpoint to checkpoint, seconds of the longest wait
 PROMPTS = 8  # of a step
 SYNCHRONOUS = "--scheduler.policy=synchronous"
 STREAM = "--stream.policy=fixed", "--stream.fixed_share=0.2", "--scheduler.window_iterations=2"
@@ -83,6 +83,7 @@ STREAMED = ("scale down", "stream feed", "stream train", "stream end")
 ON_MAIN = ("weights file", "state file")  # only rank 0 writes
 AT_CHECKPOINT = ("checkpoint", *ON_MAIN)
 ON_DISK = ("truncated", "flipped")
+FINE = ("resumed", "clear error", "recorded")
 ALONE = ("nan", "worker")  # in a run
 
 
@@ -183,6 +184,7 @@ def cut(args: tuple) -> None:
             if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
                 peer = socket.socket(fileno=os.dup(int(entry)))
                 if peer.family in (socket.AF_INET, socket.AF_INET6):
+                    peer.getpeername()  # one that listens has none, and stays
                     peer.shutdown(socket.SHUT_RDWR)
 
 
@@ -371,8 +373,7 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
             errors = sum(r["reward_errors"] for r in read_records(folder / "steps.jsonl")[1:])
             what = f"DIED: {codes}" if any(codes) else "recorded" if errors else "resumed"  # idle: nothing was lost
         elif "Traceback" in said or not any(codes) or not (ranks == 1 or "error: " in said):
-            what = f"NO CLEAR ERROR: exit codes {codes}, see {log}"
-            shutil.copy(log, log.with_suffix(f".{turn}.log"))
+            what = f"NO CLEAR ERROR: exit codes {codes}"
         elif fault.kind in ("full", "readonly", "nan"):
             what = "clear error"
         if fault.kind in ON_DISK and what == "resumed":
@@ -385,7 +386,9 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
             told = f"remove {newest}" in log.read_text() and "Traceback" not in log.read_text()
             what = "clear error" if told and all(codes) else f"DAMAGE NOT SEEN: {codes}"
             shutil.rmtree(newest)
-        clean = clean and what in ("resumed", "clear error", "recorded")
+        if what not in FINE:
+            shutil.copy(log, log.with_suffix(f".{turn}.log"))
+        clean = clean and what in FINE
         outcomes.append(Outcome(fault, ranks, what, seconds))
         done.put(outcomes[-1])
     codes, _, _ = live(ranks, args, None, fired, log)
@@ -454,7 +457,7 @@ def main() -> int:
             runs.append(result)
     bar.close()
     report(outcomes, runs)
-    bad = [o for o in outcomes if o.what not in ("resumed", "clear error", "recorded")] or [r for r in runs if not r[2]]
+    bad = [o for o in outcomes if o.what not in FINE] or [r for r in runs if is_bad(r)]
     if bad:
         print(f"logs: {base}", file=sys.stderr)
     else:
@@ -467,25 +470,29 @@ def report(outcomes: list[Outcome], runs: list[tuple]) -> None:
     rows: dict[tuple, list[Outcome]] = {}
     for o in outcomes:
         rows.setdefault((o.fault.kind, o.fault.stage, o.what), []).append(o)
-    print(f"{'fault':10} {'in stage':14} {'times':>5}  {'seconds until all had ended':28} outcome")
-    for (kind, stage, what), same in rows.items():
+    print("| fault | in stage | times | seconds until all had ended | outcome |\n|---|---|---|---|---|")
+    for (kind, stage, what), same in sorted(rows.items(), key=lambda row: (list(KINDS).index(row[0][0]), row[0])):
         seconds = sorted(o.seconds for o in same)
-        print(f"{kind:10} {stage:14} {len(same):5d}  {seconds[0]:5.1f} .. {seconds[-1]:5.1f} {'':14} {what}")
-    for name, codes, exact, lost, doubled in runs:
-        if any(codes) or not exact or lost or doubled:
-            print(f"{name}: exit codes {codes}, same losses: {exact}, {lost} prompts lost, {doubled} doubled")
+        print(f"| {kind} | {stage} | {len(same)} | {seconds[0]:.1f} to {seconds[-1]:.1f} | {what} |")
+    for name, codes, exact, lost, doubled in filter(is_bad, runs):
+        print(f"{name}: exit codes {codes}, same losses: {exact}, {lost} prompts lost, {doubled} doubled")
+
+
+def is_bad(run: tuple) -> bool:
+    _, codes, exact, lost, doubled = run
+    return any(codes) or not exact or bool(lost or doubled)
 
 
 def metrics(outcomes: list[Outcome], runs: list[tuple]) -> dict:
     count = Counter(o.what for o in outcomes)
     return {
         "name": "faults",
-        "injected": len(outcomes),
+        "injected": len(outcomes) - count["NEVER CAME"],
         "resumed": count["resumed"],
         "clear_errors": count["clear error"],
         "recorded": count["recorded"],
         "hangs": count["HANG"],
-        "other": sum(n for what, n in count.items() if what not in ("resumed", "clear error", "recorded", "HANG")),
+        "other": sum(n for what, n in count.items() if what not in (*FINE, "HANG")),
         "runs": len(runs),
         "runs_with_other_losses": sum(not exact for _, _, exact, _, _ in runs),
         "prompts_lost": sum(run[3] for run in runs),

@@ -5,7 +5,7 @@
 Runs train.py as a user would, with tail batching, stream training, graders in worker processes, programs in the sandbox
 and checkpoints, and looks at it from outside: memory, threads, open files and processor time of every process, and the
 folders for temporary files. Slopes are those of a straight line through the lowest values of 40 parts, without the
-first fifth of the steps, as a share of the mean, over 1,000 steps. `step_time_slope` is by the clock, so it needs a
+first half of the steps, as a share of the mean, over 1,000 steps. `step_time_slope` is by the clock, so it needs a
 quiet machine; `cpu_slope` needs less. Exit code 1: something grows by over 1 %, or was left.
 """
 
@@ -32,6 +32,10 @@ from parallel import World  # noqa: E402
 from warm_start import WarmStartConfig, make_model  # noqa: E402
 
 GRADER = "def digits(response, answer, row):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
+
+WARM_UP = (
+    0.5  # of the steps: oneDNN keeps code for every shape of a product, up to 1,024 of them, and meets them slowly
+)
 
 
 def descendants(pid: int) -> list[int]:
@@ -185,8 +189,8 @@ def report(seen: dict[tuple[int, str], list[tuple]], records: list[dict], steps:
     print(f"{'process':24}   MiB, first .. last   memory   open files   threads: growth in 1,000 steps")
     for (pid, _), looks in seen.items():
         name = looks[0][1]["name"]
-        after = [(step, use) for step, use in looks if steps / 5 < step < steps]  # the end frees all
-        if len(after) < 10 or after[-1][0] < 0.95 * steps or after[0][0] > 0.3 * steps:
+        after = [(step, use) for step, use in looks if WARM_UP * steps < step < steps]  # the end frees all
+        if len(after) < 10 or after[-1][0] < 0.95 * steps or after[0][0] > (WARM_UP + 0.1) * steps:
             continue  # it came or went meanwhile
         rises = {key: slope(*floor(after, key)) for key in worst}
         worst = {key: max(worst[key], rise) for key, rise in rises.items()}
@@ -194,7 +198,7 @@ def report(seen: dict[tuple[int, str], list[tuple]], records: list[dict], steps:
             cpu.append(slope(*per_step(after)))
         first, last = (use["memory"] / 2**20 for use in (after[0][1], after[-1][1]))
         print(f"{name[:16]:16}{pid:8d}{first:11.1f} ..{last:8.1f}" + "".join(f"{100 * rises[k]:9.2f} %" for k in worst))
-    late = [r for r in records if r["step"] > steps / 5]
+    late = [r for r in records if r["step"] > WARM_UP * steps]
     seconds = slope([r["step"] for r in late], [r["seconds"]["step"] for r in late])
     pages = [r["engine"]["peak_pages"] for r in late]
     return {

@@ -437,6 +437,17 @@ time.sleep(60)
     assert wait_until_gone(pids)
 
 
+def test_a_worker_whose_parent_is_gone_ends_without_a_word():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, reward.WORKER, "--worker"]
+    # In a group of its own, which it kills when it ends.
+    options = dict(stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    done = subprocess.run(command, stdout=write, timeout=60, **options)
+    os.close(write)
+    assert done.stderr == b""
+
+
 # ---- waiting for some, forgetting others
 
 
