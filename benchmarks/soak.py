@@ -114,7 +114,9 @@ def prepare(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="300 steps: under 2 minutes on 2 cores")
+    parser.add_argument(
+        "--quick", action="store_true", help="300 steps, too few to tell a slope: what is left is all that counts"
+    )
     parser.add_argument("--steps", type=int, default=2000)
     arguments = parser.parse_args()
     steps = 300 if arguments.quick else arguments.steps
@@ -163,7 +165,7 @@ def main() -> int:
         print("left:", *left, file=sys.stderr)
     print(json.dumps(result))
     flat = max(result["memory_slope"], result["files_slope"], result["threads_slope"]) < 0.01
-    return 0 if flat and not left and not leftovers else 1
+    return 0 if (flat or arguments.quick) and not left and not leftovers else 1
 
 
 def parts(looks: list[tuple[int, dict]], count: int = 40) -> list[list[tuple[int, dict]]]:

@@ -215,6 +215,8 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 def test_a_killed_run_resumes_to_the_same_trajectory(settings, torchrun, tmp_path):
     overrides = dict(run__steps=4, run__checkpoint_every=2, loss__kl_coef=0.01, trainer__updates_per_step=2)
+    overrides |= dict(data__task=f"{GRADERS}:has_many_digits")  # which takes another time at every call
+    overrides |= dict(scheduler__eta_responses=2, rollout__max_response_tokens=100, rollout__kv_gib=0.03)
     torchrun(2, *settings("straight", **overrides))
     args = settings("killed", **overrides)
     process = start_torchrun(args)
@@ -224,6 +226,8 @@ def test_a_killed_run_resumes_to_the_same_trajectory(settings, torchrun, tmp_pat
     process.communicate()
     torchrun(2, *args, "--resume")
     assert trajectory(tmp_path / "killed") == trajectory(tmp_path / "straight")  # bit by bit
+    assert rounds_of(tmp_path / "killed") == rounds_of(tmp_path / "straight")
+    assert any(r["round"]["aborted"] and r["train"]["grad_norm"] for r in steps_of(tmp_path / "killed"))
     weights = "checkpoints/step_000004/model.safetensors"
     assert (tmp_path / "killed" / weights).read_bytes() == (tmp_path / "straight" / weights).read_bytes()
 
