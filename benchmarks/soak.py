@@ -141,6 +141,8 @@ def main() -> int:
             "reward.num_workers": 1,
             "trainer.lr": 0,  # the policy stays as it is, so that steps stay alike
             "stream.policy": "fixed",
+            "stream.fixed_share": 0.2,
+            "scheduler.window_iterations": 2,
         }
         (folder / "tmp").mkdir()
         before = temporary(folder / "tmp")
