@@ -456,6 +456,8 @@ def main() -> int:
         else:
             runs.append(result)
     bar.close()
+    for driver in drivers:  # they tidy up
+        driver.join()
     report(outcomes, runs)
     bad = [o for o in outcomes if o.what not in FINE] or [r for r in runs if is_bad(r)]
     if bad:
