@@ -253,8 +253,72 @@ def test_ranks_killed_in_a_short_and_in_a_long_round_are_restarted_and_lose_noth
     assert trained == Counter((i // 44, key) for i, key in enumerate(drawn_prompts(7 * 8)))
 
 
-from metrics import Recorder, read_records
-from parallel import World
+def train_until(world: World, settings: list[str], step: int) -> None:
+    """Begin or resume, and stop after `step` as on a signal."""
+    config, agreed = load_config(Config, None, settings), train.StopSignal.agreed
+    check(config, world.size, resume=True, is_main=world.is_main)
+    if world.is_main:
+        train.write_settings(config, Path(config.run.dir))
+    first = max((int(folder.name[-6:]) for folder in list_checkpoints(Path(config.run.dir))), default=0)
+    stops = iter([False] * (step - first) + [True])
+    train.StopSignal.agreed = lambda *_: next(stops)
+    try:
+        train.train(config, world, resume=True)
+    finally:
+        train.StopSignal.agreed = agreed
+
+
+def test_a_run_of_four_ranks_goes_on_with_two_and_then_alone(settings, run_ranks, tmp_path):
+    overrides = RACE | dict(run__checkpoint_every=0, run__dump_rollouts="true")
+    assert train.main(settings("straight", **overrides)) == 0
+    own = settings("elastic", **overrides)
+    run_ranks(4, train_until, [*own, "--trainer.shard=2"], 2)  # its optimizer's state is in two parts
+    run_ranks(2, train_until, own, 4)
+    train_until(ALONE, own, 6)
+    straight, elastic = tmp_path / "straight", tmp_path / "elastic"
+    assert [record["round"]["queue"] for record in steps_of(elastic)][1:4:2] == [4, 8], "carried over both restarts"
+    assert rounds_of(elastic) == rounds_of(straight)
+    for mine, theirs in zip(trajectory(elastic), trajectory(straight), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert trained_samples(elastic) == trained_samples(straight)
+
+
+def trained_samples(folder: Path) -> list[tuple]:
+    files = sorted((folder / "rollouts").glob("*.jsonl"))
+    groups = [(i, json.loads(row)) for i, path in enumerate(files) for row in path.open()]
+    return [(i, g["epoch"], g["prompt"]["index"], s["token_ids"]) for i, g in groups for s in g["samples"]]
+
+
+def test_a_run_resumes_where_an_epoch_ends(settings, tmp_path):
+    """44 prompts, 11 a step: the checkpoint of step 4 stands between two epochs, and four steps are left."""
+    short = dict(scheduler__num_prompts=11, rollout__max_response_tokens=8, scheduler__policy="synchronous")
+    args = settings(run__steps=8, run__checkpoint_every=4, run__eval_every=0, run__dump_rollouts="true", **short)
+    assert train.main(args) == 0
+    straight, run = trajectory(tmp_path / "run"), tmp_path / "run"
+    shutil.rmtree(run / "checkpoints" / "step_000008")
+    shutil.rmtree(run / "rollouts")
+    assert train.main([*args, "--resume"]) == 0
+    assert trajectory(run) == straight and [r["epoch"] for r in steps_of(run)] == [0] * 4 + [1] * 4
+    rows = [json.loads(row) for path in sorted((run / "rollouts").glob("*")) for row in path.open()]
+    assert sorted(row["prompt"]["index"] for row in rows) == list(range(44)) and len(rows) == 44
+
+
+def test_nothing_grows_from_step_to_step(settings, monkeypatch):
+    """Objects (of which a step has hundreds), open files and threads of a process."""
+    used = []
+
+    def note(self, record):
+        gc.collect()
+        if not used:
+            gc.freeze()  # neither counted nor looked at again: this makes collections quick
+        used.append((len(gc.get_objects()), len(os.listdir("/proc/self/fd")), threading.active_count()))
+
+    monkeypatch.setattr(Recorder, "step", note)
+    short = dict(scheduler__num_prompts=2, rollout__max_response_tokens=4, run__checkpoint_every=5, run__eval_every=5)
+    assert train.main(settings(run__steps=40, **short)) == 0
+    gc.unfreeze()
+    (objects, *early), (later, *late) = ([min(values) for values in zip(*part)] for part in (used[10:20], used[30:]))
+    assert later - objects < 3 * 20 and late == early
 
 
 def drawn_prompts(count: int) -> list[int]:
