@@ -73,7 +73,7 @@ class Size:
         return Trace(median, m.prompt_spread, m.response_spread, m.runaway, m.runaway_gather, m.limit / m.median)
 
 
-FULL, QUICK = Size(256, 4, 1 / 16, 8, 8), Size(256, 4, 1 / 32, 8, 8)
+FULL, QUICK = Size(128, 4, 1 / 16, 8, 8), Size(128, 4, 1 / 64, 8, 8)
 
 
 @dataclass
@@ -135,7 +135,7 @@ def make_sides(size: Size, folder: Path, periods: int, world: World, stack: Exit
     shape = WarmStartConfig(steps=0, hidden_size=size.hidden, num_layers=size.layers, num_heads=8, num_kv_heads=4)
     make_model(shape, "expression", folder / "model", world)
     base = settings(size, folder, 0, periods)
-    profile = make_profile(base, Path(base.model.path), world)
+    profile = make_profile(base, Path(base.model.path), world, contexts=(size.trace.limit // 16, size.trace.limit // 4))
     if world.is_main:
         profile.save(profile_path(base))
     parallel.barrier(world)

@@ -352,7 +352,7 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint(settings, torchrun, tmp_p
 
 
 def test_an_interrupt_before_the_first_step_is_no_traceback(settings, monkeypatch, capsys):
-    monkeypatch.setattr(train, "ensure_model", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(train, "ensure_model", lambda *_: signal.default_int_handler())
     own = [arg for arg in settings(data__train="hailstone", warm_start__steps=9) if not arg.startswith("--data.task")]
     assert train.main([*own, "--model.path="]) == 130
     assert capsys.readouterr().err == "interrupted in start\n"
