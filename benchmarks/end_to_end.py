@@ -9,7 +9,7 @@ synchronous         every step waits for its longest response; grading starts wh
 + stream trainer    half of the replicas leave long rounds to train, when that is projected to pay
 
 Ranks have one thread each and take the steps of train.py: rounds, grading in the sandbox, gradients, update, sync.
-Responses have given lengths, those of the paper's 32k scaled to a sixteenth (`configs/simulate/qwen2.5-32b.toml`), and
+Responses have given lengths, those of the paper's 32k scaled to an eighth (`configs/simulate/qwen2.5-32b.toml`), and
 given texts. A third of the prompts are graded by running code, as in the paper, the others by comparing: programs of
 the expression task, 5 % of which never end (limits 0.1 to 1 s, for steps take seconds). All contenders train the same
 prompts, and equally many samples. `speedup_all` is step time of the first over that of the last, all steps together;
@@ -73,7 +73,7 @@ class Size:
         return Trace(median, m.prompt_spread, m.response_spread, m.runaway, m.runaway_gather, m.limit / m.median)
 
 
-FULL, QUICK = Size(128, 4, 1 / 16, 8, 8), Size(128, 4, 1 / 64, 8, 8)
+FULL, QUICK = Size(128, 4, 1 / 8, 8, 8), Size(128, 4, 1 / 64, 8, 8)
 
 
 @dataclass
@@ -132,7 +132,14 @@ def text(key: SampleId, row: dict[str, Any]) -> str:
 def make_sides(size: Size, folder: Path, periods: int, world: World, stack: ExitStack) -> list[Side]:
     if world.is_main:
         write_prompts(folder / "prompts.jsonl")
-    shape = WarmStartConfig(steps=0, hidden_size=size.hidden, num_layers=size.layers, num_heads=8, num_kv_heads=4)
+    shape = WarmStartConfig(
+        steps=0,
+        hidden_size=size.hidden,
+        num_layers=size.layers,
+        num_heads=8,
+        num_kv_heads=1,
+        max_positions=8192,
+    )
     make_model(shape, "expression", folder / "model", world)
     base = settings(size, folder, 0, periods)
     profile = make_profile(base, Path(base.model.path), world, contexts=(size.trace.limit // 16, size.trace.limit // 4))
