@@ -241,7 +241,7 @@ def costs_of(machine: Machine, run: Run, trace: Trace) -> tuple[Hardware, ModelF
 
 def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the machine, run all kinds for real and simulated; return the metrics."""
-    trace = Trace(12 if arguments.quick else 20)
+    trace = Trace(10 if arguments.quick else 20)
     periods, repeats = (1, 2) if arguments.quick else (2, 3)
     settings = [*SETTINGS, f"--rollout.max_response_tokens={trace.limit}", f"--run.steps={periods * PERIOD}"]
     with ExitStack() as stack:

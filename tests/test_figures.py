@@ -25,7 +25,7 @@ def load(monkeypatch: pytest.MonkeyPatch):
         return module
 
     yield load
-    for name in ("runs", "timeline"):
+    for name in ("training_runs", "timeline"):
         sys.modules.pop(name, None)
 
 
@@ -38,6 +38,18 @@ def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
     caption = ("caption",) if name in ("timeline", "stream") else ()
     load(name).draw(committed(name), tmp_path / "out.png", *caption)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_shows_what_really_ran(load, capsys: pytest.CaptureFixture) -> None:
+    paper = load("paper")
+    assert paper.measured("end_to_end")["speedup_all"] > 1 and paper.measured("no such benchmark") == {}
+    table = paper.Table("title", "unit")
+    table.add("one", 2.0, 3.0, 1.75)
+    table.add("two", 2.0, 2.0)
+    table.end("table")
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[2].split() == ["one", "2", "3", "+50.0%", "1.75"] and rows[3].split() == ["two", "2", "2", "+0.0%"]
+    assert json.loads(rows[4])["max_rel_error"] == 0.5
 
 
 def test_seeds_are_compared_in_pairs(load, capsys: pytest.CaptureFixture) -> None:
