@@ -1,5 +1,6 @@
 """Says who holds up a run: ranks show signs of life, and a wait that gets long is reported before it times out."""
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -58,6 +59,8 @@ class Watchdog:
         self.file.close()
         if not self.path.stat().st_size:
             self.path.unlink()
+            with contextlib.suppress(OSError):  # others have not ended yet, or have written
+                self.path.parent.rmdir()
 
     def _run(self) -> None:
         try:

@@ -72,7 +72,7 @@ def test_ranks_that_live_but_are_elsewhere_are_named(store, tmp_path, capfd) -> 
 
 def test_who_gets_on_is_not_reported_and_leaves_no_file(store, tmp_path, capfd) -> None:
     clock, inner = Clock(), None
-    with Watchdog(world(0, 2, store), clock, tmp_path):
+    with Watchdog(world(0, 2, store), clock, tmp_path / "stacks"):
         for _ in range(30):
             time.sleep(TIMEOUT / 20)
             inner = inner or Clock(parent=clock)
