@@ -249,24 +249,26 @@ class ParallelismPlanner:
         if self.simulators:
             expected = self._seconds(track.size, self.asked, report.lengths)
             known = track.slowness.setdefault(track.size, [])
-            known[:] = [*known, report.seconds / max(expected, 1e-9)][-PATIENCE:]
+            known[:] = [*known, max(report.seconds, 1e-9) / max(expected, 1e-9)][-PATIENCE:]
 
     def predict(self, kind: str, launch: Launch) -> dict[int, float]:
         """Return the seconds that a round would take, by size: simulated, times how wrong that was before.
 
         A size has a correction of its own after HISTORY rounds: one slow round is no reason to leave it. The others get
-        what was measured everywhere, for most errors are the machine's. After PATIENCE rounds at one size they get its
-        square root, as if half were the size's: so a profile that is wrong is found out, by trying.
+        what was measured everywhere, for most errors are the machine's. After PATIENCE rounds at one size half of an
+        error is taken to be that size's own, to the others' good: so a wrong profile is found out, by trying.
         """
         track = self.tracks[kind]
         # Lengths of the other kind say little: a race cuts the longest off, for which a long round is made.
         lengths = _resample([n for r in track.lengths or [self.guess] for n in r], launch.num_sequences)
         everything = [x for known in track.slowness.values() for x in known] or [1.0]
-        doubt = 0.5 if any(len(known) >= PATIENCE for known in track.slowness.values()) else 1.0
+        others = median(everything)
+        if any(len(known) >= PATIENCE for known in track.slowness.values()):
+            others *= min(others, 1 / others) ** 0.5
         seconds = {}
         for n in self.sizes:
             known = track.slowness.get(n, [])
-            slowness = median(known[-HISTORY:]) if len(known) >= HISTORY else median(everything) ** doubt
+            slowness = median(known[-HISTORY:]) if len(known) >= HISTORY else others
             seconds[n] = slowness * self._seconds(n, launch, lengths)
         return seconds
 

@@ -253,6 +253,11 @@ class Simulation:
                 sizes[n] = SizeProfile(costs.capacity // c.page_size, tuple(decode), tuple(prefill))
         if self.profile:
             sizes = {n: self.profile.sizes[n] for n in sizes}
+        if c.tensor_parallel not in sizes:
+            fits = f"sizes that hold one: {sorted(sizes)}" if sizes else "no size of this cluster holds one"
+            raise ConfigError(
+                f"cluster.tensor_parallel = {c.tensor_parallel}: a response of {longest} tokens does not fit; {fits}"
+            )
         pages = {n: profile.pages for n, profile in sizes.items()}
         limits = Limits(c.gpus, pages, c.page_size, c.max_running, self.limit)
         # The paper's rule starts without one: from `tensor_parallel`.

@@ -82,15 +82,18 @@ class Recorded:
             raise ConfigError(f"{folder}: no rollouts/step_*.jsonl; record the run with --run.dump_rollouts=true")
         self.groups: dict[PromptId, list[int]] = {}
         self.known: dict[int, Prompt] = {}
-        for file in files:
-            for line in file.read_text(encoding="utf-8").splitlines():
-                self._add(json.loads(line))
+        try:
+            for file in files:
+                for line in file.read_text(encoding="utf-8").splitlines():
+                    self._add(json.loads(line))
+            told = tomllib.loads(Path(folder, "config.toml").read_text(encoding="utf-8"))
+            rollout = {key: told["rollout"][key] for key in ("tensor_parallel", "max_running", "page_size")}
+            parts = {"scheduler": told["scheduler"], "cluster": rollout, "planner": {"rule": told["planner"]["rule"]}}
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{folder}: not a run as train.py records it ({error!r})") from None
         self.limit = max(max(lengths) for lengths in self.groups.values())
-        told = tomllib.loads(Path(folder, "config.toml").read_text(encoding="utf-8"))
-        self.settings = [f"--scheduler.{key}={json.dumps(value)}" for key, value in told["scheduler"].items()]
-        rollout = {key: told["rollout"][key] for key in ("tensor_parallel", "max_running", "page_size")}
-        self.settings += [f"--cluster.{key}={value}" for key, value in rollout.items()]
-        self.settings.append(f"--planner.rule={told['planner']['rule']}")
+        parts["stream"] = told.get("stream", {"policy": "off"})
+        self.settings = [f"--{s}.{k}={_text(v)}" for s, values in parts.items() for k, v in values.items()]
 
     def _add(self, group: dict) -> None:
         prompt = group["prompt"]
@@ -107,3 +110,7 @@ class Recorded:
 
     def _nearest(self, id: PromptId) -> PromptId:
         return min((key for key in self.groups if key[1] == id[1]), key=lambda key: abs(key[0] - id[0]))
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

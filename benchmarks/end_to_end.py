@@ -230,7 +230,9 @@ def beside() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one period, half the lengths, no TRL: under 2 minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="one period, an eighth of the lengths, no TRL: under 2 minutes"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="processes (default 4)")
     arguments = parser.parse_args()
     if "RANK" not in os.environ and not arguments.quick:

@@ -194,6 +194,16 @@ def test_a_wrong_profile_is_found_out_but_not_by_one_slow_round() -> None:
     assert set(sizes[:first]) == {2} and first == PATIENCE and set(sizes[first:]) == {1}, sizes
 
 
+def test_a_wrong_profile_is_found_out_on_a_machine_that_is_faster_than_it() -> None:
+    p = planner("predict", sizes=(1, 2), ranks=2, profile=profile_of({1: 1e-3, 2: 1e-3}))
+    sizes = []
+    for _ in range(PATIENCE + 5):
+        sizes.append(p.choose("short", LAUNCH).size)
+        factor = {1: 0.5, 2: 0.05}[sizes[-1]]
+        p.observe("short", Report(0, factor * p._seconds(sizes[-1], LAUNCH, (300,) * 64), (300,) * 64))
+    assert sizes[:PATIENCE] == [1] * PATIENCE and sizes[-1] == 2, sizes
+
+
 def test_a_slow_machine_is_no_reason_to_try_what_the_profile_says_is_slower() -> None:
     p = planner("predict", sizes=(1, 2), ranks=2, profile=profile_of({1: 1e-3, 2: 1.2e-3}))
     for step in range(PATIENCE):

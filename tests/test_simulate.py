@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from simulate import (
     ModelFile,
     Simulation,
     SimulationConfig,
+    grade,
     grading_seconds,
     load_hardware,
     load_model,
@@ -274,6 +276,37 @@ def test_the_adaptive_limit_follows_the_longest_correct_run() -> None:
     assert anchors == {0: seconds}
 
 
+def test_what_a_round_does_not_need_is_dropped_when_it_ends() -> None:
+    grading = GradingConfig(rule_seconds=4.0, sandboxes=1)
+    prompts = {(0, i): Prompt(i, (1,), "", "", "rule") for i in range(4)}
+    ended = {(0, i, 0): float(i) for i in range(4)}
+    rollout = SimpleNamespace(seconds=5.0, ended=ended, prompts=prompts)
+    done = grade(rollout, [(0, 0, 0), (0, 3, 0)], grading, {}, 0)
+    assert done == {(0, 0, 0): 4.0, (0, 1, 0): 8.0, (0, 3, 0): 12.0}  # the second had begun, the third had not
+
+
+def test_what_freed_ranks_train_by_hand() -> None:
+    """Two freed replicas of two GPUs each, of eight; half of a token's training can be hidden."""
+    sim = Simulation(config(gpus=8), MODEL, Hardware())
+    sim.model = replace(MODEL, efficiency=replace(MODEL.efficiency, streamable=0.5))
+    sim.costs = SimpleNamespace(tp=2, train=lambda lengths, gpus: sum(lengths) / gpus)
+    sim.stream = SimpleNamespace(switch=1.0)
+    rollout = SimpleNamespace(freed=[None, None], freed_at=3.0, seconds=20.0)
+    lengths = {(0, 0, 0): 8, (0, 0, 1): 8, (0, 1, 0): 16, (0, 1, 1): 16, (0, 2, 0): 99}
+    graded = {(0, 0, 0): 5.0, (0, 0, 1): 6.0, (0, 1, 0): 10.0, (0, 1, 1): 18.0, (0, 2, 0): 25.0}
+    streamed, late = sim._stream(rollout, lengths, graded)
+    assert streamed == {(0, 0), (0, 1)}  # the first from 6 to 8, the second from 18 to 22, two seconds after the end
+    assert late == 2.0 * 4 / 8 + 0.5 * 48 / 8
+
+
+def test_the_planner_is_told_of_every_sequence() -> None:
+    sim = Simulation(config(planner={"rule": "predict"}), MODEL, Hardware())
+    asked, choose = [], sim.planner.choose
+    sim.planner.choose = lambda kind, launch: asked.append(launch) or choose(kind, launch)
+    sim.step(0)
+    assert [(a.num_sequences, a.num_responses, a.prompt_tokens) for a in asked] == [(100, 10, 20)]
+
+
 def test_grading_after_the_rollout_is_what_overlap_hides() -> None:
     every = {"policy": "synchronous"}  # nothing is graded in vain
     after = simulate(config(scheduler=every, grading={"overlap": False}), MODEL).records
@@ -414,7 +447,7 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
     recorded = Recorded(tmp_path)
     assert recorded.lengths((0, 5), 2, 0) == trained[0, 5]
     assert sorted(recorded.lengths((1, 5), 3, 0)[:2]) == sorted(trained[0, 5])  # another epoch, one response more
-    assert main([f"--replay={tmp_path}", "--cluster.steps=3", "--cluster.gpus=1", "--stream.policy=off"]) == 0
+    assert main([f"--replay={tmp_path}", "--cluster.steps=3", "--cluster.gpus=1"]) == 0
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert sum(r["tokens"] for r in records) == sum(map(sum, trained.values()))
     assert last["mean_step_seconds"] == pytest.approx(np.mean([r["seconds"]["step"] for r in records]))
@@ -425,6 +458,14 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
     assert "does not divide" in capsys.readouterr().err
     assert main([f"--replay={tmp_path}"]) == 2
     assert "dump_rollouts" in capsys.readouterr().err
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text("")
+    assert main([f"--replay={tmp_path}"]) == 2
+    assert "not a run as train.py records it" in capsys.readouterr().err
+    big = ["--cluster.gpus=8", "--cluster.model=qwen2.5-32b", "--scheduler.num_prompts=4"]
+    for rule in ("paper", "predict"):
+        assert main([*big, f"--planner.rule={rule}"]) == 2
+        assert "cluster.tensor_parallel = 1: a response of" in (said := capsys.readouterr().err) and "[2, 4, 8]" in said
 
 
 def test_drawn_lengths_are_what_the_model_says() -> None:
