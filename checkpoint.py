@@ -70,20 +70,25 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 def eos_ids(folder: str | Path, tokenizer: Any) -> set[int]:
     """Return every token that ends a response: the tokenizer's, the config's and the generation config's."""
-    ids = {tokenizer.eos_token_id}
+    ids = [tokenizer.eos_token_id]
     for name in ("config.json", "generation_config.json"):
         path = Path(folder) / name
         value = _read_json(path).get("eos_token_id") if path.exists() else None
-        ids.update(value if isinstance(value, list) else [value])
-    ids.discard(None)
+        ids += value if isinstance(value, list) else [value]
+    ids = [id for id in ids if id is not None]
+    if wrong := [id for id in ids if type(id) is not int or id < 0]:
+        raise ConfigError(
+            f"{folder}: eos_token_id = {wrong[0]!r} is not a token; it is a number from 0, or a list of such"
+        )
     if not ids:
         raise ConfigError(f"{folder}: neither tokenizer nor config names an end token (eos_token_id)")
-    return ids
+    return set(ids)
 
 
 def num_labels(config: dict) -> int:
     """Return how many numbers a reward model (...ForSequenceClassification) gives; 0 for a model that generates."""
-    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+    names = config.get("architectures") or ()
+    if not isinstance(names, list | tuple) or not any(str(n).endswith("ForSequenceClassification") for n in names):
         return 0
     return config.get("num_labels") or len(config.get("id2label") or ("0", "1"))
 
@@ -155,7 +160,7 @@ def _load(
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
         names = _read_json(folder / INDEX).get("weight_map")
-        if not names:
+        if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
             raise ConfigError(f"{folder / INDEX}: no weight_map, which names the file of each weight; copy it again")
         files = [folder / name for name in sorted(set(names.values()))]
     else:
@@ -202,13 +207,21 @@ def save_checkpoint(run: Path, step: int, model: Model, source: str | Path, stat
     for leftover in folder.parent.glob(".*_step_*"):  # of a save that was killed
         shutil.rmtree(leftover)
     part = folder.with_name(f".part_{folder.name}")
-    save_model(part, model, source)
-    torch.save(state, part / STATE)
-    checksums = {path.name: _checksum(path) for path in sorted(part.iterdir())}
-    (part / CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
-    for path in part.iterdir():
-        _sync(path)
-    _sync(part)
+    try:
+        save_model(part, model, source)
+        torch.save(state, part / STATE)
+        checksums = {path.name: _checksum(path) for path in sorted(part.iterdir())}
+        (part / CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
+        for path in part.iterdir():
+            _sync(path)
+        _sync(part)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        shutil.rmtree(part, ignore_errors=True)
+        free = shutil.disk_usage(run).free / 2**20
+        raise OSError(
+            f"cannot write {folder} ({str(error).partition(chr(10))[0]}; {free:.0f} MiB are free); make room there and "
+            "resume: the checkpoint before it is whole"
+        ) from None
     if folder.exists():  # only when a resumed run writes the same step again
         _remove(folder)
     part.rename(folder)

@@ -12,6 +12,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
+LONGEST = 10_000  # characters of a text
+
 T = TypeVar("T")
 
 
@@ -43,7 +45,7 @@ def load_config(cls: type[T], path: str | None, overrides: list[str]) -> T:
             raise ConfigError(
                 f"--config={path}: cannot read it ({error.strerror}); see configs/ for examples"
             ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # TOML, encoding, a number of thousands of digits
             raise ConfigError(f"--config={path}: not valid TOML: {error}") from None
         config = _merge(config, values, source=f"{path}: ")
     for override in overrides:
@@ -63,7 +65,7 @@ def _parse(text: str) -> Any:
     """Read one override with TOML's own rules; a bare word is a string."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (ValueError, RecursionError, KeyError):
         return text
 
 
@@ -101,6 +103,8 @@ def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
         raise ConfigError(
             f"{source}{key} = {value!r} has the wrong type: it wants {type(old).__name__}, such as {old!r}"
         )
+    if isinstance(value, str) and ("\0" in value or len(value) > LONGEST):
+        raise ConfigError(f"{source}{key} is no text that can be used: it has a zero byte or over {LONGEST} characters")
     low, above, high, choices = (limits[name] for name in ("min", "above", "max", "choices"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{source}{key} = {value!r} is not one of: {', '.join(choices)}")

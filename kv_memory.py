@@ -19,7 +19,10 @@ class RolloutConfig:
     tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
     page_size: int = option(64, "tokens in one KV page", min=1, max=1024)
     kv_gib: float = option(
-        0.0, "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory, 0.25 on a CPU", min=0.0
+        0.0,
+        "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory, 0.25 on a CPU",
+        min=0.0,
+        max=1e5,
     )
 
 

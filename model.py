@@ -66,6 +66,8 @@ def _family_llama(c: dict) -> dict:
 FAMILIES = {"qwen2": _family_qwen2, "qwen3": _family_qwen3, "llama": _family_llama}
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+LARGEST, MOST_LAYERS = 2**31 - 1, 1000
 ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
@@ -76,13 +78,15 @@ ROPE_NEEDS = {
 def parse_shape(c: dict, where: str) -> ModelShape:
     """Read a Hugging Face config with old or new keys. Raises ConfigError on what the decoder cannot do."""
     family = c.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(f"{where}: model_type = {family!r} is not supported; plainroll has {', '.join(FAMILIES)}")
     if missing := [k for k in SIZES if k not in c]:
         raise ConfigError(f"{where}: missing {', '.join(missing)}; is this a complete Hugging Face config.json?")
-    bad = [f"{k} = {c[k]!r}" for k in SIZES if type(c[k]) is not int or c[k] < 1]
-    if bad:
-        raise ConfigError(f"{where}: {', '.join(bad)}: sizes are whole numbers over 0")
+    given = [k for k in OPTIONAL_SIZES if c.get(k) is not None]
+    if bad := [f"{k} = {c[k]!r}" for k in (*SIZES, *given) if type(c[k]) is not int or not 0 < c[k] <= LARGEST]:
+        raise ConfigError(f"{where}: {', '.join(bad)}: sizes are whole numbers over 0 and at most {LARGEST}")
+    if c["num_hidden_layers"] > MOST_LAYERS:
+        raise ConfigError(f"{where}: num_hidden_layers = {c['num_hidden_layers']} is too many: at most {MOST_LAYERS}")
     if c.get("quantization_config"):
         raise ConfigError(
             f"{where}: quantization_config = {c['quantization_config']!r} is not supported; take the unquantised folder"
@@ -91,10 +95,12 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         raise ConfigError(f"{where}: use_sliding_window = true is not supported; plainroll attends to the full context")
     if c.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act = {c['hidden_act']!r} is not supported; plainroll has silu")
-    rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", c.get("rope_theta", 10000.0))
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{where}: rope parameters = {rope!r} are not a table of names and values")
+    rope = {"rope_theta": c.get("rope_theta", 10000.0)} | rope
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    if rope["rope_type"] not in ROPE_TYPES:
+    if not isinstance(rope["rope_type"], str) or rope["rope_type"] not in ROPE_TYPES:
         raise ConfigError(
             f"{where}: rope_type = {rope['rope_type']!r} is not supported; plainroll has {', '.join(ROPE_TYPES)}"
         )
@@ -103,6 +109,11 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         raise ConfigError(
             f"{where}: rope_type = {rope['rope_type']!r} needs {', '.join(missing)} in its rope parameters"
         )
+    numbers = {key: rope[key] for key in ("rope_theta", *ROPE_NEEDS[rope["rope_type"]])}
+    numbers["rms_norm_eps"] = c.get("rms_norm_eps", 1e-6)
+    for key, value in numbers.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ConfigError(f"{where}: {key} = {value!r} is not a number over 0")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(
             f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; plainroll rotates all"
@@ -122,8 +133,8 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=c.get("max_position_embeddings", 32768),
-        norm_eps=c.get("rms_norm_eps", 1e-6),
+        max_positions=c.get("max_position_embeddings") or 32768,
+        norm_eps=numbers["rms_norm_eps"],
         rope=rope,
         tied=c.get("tie_word_embeddings", False),
         **FAMILIES[family](c),

@@ -180,8 +180,13 @@ def resolve_grader(name: str) -> Grader:
 def check_grader(name: str) -> None:
     """Raise ConfigError if `name` cannot be a grader. Imports nothing."""
     if remote.is_address(name):
-        if not urlsplit(name).hostname:
-            raise ConfigError(f"grader {name!r} names no host; write http://host:port/path")
+        try:
+            address = urlsplit(name)
+            has_host, _ = address.hostname, address.port
+        except ValueError:
+            has_host = None
+        if not has_host:
+            raise ConfigError(f"grader {name!r} names no host and port; write http://host:port/path")
         return
     source, _, function = name.rpartition(":")
     if name not in GRADERS and not (source and function):

@@ -32,7 +32,7 @@ class RunConfig:
     steps: int = option(150, "steps (updates of the policy) of the whole run", min=0)
     seed: int = option(0, "seed of sampling and of the order of prompts", min=0)
     device: str = option("auto", "auto (GPU if there is one), cpu or cuda", choices=("auto", "cpu", "cuda"))
-    timeout_seconds: float = option(600.0, "longest wait for another rank", above=0.0)
+    timeout_seconds: float = option(600.0, "longest wait for another rank", above=0.0, max=1e7)
     eval_every: int = option(25, "steps between evaluations; 0: only before and after", min=0)
     eval_samples: int = option(4, "responses per held-out prompt (the k of avg@k and pass@k)", min=1)
     checkpoint_every: int = option(25, "steps between checkpoints; 0: only at the end", min=0)
@@ -139,6 +139,8 @@ def rollout_profile(
 def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     """Raise ConfigError on anything that would fail later: combinations, data, graders, model folder, run folder."""
     c = config
+    if not c.run.dir:
+        raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
     tp = c.rollout.tensor_parallel
     check_group_size(tp, world_size, own_node_size(world_size))
     if c.scheduler.num_prompts % (world_size // tp):

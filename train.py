@@ -5,12 +5,14 @@ The composition of all rooms and the step loop; formulas and heuristics live els
 
 import argparse
 import ctypes
+import fcntl
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from trainer import NonFiniteError, Trainer
 from warm_start import ensure_model
 from watchdog import Watchdog
 
+LOCK_SECONDS = 10.0  # a killed run may take so long to let go of its folder
 EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their own
 
 
@@ -407,7 +410,7 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(Config, flags.config, overrides)
         check(config, size, flags.resume, is_main=rank == 0)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:  # of the system: a name that is too long, a folder that may not be read
         time.sleep(10.0 if rank else 0.0)  # rank 0 speaks; torchrun ends the others before they repeat it
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -424,9 +427,11 @@ def train_on_ranks(config: Config, resume: bool) -> int:
     try:
         with clock.span("rendezvous"):
             world = parallel.start(config.run.device, config.run.timeout_seconds)
-        if world.is_main:
-            write_settings(config, folder)
-        with Watchdog(world, clock, folder / "stacks"):
+        with ExitStack() as stack:
+            if world.is_main:
+                stack.enter_context(locked(folder))
+                write_settings(config, folder)
+            stack.enter_context(Watchdog(world, clock, folder / "stacks"))
             train(config, world, resume, clock)
         return 0
     except (ConfigError, NonFiniteError, GraderError) as error:
@@ -460,10 +465,34 @@ def lost(clock: Clock, error: Exception) -> int:
     return 1
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the run folder and keep other runs out of it: they would remove each other's checkpoints."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a")
+    except OSError as error:
+        raise ConfigError(f"run.dir = {str(folder)!r}: cannot write it ({error.strerror}); choose another") from None
+    with file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run.dir = {str(folder)!r}: another run is using it; end that, or choose another folder"
+                    ) from None
+                time.sleep(0.2)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
 def write_settings(config: Config, folder: Path) -> None:
     part = folder / ".config.toml"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         part.write_text(dump_toml(config), encoding="utf-8")
         part.replace(folder / "config.toml")  # a kill leaves the one before whole: --resume reads it
     except OSError as error:

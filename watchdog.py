@@ -57,9 +57,9 @@ class Watchdog:
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()
         self.file.close()
-        if not self.path.stat().st_size:
-            self.path.unlink()
-            with contextlib.suppress(OSError):  # others have not ended yet, or have written
+        with contextlib.suppress(OSError):  # others have not ended yet, or have written
+            if not self.path.stat().st_size:
+                self.path.unlink()
                 self.path.parent.rmdir()
 
     def _run(self) -> None:

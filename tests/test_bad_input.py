@@ -7,8 +7,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
+from checkpoint import eos_ids, load_tokenizer
+from model import Model, parse_shape
 from settings import Config
 
 GOOD = [{"prompt": f"count {i}", "answer": str(i)} for i in range(12)]
@@ -324,6 +327,16 @@ def test_a_run_folder_in_use_or_of_other_settings_is_refused_and_left_alone(caps
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_two_runs_do_not_share_a_folder(capsys, base, monkeypatch) -> None:
+    monkeypatch.setattr(train, "LOCK_SECONDS", 0.0)
+    args = [f"--{key}={value}" for key, value in base.items()]
+    with train.locked(Path("run")):
+        assert train.main([*args, "--run.steps=1", "--resume"]) == 2
+        assert "another run is using it" in capsys.readouterr().err
+        assert not Path("run", "config.toml").exists()
+    assert train.main([*args, "--run.steps=1", "--resume"]) == 0
+
+
 @pytest.mark.parametrize("kind", ["a file", "no permission"])
 def test_a_run_folder_that_cannot_be_made_is_refused(kind, capsys, base) -> None:
     Path("taken").write_text("x")
@@ -333,6 +346,55 @@ def test_a_run_folder_that_cannot_be_made_is_refused(kind, capsys, base) -> None
     assert train.main([*args, "--run.steps=1"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: run.dir") and said.count("\n") == 1
+
+
+# ---- kinds of values that nobody expects in a model folder -------------------------------------------------------
+
+ODD = [None, "x", "", -1, 0, 1.5, True, [], [[1]], {}, {"a": 3}, 10**18]
+KEYS = """model_type architectures eos_token_id num_hidden_layers num_attention_heads num_key_value_heads head_dim
+hidden_size max_position_embeddings rope_theta rope_parameters rope_scaling rms_norm_eps tie_word_embeddings""".split()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_value_of_another_kind_in_a_model_is_refused_or_trains(key, capsys, base) -> None:
+    path = Path("model/config.json")
+    plain, refusals = json.loads(path.read_text()), 0
+    for value in ODD:
+        path.write_text(json.dumps(plain | {key: value}))
+        code, said = check(capsys, base)
+        assert code in (0, 2) and (not code or said.startswith("error: ") and said.count("\n") == 1), (value, said)
+        refusals += code == 2
+        if not code:
+            shape = parse_shape(json.loads(path.read_text()), "config.json")
+            with torch.device("meta"):
+                Model(shape)
+            assert all(type(i) is int for i in eos_ids("model", load_tokenizer("model"))), value
+    assert refusals or key in ("architectures", "rope_theta", "rope_scaling", "tie_word_embeddings")
+
+
+@pytest.mark.parametrize("map", [[], "x", {}, {"a": 3}, {"a": None}, 7])
+def test_an_odd_weight_map_is_refused(map, capsys, base) -> None:
+    Path("model/model.safetensors.index.json").write_text(json.dumps({"weight_map": map}))
+    assert "weight_map" in refused(capsys, base)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "--run.steps=" + "9" * 5000,
+        "--run.steps=" + "[" * 5000,
+        "--run.dir=" + "x" * 5000,
+        "--run.dir=",
+        "--model.path=" + "x" * 5000,
+        "--data.train=a\0b",
+        "--rollout.kv_gib=1e300",
+        "--run.timeout_seconds=1e300",
+        "--data.task=http://[::1/x",
+        "--data.task=http://h:abc/x",
+    ],
+)
+def test_an_absurd_setting_is_refused(setting, capsys, base) -> None:
+    refused(capsys, base, setting)
 
 
 # ---- fuzz --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -426,6 +427,23 @@ def test_one_wrong_bit_or_a_missing_file_is_seen(tiny_model, tiny_folder, tmp_pa
     assert str(path) in damage(folder) and f"remove {folder}" in damage(folder)
     (folder / CHECKSUMS).unlink()
     assert damage(folder) == "", "checkpoints of older versions have none"
+
+
+@pytest.mark.parametrize("limit", [2_000, 60_000])
+def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(limit, tiny_model, tiny_folder, tmp_path):
+    state = {"step": 3, "moments": torch.zeros(100_000)}
+    first = save_checkpoint(tmp_path, 3, tiny_model, tiny_folder, state, keep=2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # of a file: weights or state do not fit
+    try:
+        with pytest.raises(
+            OSError, match="cannot write .*step_000006 .*MiB are free.*the checkpoint before it is whole"
+        ):
+            save_checkpoint(tmp_path, 6, tiny_model, tiny_folder, state, keep=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list_checkpoints(tmp_path) == [first] and not damage(first)
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
 @pytest.mark.parametrize(
