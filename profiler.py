@@ -4,6 +4,7 @@ Takes the settings and the ranks of the run it is made for. Writes `planner.prof
 model folder: seconds of prefill and decode over tensor-parallel size, sequences and context. (RollPacker, section 4.2)
 """
 
+import argparse
 import os
 import sys
 import time
@@ -114,14 +115,21 @@ def _now(world: World) -> float:
 
 
 def main(argv: list[str]) -> int:
-    path = argv[argv.index("--config") + 1] if "--config" in argv[:-1] else None
-    overrides = [a for i, a in enumerate(argv) if a != "--config" and (i == 0 or argv[i - 1] != "--config")]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--config", help="TOML file of the run; --section.key=value as for train.py, whose --help has all"
+    )
+    flags, overrides = parser.parse_known_args(argv)
     world = None
     try:
-        config = load_config(Config, path, overrides)
+        config = load_config(Config, flags.config, overrides)
         folder = model_source(config)
         if not folder.exists():
             raise ConfigError(f"{folder}: no such model; a run of train.py makes the small one, or give model.path")
+        if not os.access(profile_path(config).parent, os.W_OK):
+            raise ConfigError(f"{profile_path(config)}: cannot write there; give planner.profile another place")
         world = parallel.start(config.run.device, config.run.timeout_seconds)
         profile = make_profile(config, folder, world)
         if world.is_main:

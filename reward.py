@@ -239,11 +239,13 @@ def try_graders(config: RewardConfig, rows: Mapping[str, Prompt]) -> None:
             row = rows[name]
             reward, _ = worker.grade(Job(1, name, (row.answer, row.answer, row.extra), config.timeout_seconds))
         except GraderError as error:
-            raise ConfigError(f"{error}; correct the name, or what the import runs") from None
+            said = " ".join(str(error).split())
+            raise ConfigError(f"{said}; correct the name, or what the import runs") from None
         finally:
             worker.kill()
         if reward.error:
-            raise ConfigError(f"{row.where}: grader {name!r} fails on the row's own answer: {reward.error}; correct it")
+            said = " ".join(reward.error.split())
+            raise ConfigError(f"{row.where}: grader {name!r} fails on the row's own answer: {said}; correct it")
 
 
 def _load(source: str) -> object:

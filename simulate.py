@@ -48,7 +48,7 @@ class ModelFile:
 class ClusterConfig:
     hardware: str = option("h800", "file in configs/simulate that states a GPU: h800, h100, h200, a100")
     model: str = option("qwen2.5-7b", "file in configs/simulate that states a model and its response lengths")
-    gpus: int = option(16, "GPUs of the whole run", min=1)
+    gpus: int = option(16, "GPUs of the whole run", min=1, max=100_000)
     tensor_parallel: int = option(1, "GPUs that decode one replica together", min=1)
     max_running: int = option(256, "sequences that decode together on one replica, at most", min=1)
     page_size: int = option(64, "tokens in one KV page", min=1)

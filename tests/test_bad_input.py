@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import profiler
 import train
 from checkpoint import eos_ids, load_tokenizer
 from model import Model, parse_shape
@@ -282,6 +283,8 @@ def test_a_bad_model_folder_is_refused_by_name(name, capsys, base) -> None:
 # ---- rewards -----------------------------------------------------------------------------------------------------
 
 GRADERS = {
+    "lines": ("mine.py:lines", "def lines(response, answer, row):\n    raise ValueError('a\\nb\\nc')"),
+    "lines at import": ("mine.py:lines", "raise ValueError('a\\nb\\nc')"),
     "no such file": ("nowhere.py:f", ""),
     "no such function": ("mine.py:other", "def f(r, a, row): return 1"),
     "not a function": ("mine.py:f", "f = 3"),
@@ -395,6 +398,16 @@ def test_an_odd_weight_map_is_refused(map, capsys, base) -> None:
 )
 def test_an_absurd_setting_is_refused(setting, capsys, base) -> None:
     refused(capsys, base, setting)
+
+
+def test_the_profiler_refuses_what_it_cannot_read_or_write(capsys, base) -> None:
+    args = [f"--{key}={value}" for key, value in base.items()]
+    for bad in ("--planner.profile=/proc/x/y", "--config=missing.toml", "--model.path=missing", "--no.such=1"):
+        assert profiler.main([*args, bad]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1, said
+    with pytest.raises(SystemExit, match="0"):
+        profiler.main(["--help"])
 
 
 # ---- fuzz --------------------------------------------------------------------------------------------------------
