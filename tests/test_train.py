@@ -258,6 +258,7 @@ def train_until(world: World, settings: list[str], step: int) -> None:
     config, agreed = load_config(Config, None, settings), train.StopSignal.agreed
     check(config, world.size, resume=True, is_main=world.is_main)
     if world.is_main:
+        Path(config.run.dir).mkdir(exist_ok=True)
         train.write_settings(config, Path(config.run.dir))
     first = max((int(folder.name[-6:]) for folder in list_checkpoints(Path(config.run.dir))), default=0)
     stops = iter([False] * (step - first) + [True])
@@ -352,7 +353,7 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint(settings, torchrun, tmp_p
 
 
 def test_an_interrupt_before_the_first_step_is_no_traceback(settings, monkeypatch, capsys):
-    monkeypatch.setattr(train, "ensure_model", lambda *_: signal.default_int_handler())
+    monkeypatch.setattr(train, "ensure_model", lambda *_: signal.default_int_handler(2, None))
     own = [arg for arg in settings(data__train="hailstone", warm_start__steps=9) if not arg.startswith("--data.task")]
     assert train.main([*own, "--model.path="]) == 130
     assert capsys.readouterr().err == "interrupted in start\n"
