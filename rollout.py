@@ -273,13 +273,9 @@ class Engine:
         whatever goes wrong, and on Ctrl-C, the engine is idle again afterwards.
         """
         if not self.is_idle:
-            raise ValueError(
-                "generate would mix with sequences that are under way; `abort` them or `step` to their end"
-            )
+            raise ValueError("generate would mix with sequences under way; `abort` them or `step` to their end")
         if not isinstance(prompts, (list, tuple)) or num_responses < 1:
-            raise ValueError(
-                "generate wants a list of prompts, each a text or a list of token ids, and num_responses > 0"
-            )
+            raise ValueError("generate wants a list of prompts, texts or lists of token ids, and num_responses > 0")
         if self.tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
             raise ValueError("a text prompt needs a tokenizer; give the engine one, or token ids")
         limits = {"max_new_tokens": self.config.max_response_tokens, **limits}
@@ -310,7 +306,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Give waiting sequences their pages while rows and pages last, in order."""
-        num_admitted = len(self._admitted())
+        num_admitted, late = len(self._admitted()), []
         while self.waiting and num_admitted < self.config.max_running:
             sequence = self.waiting[0]
             if self.pages.dense and self.pages.needed(sequence.num_tokens) > self.pages.free:
@@ -318,7 +314,7 @@ class Engine:
             context = sequence.prompt_ids + tuple(sequence.token_ids)
             prefill = self.prefills.get(context)
             donor = prefill.leader if prefill else next((s for s in self.running if s.prompt_ids == context), None)
-            # Pages that the newcomer only reads. A late one computes the prompt's last token again, for its logits.
+            # Pages that the newcomer only reads. A late one decodes the prompt's last token again, for its logits.
             known = len(context) - (prefill is None)
             whole = known // self.config.page_size if donor and not self.pages.dense else 0
             needed = self.pages.needed(len(context)) - whole
@@ -332,14 +328,16 @@ class Engine:
                 self.page_row[self.pages.take(sequence)] = self.config.max_running
             if prefill:
                 prefill.followers.append(sequence)
+            elif donor:
+                self._copy_pages([(donor, sequence)])
+                late.append(sequence)
             else:
-                self.prefills[context] = Prefill(sequence, context, known if donor else 0)
-                if donor:
-                    self._copy_pages([(donor, sequence)])
+                self.prefills[context] = Prefill(sequence, context)
             self.stats.shared_tokens += known if donor else 0
             sequence.admitted = self.admissions
             self.admissions += 1
             num_admitted += 1
+        self._load_rows(late, is_late=True)
         self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
 
     def _plan_chunks(self) -> list[tuple[Prefill, int, int]]:
@@ -452,8 +450,7 @@ class Engine:
             predicts += [offset - 1] * len(members)
             done += members
             self._copy_pages([(prefill.leader, follower) for follower in prefill.followers])
-        if done:
-            self._load_rows(done)
+        self._load_rows(done)
         return predicts
 
     def _copy_pages(self, pairs: list[tuple[Sequence, Sequence]]) -> None:
@@ -463,12 +460,15 @@ class Engine:
             source, target = upload(moves, self.device).T
             self.pool[:, :, target] = self.pool[:, :, source]
 
-    def _load_rows(self, sequences: list[Sequence]) -> None:
-        """Append prefilled sequences to the running rows."""
+    def _load_rows(self, sequences: list[Sequence], is_late: bool = False) -> None:
+        """Append sequences to the running rows. Their pages hold their context; a late one's all but the last token."""
+        if not sequences:
+            return
         first = len(self.running)
         rows = slice(first, first + len(sequences))
         for tensor, values in (
-            (self.length, [s.num_tokens for s in sequences]),
+            (self.length, [s.num_tokens - is_late for s in sequences]),
+            (self.last_token, [s.prompt_ids[-1] for s in sequences]),
             (self.count, [len(s.token_ids) for s in sequences]),
             (self.limit, [s.max_new_tokens for s in sequences]),
             (self.key, [s.key for s in sequences]),
@@ -480,7 +480,7 @@ class Engine:
         for row, s in enumerate(sequences, first):
             s.row = row
             self.running.append(s)
-            self.host_length[row], self.host_pages[row] = s.num_tokens, len(s.pages)
+            self.host_length[row], self.host_pages[row] = s.num_tokens - is_late, len(s.pages)
             self.table[row, : len(s.pages)] = s.pages
             self.page_row[s.pages] = row
             if s.token_ids:

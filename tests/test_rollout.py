@@ -414,14 +414,16 @@ def test_a_forward_keeps_its_token_budget(model, budget: int, page: int) -> None
     assert max(sizes) <= budget and len(sizes) <= 2 * sum(lengths) // (budget - 12) + 2
 
 
-def test_a_late_sibling_takes_the_prompt_over(model, oracle) -> None:
-    prompt = Prompt(0, tuple(range(20, 33)), "", "", "match")
+@kinds
+@pytest.mark.parametrize("length", [1, 8, 13])  # 8 is a whole page
+def test_a_late_sibling_takes_the_prompt_over_and_computes_nothing(model, oracle, kind, length) -> None:
+    prompt = Prompt(0, tuple(range(20, 20 + length)), "", "", "match")
     group = sequences_for(0, prompt, 6, 0, LIMIT)
     for i, s in enumerate(group):
         s.max_new_tokens = 10 + 3 * i  # they end, and make room, one by one
-    engine = make_engine(model, max_running=2)
+    engine = make_engine(model, max_running=2, page_size=8, kind=kind)
     samples = generate(engine, group)
-    assert engine.stats.prefilled_tokens == 13 + 4 and engine.stats.shared_tokens == 13 + 4 * 12
+    assert engine.stats.prefilled_tokens == length and engine.stats.shared_tokens == length + 4 * (length - 1)
     for s in group:
         assert samples[s.id].token_ids == oracle(s.prompt_ids, s.key, SamplingConfig(), s.max_new_tokens)
 
