@@ -1,8 +1,11 @@
 """Collectives among real gloo processes."""
 
 import os
+import platform
 import re
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -12,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import ALONE
+from conftest import ALONE, ROOT
 from torch import Tensor
 
 import parallel
@@ -158,3 +161,27 @@ def wait_in_groups(world: World, done: Path) -> None:
 
 def test_groups_have_the_time_out_of_the_run(run_ranks, tmp_path) -> None:
     run_ranks(2, wait_in_groups, tmp_path / "done")
+
+
+PAGE_FAULTS = """
+import resource, sys, torch
+from parallel import keep_memory
+if sys.argv[1] == "keep":
+    keep_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.ones(2**23)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(), faults()  # the first tensors
+print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
+def test_memory_of_large_tensors_is_kept_for_the_next() -> None:
+    found = {}
+    for mode in ("keep", "give back"):
+        run = subprocess.run([sys.executable, "-c", PAGE_FAULTS, mode], cwd=ROOT, capture_output=True, text=True)
+        found[mode] = int(run.stdout)
+    assert 10 * found["keep"] < found["give back"], found
