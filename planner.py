@@ -26,7 +26,7 @@ from config import ConfigError, option
 RISE = 1.05  # a rise of preemptions over this doubles (section 4.2)
 QUIET_ROUNDS = 4  # so many rounds without preemption halve (section 4.2)
 HISTORY = 3  # rounds of one kind whose lengths, and of one size whose measured over predicted times, count
-PATIENCE = 10  # rounds at one size until others get the benefit of the doubt
+PATIENCE = 20  # rounds at one size until others get the benefit of the doubt
 PROFILE_NAME = "rollout_profile.json"
 
 
@@ -254,9 +254,10 @@ class ParallelismPlanner:
     def predict(self, kind: str, launch: Launch) -> dict[int, float]:
         """Return the seconds that a round would take, by size: simulated, times how wrong that was before.
 
-        A size has a correction of its own after HISTORY rounds: one slow round is no reason to leave it. The others get
-        what was measured everywhere, for most errors are the machine's. After PATIENCE rounds at one size half of an
-        error is taken to be that size's own, to the others' good: so a wrong profile is found out, by trying.
+        A size has a correction of its own after HISTORY rounds, half of it (in logarithms) before: one slow round is
+        little reason to leave it. The rest is what was measured everywhere, for most errors are the machine's. After
+        PATIENCE rounds at one size half of an error is taken to be that size's own, to the others' good: so a wrong
+        profile is found out, by trying.
         """
         track = self.tracks[kind]
         # Lengths of the other kind say little: a race cuts the longest off, for which a long round is made.
@@ -268,7 +269,8 @@ class ParallelismPlanner:
         seconds = {}
         for n in self.sizes:
             known = track.slowness.get(n, [])
-            slowness = median(known[-HISTORY:]) if len(known) >= HISTORY else others
+            own = median(known[-HISTORY:]) if known else others
+            slowness = own if len(known) >= HISTORY else (own * others) ** 0.5
             seconds[n] = slowness * self._seconds(n, launch, lengths)
         return seconds
 

@@ -185,11 +185,11 @@ def test_a_wrong_profile_is_found_out_but_not_by_one_slow_round() -> None:
     p = planner("predict", sizes=(1, 2), ranks=2, profile=profile_of({1: 1.6e-3, 2: 1e-3}))
     wrong = {1: 1.0, 2: 2.0}  # size 2 is twice as slow as the profile says
     sizes = []
-    for step in range(25):
+    for step in range(PATIENCE + 15):
         choice = p.choose("short", LAUNCH)
         sizes.append(choice.size)
         simulated = p._seconds(choice.size, LAUNCH, (300,) * 64)
-        p.observe("short", Report(0, simulated * wrong[choice.size] * (3 if step == 20 else 1), (300,) * 64))
+        p.observe("short", Report(0, simulated * wrong[choice.size] * (3 if step == PATIENCE + 10 else 1), (300,) * 64))
     first = sizes.index(1)
     assert set(sizes[:first]) == {2} and first == PATIENCE and set(sizes[first:]) == {1}, sizes
 
@@ -202,6 +202,16 @@ def test_a_wrong_profile_is_found_out_on_a_machine_that_is_faster_than_it() -> N
         factor = {1: 0.5, 2: 0.05}[sizes[-1]]
         p.observe("short", Report(0, factor * p._seconds(sizes[-1], LAUNCH, (300,) * 64), (300,) * 64))
     assert sizes[:PATIENCE] == [1] * PATIENCE and sizes[-1] == 2, sizes
+
+
+def test_a_size_that_was_tried_in_vain_is_left_after_one_round() -> None:
+    p = planner("predict", sizes=(1, 2), ranks=2, profile=profile_of({1: 1e-3, 2: 1e-3}))
+    sizes = []
+    for _ in range(PATIENCE + 8):
+        sizes.append(p.choose("short", LAUNCH).size)
+        factor = {1: 2.0, 2: 6.0}[sizes[-1]]
+        p.observe("short", Report(0, factor * p._seconds(sizes[-1], LAUNCH, (300,) * 64), (300,) * 64))
+    assert sizes == [1] * PATIENCE + [2] + [1] * 7
 
 
 def test_a_slow_machine_is_no_reason_to_try_what_the_profile_says_is_slower() -> None:
