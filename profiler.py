@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence as List
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import torch
 from tqdm import tqdm
@@ -25,7 +26,7 @@ from sequence import Sequence
 from settings import Config, model_dtype, model_source, profile_conditions, profile_path, rollout_sizes
 
 MAX_TOKENS = 2**18  # of context in one point: more would take minutes to prefill, and times grow evenly
-BLOCKS = 5  # of decode steps; the fastest counts, for other work on the machine only adds
+BLOCKS = 5  # of decode steps; the median counts
 
 
 def make_profile(config: Config, folder: Path, world: World, contexts: List[int] = ()) -> Profile:
@@ -105,7 +106,7 @@ class Point:
                 engine.step()
             blocks.append((_now(world) - start) / self.steps)
         engine.abort([(0, i, 0) for i in range(self.batch)])
-        return prefill, min(blocks)
+        return prefill, median(blocks)
 
 
 def _now(world: World) -> float:

@@ -8,8 +8,7 @@ random weights. Each response has a length of its own, whatever the policy, shap
 lengths and policies, the sizes that the real planner chose, the seconds of the stream trainer's moves, and with what
 was measured before the first step and again after the last: profiler.py's decode and prefill times, batches of
 training, an exchange of events, a weight sync, a response. Nothing is fitted to the steps themselves. All times, of
-runs too, are the best of some: what other work on the machine adds is not the simulator's to know. Run it alone: on a
-busy machine errors are four times as large.
+runs too, are medians of some. Run it alone: on a busy machine errors are several times as large.
 
 A kind's error is that of each step's seconds, without sign, in the mean over its steps; `..._rollout` that of rollouts.
 """
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,6 +35,7 @@ from core import Prompt, PromptId, RoundPlan, SampleId
 from costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
 from metrics import Clock
 from parallel import World
+from placement import assign_by_load
 from planner import Choice, Launch, Profile, Report, SizeProfile
 from profiler import make_profile
 from rollout import EngineStats
@@ -85,7 +85,7 @@ class Recalled:
 
 @dataclass
 class Side:
-    """One contender: the same run several times over, and the best that each of its steps took."""
+    """One contender: the same run several times over, and the median of what each of its steps took."""
 
     name: str
     runs: list[Run]
@@ -122,14 +122,14 @@ def give_lengths(run: Run, length: Callable[[SampleId], int]) -> None:
 
 def play_step(side: Side, left: int) -> None:
     """Take the next step of a contender, in each of its runs. Collective."""
+    taken = []
     for i, run in enumerate(side.runs):
         if i and not isinstance(run.planner, Recalled):
             run.planner = Recalled(side.sizes)
-        taken = step(run, left)
+        taken.append(step(run, left))
         if not i:
             side.sizes.append(run.choice.size)
-            side.seconds.append(taken)
-        side.seconds[-1] = {stage: min(seconds, side.seconds[-1][stage]) for stage, seconds in taken.items()}
+    side.seconds.append({stage: median(one[stage] for one in taken) for stage in taken[0]})
 
 
 def step(run: Run, left: int) -> dict[str, float]:
@@ -157,15 +157,15 @@ def step(run: Run, left: int) -> dict[str, float]:
     return slowest
 
 
-def seconds_of(world: World, work: Callable[[], Any], times: int = 4) -> float:
-    """Return the seconds of a collective piece of work on the slowest rank, the best time of some."""
+def seconds_of(world: World, work: Callable[[], Any], times: int = 3) -> float:
+    """Return the seconds of a collective piece of work on the slowest rank, the median of some."""
     taken = []
     for _ in range(times):
         parallel.barrier(world)
         start = time.perf_counter()
         work()
         taken.append(max(parallel.gather_objects(world, time.perf_counter() - start)))
-    return min(taken)
+    return median(taken)
 
 
 @dataclass(frozen=True)
@@ -173,47 +173,50 @@ class Machine:
     """What was measured of it, in seconds, each on the slowest rank."""
 
     sizes: dict[int, SizeProfile]
-    train: tuple[float, float]  # an update of FEW and of MANY responses
+    train: tuple[float, float]  # an update of COUNT responses without their tail, and with it
     sync: float
     exchange: float
-    short_round: float  # 64 responses of SHORT tokens
+    short_round: float  # COUNT responses of SHORT tokens
 
-    def best(self, other: "Machine") -> "Machine":
-        """Return the smaller time of each."""
+    def mean(self, other: "Machine") -> "Machine":
+        """Return the mean of both times of each."""
         sizes = {
             n: replace(
                 p,
-                decode=tuple((b, c, min(t, u)) for (b, c, t), (_, _, u) in zip(p.decode, other.sizes[n].decode)),
-                prefill=tuple((c, min(t, u)) for (c, t), (_, u) in zip(p.prefill, other.sizes[n].prefill)),
+                decode=tuple((b, c, (t + u) / 2) for (b, c, t), (_, _, u) in zip(p.decode, other.sizes[n].decode)),
+                prefill=tuple((c, (t + u) / 2) for (c, t), (_, u) in zip(p.prefill, other.sizes[n].prefill)),
             )
             for n, p in self.sizes.items()
         }
-        train = tuple(map(min, self.train, other.train))
-        rest = (min(getattr(self, key), getattr(other, key)) for key in ("sync", "exchange", "short_round"))
+        train = tuple((t + u) / 2 for t, u in zip(self.train, other.train))
+        rest = ((getattr(self, key) + getattr(other, key)) / 2 for key in ("sync", "exchange", "short_round"))
         return Machine(sizes, train, *rest)
 
 
-FEW, MANY, SHORT = 8, 64, 2
+COUNT, SHORT = 64, 2
 
 
-def batch(trace: Trace, count: int) -> list[int]:
-    return [trace.length((-1, i // 8, i % 8)) for i in range(count)]
+def batch(trace: Trace, with_tail: bool) -> list[int]:
+    longest = trace.limit if with_tail else 2 * trace.median
+    return [round(min(trace.length((-1, i // 8, i % 8)), longest)) for i in range(COUNT)]
+
+
+def update(run: Run, trace: Trace, with_tail: bool) -> None:
+    """Learn a batch, as after a rollout. Collective."""
+    lengths = batch(trace, with_tail)
+    own = (lengths[i] for i in assign_by_load(lengths, run.world.size)[run.world.rank])
+    run.trainer.accumulate([Example((65,) * 8, (66,) * n, (-5.0,) * n, 0.1) for n in own])
+    run.trainer.update()
 
 
 def measure_machine(run: Run, trace: Trace, sizes: dict[int, SizeProfile]) -> Machine:
     """Measure what the profile does not tell: training, weight sync, exchange of events, a short round. Collective."""
     world, trainer = run.world, run.trainer
-
-    def train(count: int) -> None:
-        own = batch(trace, count)[world.rank :: world.size]
-        trainer.accumulate([Example((65,) * 8, (66,) * n, (-5.0,) * n, 0.1) for n in own])
-        trainer.update()
-
     plan = RoundPlan("long", tuple((-1, prompt) for prompt in run.stream.prompts[:8]), 8, 8, 8)
     give_lengths(run, lambda id: SHORT)
     return Machine(
         sizes,
-        train=(seconds_of(world, lambda: train(FEW)), seconds_of(world, lambda: train(MANY))),
+        train=tuple(seconds_of(world, lambda t=t: update(run, trace, t)) for t in (False, True)),
         sync=seconds_of(world, lambda: run.engine.load_weights(trainer.model, 0)),
         exchange=seconds_of(world, lambda: [parallel.gather_objects(world, ([], {})) for _ in range(50)]) / 50,
         short_round=seconds_of(world, lambda: roll_out(run, plan, Race(plan), Clock())),
@@ -227,7 +230,7 @@ def costs_of(machine: Machine, run: Run, trace: Trace) -> tuple[Hardware, ModelF
     dense = Shape(parameters, shape.num_layers, shape.hidden_size, shape.num_kv_heads, shape.head_dim)
     plain = Efficiency(train=1.0, passes=3.0, train_seconds=0.0, rollout_seconds=0.0)
     one = Costs(Hardware(flops=1.0), dense, plain)
-    work = [one.train([n + 8 for n in batch(trace, count)], ranks) for count in (FEW, MANY)]
+    work = [one.train([n + 8 for n in batch(trace, with_tail)], ranks) for with_tail in (False, True)]
     slope = max(machine.train[1] - machine.train[0], 1e-3) / (work[1] - work[0])
     hardware = Hardware(flops=1 / slope, network=parameters * BYTES / machine.sync)
     known = replace(plain, train_seconds=max(machine.train[1] - work[1] * slope, 0.0), window_seconds=machine.exchange)
@@ -262,6 +265,7 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
             run.recorder.bar.close()
             stack.enter_context(run.pool)
             stack_of_runs.append(run)
+            update(run, trace, with_tail=True)  # the first one makes the optimizer's state: once in a run
             return run
 
         stack_of_runs: list[Run] = []
@@ -277,7 +281,7 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
                 play_step(side, periods * PERIOD - turn)
                 bar.update()
         again = make_profile(base, source, world, contexts)
-        machine = machine.best(measure_machine(spare, trace, again.sizes))
+        machine = machine.mean(measure_machine(spare, trace, again.sizes))
         hardware, model = costs_of(machine, spare, trace)
         result = report(sides, hardware, model, Profile({}, machine.sizes), trace) if world.is_main else {}
         parallel.barrier(world)  # before rank 0 removes the folder
