@@ -173,13 +173,16 @@ class Rollout:
         self.migrated += len(moves)
 
     def _scale_down(self) -> None:
+        total = self.plan.keep_prompts * self.plan.keep_responses
         if not self.run.stream or self.run.stream.is_done or self.plan.audit:
+            return
+        if len(self.lengths) / total < self.run.stream.milestone:  # seen before all that runs is looked through
             return
         running = {s.id: s.done + r.iteration - s.start for r in self.replicas for s in r.running.values()}
         waiting = {s.id: s.done for r in self.replicas for s in r.waiting}
         progress = Progress(
             completed=len(self.lengths),
-            total=self.plan.keep_prompts * self.plan.keep_responses,
+            total=total,
             live=(*running.values(), *waiting.values()),
             prompt_tokens=len(self.plan.prompts[0][1].token_ids),
             replicas=len(self.replicas),
