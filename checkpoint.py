@@ -68,7 +68,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         ) from None
 
 
-def eos_ids(folder: str | Path, tokenizer: Any) -> set[int]:
+def eos_ids(folder: str | Path, tokenizer: Any, vocab_size: int) -> set[int]:
     """Return every token that ends a response: the tokenizer's, the config's and the generation config's."""
     ids = [tokenizer.eos_token_id]
     for name in ("config.json", "generation_config.json"):
@@ -76,9 +76,10 @@ def eos_ids(folder: str | Path, tokenizer: Any) -> set[int]:
         value = _read_json(path).get("eos_token_id") if path.exists() else None
         ids += value if isinstance(value, list) else [value]
     ids = [id for id in ids if id is not None]
-    if wrong := [id for id in ids if type(id) is not int or id < 0]:
+    if wrong := [id for id in ids if type(id) is not int or not 0 <= id < vocab_size]:
         raise ConfigError(
-            f"{folder}: eos_token_id = {wrong[0]!r} is not a token; it is a number from 0, or a list of such"
+            f"{folder}: eos_token_id = {wrong[0]!r} is not a token; it is a number of 0 to {vocab_size - 1}, or a list "
+            "of such"
         )
     if not ids:
         raise ConfigError(f"{folder}: neither tokenizer nor config names an end token (eos_token_id)")
@@ -219,7 +220,7 @@ def save_checkpoint(run: Path, step: int, model: Model, source: str | Path, stat
         shutil.rmtree(part, ignore_errors=True)
         free = shutil.disk_usage(run).free / 2**20
         raise OSError(
-            f"cannot write {folder} ({str(error).partition(chr(10))[0]}; {free:.0f} MiB are free); make room there and "
+            f"cannot write {folder} ({str(error).partition(chr(10))[0]}; {free:.0f} MiB are free); mend that and "
             "resume: the checkpoint before it is whole"
         ) from None
     if folder.exists():  # only when a resumed run writes the same step again

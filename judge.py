@@ -61,12 +61,13 @@ class JudgeConfig:
         "probability (of accept against reject), hard (0 or 1) or score (log-odds, or a reward model's own number)",
         choices=("probability", "hard", "score"),
     )
-    batch_tokens: int = option(8192, "tokens of one forward, and of the longest text", min=16)
-    max_wait_seconds: float = option(0.5, "longest wait of a response for others to fill its forward", min=0.0)
+    batch_tokens: int = option(8192, "tokens of one forward, and of the longest text", min=16, max=2**22)
+    max_wait_seconds: float = option(0.5, "longest wait of a response for others to fill its forward", min=0.0, max=1e7)
     memory_gib: float = option(
         0.0,
         "device memory of the judge in GiB, other layers stream from the host; 0: what is free (on CPU: all)",
         min=0.0,
+        max=1e5,
     )
     sm_share: float = option(
         0.25,

@@ -11,10 +11,12 @@ from model import ModelShape, Split
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    max_prompt_tokens: int = option(512, "longest prompt allowed, in tokens", min=1)
-    max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1)
-    max_running: int = option(256, "sequences that decode together in one replica, at most", min=1)
-    step_tokens: int = option(8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16)
+    max_prompt_tokens: int = option(512, "longest prompt allowed, in tokens", min=1, max=2**22)
+    max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1, max=2**22)
+    max_running: int = option(256, "sequences that decode together in one replica, at most", min=1, max=65536)
+    step_tokens: int = option(
+        8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16, max=2**22
+    )
     prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
     tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
     page_size: int = option(64, "tokens in one KV page", min=1, max=1024)

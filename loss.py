@@ -139,8 +139,12 @@ class LossConfig:
         choices=("token", "sequence", "constant"),
     )
     clip_low: float = option(0.2, "ratio may fall to 1 - clip_low (gspo wants about 3e-4)", min=0.0, max=1.0)
-    clip_high: float = option(0.28, "ratio may rise to 1 + clip_high (gspo wants about 4e-4, cispo 4)", min=0.0)
-    kl_coef: float = option(0.0, "weight of the KL term to the reference (the model at the start); 0 is off", min=0.0)
+    clip_high: float = option(
+        0.28, "ratio may rise to 1 + clip_high (gspo wants about 4e-4, cispo 4)", min=0.0, max=1e6
+    )
+    kl_coef: float = option(
+        0.0, "weight of the KL term to the reference (the model at the start); 0 is off", min=0.0, max=1e6
+    )
     mask_truncated: bool = option(False, "leave samples cut at the length limit out of the loss (DAPO, section 3.4)")
     old_logprobs: str = option(
         "rollout",
@@ -148,5 +152,8 @@ class LossConfig:
         choices=("rollout", "trainer"),
     )
     tis_cap: float = option(
-        0.0, "with old_logprobs = trainer: weight tokens by min(trainer / rollout probability, cap); 0 is off", min=0.0
+        0.0,
+        "with old_logprobs = trainer: weight tokens by min(trainer / rollout probability, cap); 0 is off",
+        min=0.0,
+        max=1e6,
     )

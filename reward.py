@@ -44,27 +44,32 @@ Grader = Callable[[str, str, dict], float | Reward]  # (response, answer, every 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    num_workers: int = option(2, "worker processes per rank, for graders that need one", min=1)
-    timeout_seconds: float = option(2.0, "time limit for one grading (RollPacker, section 4.3)", above=0)
+    num_workers: int = option(2, "worker processes per rank, for graders that need one", min=1, max=1024)
+    timeout_seconds: float = option(2.0, "time limit for one grading (RollPacker, section 4.3)", above=0, max=1e7)
     max_failures: int = option(
         3, "hangs, deaths or leaks in a row on one grader that end the run; 0 = it goes on", min=0
     )
-    worker_gib: float = option(4.0, "memory at which a worker is killed and replaced", above=0)
+    worker_gib: float = option(4.0, "memory at which a worker is killed and replaced", above=0, max=1e5)
     max_queue: int = option(4096, "gradings that may wait per rank; beyond them generation waits", min=1)
     concurrency: str = option("", "gradings at a time per rank and grader, as math=1,code=2; others: every worker")
     weights: str = option("", "factor on the advantages of a grader's samples, as math=1,code=0.5; others: 1")
     case_factor: float = option(
-        1.5, "a test case may take this times its slowest correct run (lambda; section 4.3); 0 = the longest", min=0
+        1.5,
+        "a test case may take this times its slowest correct run (lambda; section 4.3); 0 = the longest",
+        min=0,
+        max=1e3,
     )
-    case_min_seconds: float = option(2.0, "shortest time limit of a test case (T_min)", above=0)
-    case_max_seconds: float = option(30.0, "longest time limit of a test case (T_max)", above=0)
+    case_min_seconds: float = option(2.0, "shortest time limit of a test case (T_min)", above=0, max=1e7)
+    case_max_seconds: float = option(30.0, "longest time limit of a test case (T_max)", above=0, max=1e7)
     case_audit: float = option(
         0.01, "share of test cases that get the longest limit, to count wrong time-outs", min=0, max=1
     )
-    remote_seconds: float = option(30.0, "time limit for a grader at an http address, retries included", above=0)
-    remote_retries: int = option(3, "times that a failed request is sent again", min=0)
-    remote_concurrency: int = option(8, "requests at a time per rank", min=1)
-    startup_seconds: float = option(60.0, "time limit for a worker to load its graders", above=0)
+    remote_seconds: float = option(
+        30.0, "time limit for a grader at an http address, retries included", above=0, max=1e7
+    )
+    remote_retries: int = option(3, "times that a failed request is sent again", min=0, max=100)
+    remote_concurrency: int = option(8, "requests at a time per rank", min=1, max=4096)
+    startup_seconds: float = option(60.0, "time limit for a worker to load its graders", above=0, max=1e7)
     overlong_buffer: int = option(
         0, "the reward falls by 1 over this many tokens before the limit (DAPO, section 3.4); 0 = off", min=0
     )

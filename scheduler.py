@@ -255,10 +255,10 @@ class SchedulerConfig:
         choices=tuple(POLICIES),
     )
     num_prompts: int = option(
-        32, "prompts trained per step over all ranks (P0); a multiple of the number of ranks", min=1
+        32, "prompts trained per step over all ranks (P0); a multiple of the number of ranks", min=1, max=2**20
     )
     num_responses: int = option(
-        8, "responses trained per prompt (R0); a step trains num_prompts x num_responses samples", min=2
+        8, "responses trained per prompt (R0); a step trains num_prompts x num_responses samples", min=2, max=65536
     )
     eta_prompts: float = option(1.25, "a short round launches this many times num_prompts", min=1.0, max=16.0)
     eta_responses: float = option(
@@ -271,13 +271,18 @@ class SchedulerConfig:
         16, "engine steps between two exchanges of events; more waits less and aborts later", min=1
     )
     window_seconds: float = option(
-        0.0, "seconds between two exchanges instead; runs of one seed then differ; 0: window_iterations", min=0.0
+        0.0,
+        "seconds between two exchanges instead; runs of one seed then differ; 0: window_iterations",
+        min=0.0,
+        max=1e7,
     )
     migrate: bool = option(True, "replicas that run dry take sequences over from others")
     dynamic_sampling: bool = option(
         False, "replace prompts whose rewards are all equal by new ones (DAPO, section 3.2)"
     )
-    max_draws: float = option(4.0, "dynamic sampling launches at most this many times num_prompts in a step", min=1.0)
+    max_draws: float = option(
+        4.0, "dynamic sampling launches at most this many times num_prompts in a step", min=1.0, max=1e3
+    )
     audit: float = option(
         0.0, "share of short rounds that finish every response, to record what the race leaves out", min=0.0, max=1.0
     )

@@ -34,7 +34,7 @@ class RunConfig:
     device: str = option("auto", "auto (GPU if there is one), cpu or cuda", choices=("auto", "cpu", "cuda"))
     timeout_seconds: float = option(600.0, "longest wait for another rank", above=0.0, max=1e7)
     eval_every: int = option(25, "steps between evaluations; 0: only before and after", min=0)
-    eval_samples: int = option(4, "responses per held-out prompt (the k of avg@k and pass@k)", min=1)
+    eval_samples: int = option(4, "responses per held-out prompt (the k of avg@k and pass@k)", min=1, max=4096)
     checkpoint_every: int = option(25, "steps between checkpoints; 0: only at the end", min=0)
     keep_checkpoints: int = option(2, "newest checkpoints that are kept", min=1)
     dump_rollouts: bool = option(False, "write every trained sample to rollouts/step_N.jsonl in the run folder")
@@ -194,7 +194,7 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
         checkpoint.check_model(folder)
         tokenizer = checkpoint.load_tokenizer(folder)
         shape = parse_shape(checkpoint.read_config(folder), str(folder / "config.json"))
-        checkpoint.eos_ids(folder, tokenizer)
+        checkpoint.eos_ids(folder, tokenizer, shape.vocab_size)
         if len(tokenizer) > shape.vocab_size:
             raise ConfigError(
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {shape.vocab_size} (vocab_size); "
@@ -316,14 +316,20 @@ FREE_TO_CHANGE = (
 def check_run_folder(config: Config, resume: bool) -> None:
     """Refuse to overwrite a run, and to resume one with settings that would change its trajectory."""
     folder = Path(config.run.dir)
-    saved = folder / "config.toml"
+    saved, checkpoints = folder / "config.toml", folder / "checkpoints"
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise ConfigError(f"{checkpoints} is not a folder; move it away, or choose another run.dir")
     if not resume and saved.exists():
         raise ConfigError(
             f"run.dir = {str(folder)!r} already holds a run; continue it with --resume, or choose another run.dir"
         )
     if not saved.exists():
         return  # with --resume too: what restarts a run gives it one command line for the first start and the others
-    before = flatten(load_config(Config, str(saved), []))
+    try:
+        before = flatten(load_config(Config, str(saved), []))
+    except ConfigError as error:
+        reason = str(error).removeprefix("--config=")
+        raise ConfigError(f"--resume: {reason}; restore the file, or start another run in a new run.dir") from None
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream."))
         if key == "run.steps" and config.trainer.lr_schedule != "constant":

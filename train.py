@@ -294,7 +294,7 @@ def build(config: Config, world: World, resume: bool) -> Run:
         config.run.steps * config.trainer.updates_per_step,
         reference,
     )
-    ends = checkpoint.eos_ids(source, tokenizer)
+    ends = checkpoint.eos_ids(source, tokenizer, model.shape.vocab_size)
     groups, engine, planner = build_rollout(config, model, ends, tokenizer, world)
     streaming = None
     if config.stream.policy != "off" and world.size > 1:
@@ -397,7 +397,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--help", "-h"):
         parser.add_argument(flag, dest="help", action="store_true")
-    parser.add_argument("--config")
+    parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--resume", action="store_true")
     flags, overrides = parser.parse_known_args(argv)
@@ -408,7 +408,9 @@ def main(argv: list[str]) -> int:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a killed torchrun leaves no rank running
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
-        config = load_config(Config, flags.config, overrides)
+        if len(flags.config) > 1:
+            raise ConfigError(f"--config is given {len(flags.config)} times; put all settings in one file")
+        config = load_config(Config, flags.config[0] if flags.config else None, overrides)
         check(config, size, flags.resume, is_main=rank == 0)
     except (ConfigError, OSError) as error:  # of the system: a name that is too long, a folder that may not be read
         time.sleep(10.0 if rank else 0.0)  # rank 0 speaks; torchrun ends the others before they repeat it

@@ -28,13 +28,13 @@ from sampling import SamplingConfig, score
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    lr: float = option(1e-4, "peak learning rate of AdamW", min=0.0)
+    lr: float = option(1e-4, "peak learning rate of AdamW", min=0.0, max=1.0)
     lr_schedule: str = option("constant", "after the warm-up: constant, or linear to 0", choices=("constant", "linear"))
     lr_warmup_updates: int = option(5, "updates over which the learning rate rises from 0", min=0)
     beta1: float = option(0.9, "AdamW beta1", min=0.0, max=0.9999)
     beta2: float = option(0.95, "AdamW beta2", min=0.0, max=0.99999)
-    weight_decay: float = option(0.0, "AdamW weight decay", min=0.0)
-    grad_clip: float = option(1.0, "largest norm of the gradient; 0 is no clipping", min=0.0)
+    weight_decay: float = option(0.0, "AdamW weight decay", min=0.0, max=1.0)
+    grad_clip: float = option(1.0, "largest norm of the gradient; 0 is no clipping", min=0.0, max=1e6)
     updates_per_step: int = option(
         1, "split a step's prompts into this many parts, one update each (1 is strictly on-policy)", min=1
     )

@@ -35,14 +35,14 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 class WarmStartConfig:
     task: str = option("", f"built-in task the small model is taught ({', '.join(TASKS)}); empty: data.train")
     steps: int = option(600, "supervised updates", min=0)
-    batch_size: int = option(64, "worked solutions per supervised update, over all ranks", min=1)
-    lr: float = option(3e-3, "peak learning rate; it falls linearly to 0", above=0.0)
+    batch_size: int = option(64, "worked solutions per supervised update, over all ranks", min=1, max=65536)
+    lr: float = option(3e-3, "peak learning rate; it falls linearly to 0", above=0.0, max=1.0)
     slip: float = option(0.04, "probability that a digit of a worked solution is wrong", min=0.0, max=1.0)
-    hidden_size: int = option(64, "width of the model", min=8)
-    num_layers: int = option(3, "layers of the model", min=1)
-    num_heads: int = option(4, "query heads", min=1)
-    num_kv_heads: int = option(2, "key and value heads", min=1)
-    max_positions: int = option(4096, "longest context of the model, in tokens", min=64)
+    hidden_size: int = option(64, "width of the model", min=8, max=65536)
+    num_layers: int = option(3, "layers of the model", min=1, max=1024)
+    num_heads: int = option(4, "query heads", min=1, max=1024)
+    num_kv_heads: int = option(2, "key and value heads", min=1, max=1024)
+    max_positions: int = option(4096, "longest context of the model, in tokens", min=64, max=2**22)
     seed: int = option(0, "seed of weights and batches", min=0)
 
 

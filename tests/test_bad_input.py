@@ -108,6 +108,7 @@ COMMANDS = {
     "huge": ["--trainer.lr=1" + "0" * 400],
     "no such config": ["--config", "nowhere.toml"],
     "folder as config": ["--config", "model"],
+    "two configs": ["--config", "grader.py", "--config=data.jsonl"],
     "ranks that do not divide": ["--scheduler.num_prompts=3", "--rollout.tensor_parallel=2"],
     "size without ranks": ["--rollout.tensor_parallel=4"],
     "odd size": ["--rollout.tensor_parallel=3"],
@@ -269,6 +270,7 @@ MODELS = {
         json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
     ),
     "index empty": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+    "end token beyond the vocabulary": set_config(eos_token_id=10**6),
     "generation config broken": lambda folder: (folder / "generation_config.json").write_text("{"),
 }
 
@@ -330,6 +332,17 @@ def test_a_run_folder_in_use_or_of_other_settings_is_refused_and_left_alone(caps
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_a_run_folder_with_damage_is_refused_by_name(capsys, base) -> None:
+    Path("run").mkdir()
+    Path("run/checkpoints").write_text("x")
+    code, said = check(capsys, base)
+    assert code == 2 and said.startswith("error: run/checkpoints is not a folder")
+    Path("run/checkpoints").unlink()
+    Path("run/config.toml").write_text("[run\nsteps")
+    code, said = check(capsys, base, "--resume")
+    assert code == 2 and said.startswith("error: --resume: run/config.toml: not valid TOML") and "restore" in said
+
+
 def test_two_runs_do_not_share_a_folder(capsys, base, monkeypatch) -> None:
     monkeypatch.setattr(train, "LOCK_SECONDS", 0.0)
     args = [f"--{key}={value}" for key, value in base.items()]
@@ -371,7 +384,7 @@ def test_a_value_of_another_kind_in_a_model_is_refused_or_trains(key, capsys, ba
             shape = parse_shape(json.loads(path.read_text()), "config.json")
             with torch.device("meta"):
                 Model(shape)
-            assert all(type(i) is int for i in eos_ids("model", load_tokenizer("model"))), value
+            assert all(type(i) is int for i in eos_ids("model", load_tokenizer("model"), 10**6)), value
     assert refusals or key in ("architectures", "rope_theta", "rope_scaling", "tie_word_embeddings")
 
 
@@ -392,6 +405,11 @@ def test_an_odd_weight_map_is_refused(map, capsys, base) -> None:
         "--data.train=a\0b",
         "--rollout.kv_gib=1e300",
         "--run.timeout_seconds=1e300",
+        "--trainer.lr=1e300",
+        "--reward.num_workers=1000000000",
+        "--rollout.max_running=1000000000",
+        "--reward.timeout_seconds=1e300",
+        "--reward.worker_gib=1e300",
         "--data.task=http://[::1/x",
         "--data.task=http://h:abc/x",
     ],

@@ -265,10 +265,10 @@ def test_a_folder_without_tokenizer_is_refused(folder):
 def test_end_tokens_of_tokenizer_config_and_generation_config_add_up(folder, generation, ids):
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert eos_ids(folder, load_tokenizer(folder)) == ids
+    assert eos_ids(folder, load_tokenizer(folder), 32) == ids
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [11]}))
-    assert eos_ids(folder, load_tokenizer(folder)) == ids | {11}
+    assert eos_ids(folder, load_tokenizer(folder), 32) == ids | {11}
 
 
 def test_no_end_token_at_all_is_refused(folder):
@@ -278,13 +278,13 @@ def test_no_end_token_at_all_is_refused(folder):
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     (folder / "generation_config.json").unlink()
     with pytest.raises(ConfigError, match="eos_token_id"):
-        eos_ids(folder, tokenizer)
+        eos_ids(folder, tokenizer, 32)
 
 
 def test_a_broken_generation_config_is_refused_by_name(folder):
     (folder / "generation_config.json").write_text('{"eos_token_id": [1,')
     with pytest.raises(ConfigError, match="generation_config.json"):
-        eos_ids(folder, load_tokenizer(folder))
+        eos_ids(folder, load_tokenizer(folder), 32)
 
 
 # ---- checkpoints of a run
