@@ -12,15 +12,16 @@ Ranks have one thread each and take the steps of train.py: rounds, grading in th
 Responses have given lengths, those of the paper's 32k scaled to an eighth (`configs/simulate/qwen2.5-32b.toml`), and
 given texts. A third of the prompts are graded by running code, as in the paper, the others by comparing: programs of
 the expression task, 5 % of which never end (limits 0.1 to 1 s, for steps take seconds). All contenders train the same
-prompts, and equally many samples. `speedup_all` is step time of the first over that of the last, all steps together;
-`ratio_trl` is that of benchmarks/trl.py, which runs first.
+prompts, and equally many samples. `speedup_all` is step time of the first over that of the last, all steps together.
+
+Before them TRL's GRPOTrainer takes the first period's steps: same model, prompts, lengths, texts, graders and cores, as
+many processes. `ratio_trl` is its step time over that of all parts, for the same samples.
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -29,13 +30,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tail_batching import PERIOD, ROOT, Trace, TraceEngine, in_turn, on_ranks, progress_bar
+import torch
+import trl
+from tail_batching import PERIOD, Trace, TraceEngine, in_turn, on_ranks, progress_bar
 from texts import Scripted, program
+from tqdm import tqdm
 
 import parallel
 import train
+from checkpoint import load_tokenizer
 from config import load_config
-from core import SampleId
+from core import Prompt, SampleId
+from data import PromptStream, load_prompts
 from metrics import Clock
 from parallel import World
 from profiler import make_profile
@@ -49,7 +55,7 @@ PARTS = (
     ("synchronous", {"scheduler.policy": "synchronous", "reward.case_factor": 0}, True),
     ("+ tail batching", {"scheduler.policy": "tail_batching"}, True),
     ("+ reward scheduler", {"reward.case_factor": 1.5}, False),
-    ("+ planner", {"planner.rule": "predict"}, False),
+    ("+ planner", {"planner.rule": "predict", "planner.margin": 0.25}, False),  # rounds of equal work differ by that
     ("+ stream trainer", {"stream.policy": "estimate"}, False),
 )
 PAPER = "the paper, cumulative: 7B 1.30, 2.01, 2.01, 2.03; 14B 1.48, 1.99, 2.02, 2.22; 32B 2.21, 2.48, 2.52, 2.56"
@@ -73,6 +79,8 @@ class Size:
         return Trace(median, m.prompt_spread, m.response_spread, m.runaway, m.runaway_gather, m.limit / m.median)
 
 
+CASE_SECONDS = 1.0  # the longest that a test case may take
+TRL_MICRO_BATCH = 2  # its fastest here: a step with a longest response took 74, 77, 90, 103 s with 1, 2, 4, 16
 FULL, QUICK = Size(128, 4, 1 / 8, 8, 8), Size(128, 4, 1 / 64, 8, 8)
 
 
@@ -107,7 +115,7 @@ def settings(size: Size, folder: Path, index: int, periods: int) -> Config:
         "reward.num_workers": 1,
         "reward.max_failures": 0,
         "reward.case_min_seconds": 0.1,
-        "reward.case_max_seconds": 1.0,
+        "reward.case_max_seconds": CASE_SECONDS,
     }
     for _, added, _ in PARTS[: index + 1]:
         values |= added
@@ -129,7 +137,8 @@ def text(key: SampleId, row: dict[str, Any]) -> str:
     return program(key, row) if row["task"] == "code" else TASKS["hailstone"].solution(row["number"])
 
 
-def make_sides(size: Size, folder: Path, periods: int, world: World, stack: ExitStack) -> list[Side]:
+def prepare(size: Size, folder: Path, world: World) -> None:
+    """Write the prompts and the model of a run in `folder`. Collective."""
     if world.is_main:
         write_prompts(folder / "prompts.jsonl")
     shape = WarmStartConfig(
@@ -141,6 +150,10 @@ def make_sides(size: Size, folder: Path, periods: int, world: World, stack: Exit
         max_positions=8192,
     )
     make_model(shape, "expression", folder / "model", world)
+
+
+def make_sides(size: Size, folder: Path, periods: int, world: World, stack: ExitStack) -> list[Side]:
+    prepare(size, folder, world)
     base = settings(size, folder, 0, periods)
     profile = make_profile(base, Path(base.model.path), world, contexts=(size.trace.limit // 16, size.trace.limit // 4))
     if world.is_main:
@@ -220,12 +233,44 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
     }
 
 
-def beside() -> float:
-    """Run benchmarks/trl.py; return how many times the samples/s of TRL tail batching has on the default task."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "trl.py")]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    print(printed, flush=True)
-    return json.loads(printed.splitlines()[-1])["ratio_tail_batching"]
+# ---- TRL ---------------------------------------------------------------------------------------------------------
+
+
+def trl_row(prompt: Prompt, epoch: int, size: Size, short: bool) -> dict[str, Any]:
+    """Return a row of TRL's dataset, with the lengths and the texts of its responses."""
+    ids = [(epoch, prompt.index, r) for r in range(size.responses)]
+    cases = len(json.loads(prompt.answer)) if prompt.task == "code" else 0
+    given = {"template": prompt.extra.get("template", ""), "case_seconds": [CASE_SECONDS] * cases}
+    return {
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "task": prompt.task,
+        "row": given,
+        "lengths": [8 if short else size.trace.length(id) for id in ids],
+        "texts": [text(id, prompt.extra) for id in ids],
+    }
+
+
+def play_trl(size: Size, ranks: int) -> list[float]:
+    """Let TRL take the steps of the first period, after a short one to warm up; return their seconds."""
+    python = trl.trl_python()
+    with tempfile.TemporaryDirectory() as name, tqdm(total=1 + PERIOD, desc="TRL", unit="step", leave=False) as bar:
+        folder = Path(name)
+        prepare(size, folder, World(0, 1, torch.device("cpu")))
+        config = settings(size, folder, 0, 1)
+        tokenizer = load_tokenizer(config.model.path)
+        prompts, _ = load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
+        taken = PromptStream(prompts, config.run.seed).take(PERIOD * size.prompts)
+        warm_up = [trl_row(prompt, epoch, size, short=True) for epoch, prompt in taken[: size.prompts]]
+        rows = warm_up + [trl_row(prompt, epoch, size, short=False) for epoch, prompt in taken]
+        arguments = trl.trl_arguments(config, ranks, TRL_MICRO_BATCH) | {"max_steps": 1 + PERIOD}
+        arguments["transformers_continuous_batching_config"] |= {"num_blocks": 4096}
+        spec = folder / "spec.json"
+        spec.write_text(json.dumps({"model": config.model.path, "rows": rows, "arguments": arguments}))
+        side = trl.Side("TRL", ranks, 1, warm_up=1)
+        trl.take_turn(side, [python, trl.__file__, "--trl-worker", str(spec)], folder, bar)
+    print(f"TRL: steps of {', '.join(f'{s:.1f}' for s in side.seconds)} s", flush=True)
+    return side.seconds
 
 
 def main() -> int:
@@ -236,7 +281,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="processes (default 4)")
     arguments = parser.parse_args()
     if "RANK" not in os.environ and not arguments.quick:
-        os.environ["RATIO_TRL"] = str(beside())
+        os.environ["TRL_SECONDS"] = json.dumps(play_trl(FULL, arguments.ranks))
 
     def run(world: World) -> None:
         size = QUICK if arguments.quick else FULL
@@ -246,7 +291,8 @@ def main() -> int:
             samples = f"{size.prompts} x {size.responses} samples of {lengths}"
             metrics = report(sides, f"{world.size} ranks, {size.layers} layers of {size.hidden}, {samples}")
             if not arguments.quick:
-                metrics["ratio_trl"] = float(os.environ["RATIO_TRL"])
+                theirs = json.loads(os.environ["TRL_SECONDS"])
+                metrics["ratio_trl"] = round(sum(theirs) / sum(sides[-1].seconds[: len(theirs)]), 2)
             print(json.dumps(metrics))
 
     return on_ranks(arguments.ranks, run)

@@ -8,6 +8,7 @@ equal algorithms, `ratio_tail_batching` one period of short rounds and a long on
 Each side runs as one process with 2 threads and as two with 1, in turns, so that all share the machine's moods; its
 faster form counts.
 The first use makes the model and TRL's own environment, .venv-trl: minutes, not part of any figure.
+benchmarks/end_to_end.py runs TRL too, on the lengths and texts that it gives its own contenders.
 """
 
 import argparse
@@ -50,6 +51,7 @@ class Side:
 
     name: str
     ranks: int
+    threads: int  # of a rank
     settings: tuple[str, ...] = ()
     warm_up: int = WARM_UP
     steps: list[dict] = field(default_factory=list)
@@ -74,7 +76,7 @@ def trl_python() -> str:
     return str(python)
 
 
-def trl_arguments(config: Any, ranks: int) -> dict[str, Any]:
+def trl_arguments(config: Any, ranks: int, micro_batch: int = 32) -> dict[str, Any]:
     """Return the fields of GRPOConfig that say what `config` says, and TRL's fastest settings.
 
     Seconds a step on two quiet cores (longest response in brackets), 2 processes with 1 thread each:
@@ -83,9 +85,9 @@ def trl_arguments(config: Any, ranks: int) -> dict[str, Any]:
     pages of 32 to 256; micro-batches of 8 4.0, 16 3.6, 32 3.3, 128 3.6; eager attention 1.6 times as long.
     One process with 2 threads: generate() 4.1 (270), 6.3 (342), 14 (390); continuous batching 4.1 (276), 5.3 (330).
     """
-    micro_batch = 32
+    size = config.scheduler
     return dict(
-        num_generations=RESPONSES,
+        num_generations=size.num_responses,
         max_completion_length=config.rollout.max_response_tokens,
         temperature=config.sampling.temperature,
         top_k=config.sampling.top_k,
@@ -107,7 +109,7 @@ def trl_arguments(config: Any, ranks: int) -> dict[str, Any]:
         use_cpu=True,
         bf16=False,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=PROMPTS * RESPONSES // (micro_batch * ranks),
+        gradient_accumulation_steps=size.num_prompts * size.num_responses // (micro_batch * ranks),
         gradient_checkpointing=False,
         use_transformers_continuous_batching=True,
         transformers_continuous_batching_config=dict(max_batch_tokens=128, page_size=32, num_blocks=1024),
@@ -121,20 +123,45 @@ def trl_arguments(config: Any, ranks: int) -> dict[str, Any]:
 
 
 def trl_worker(spec_path: Path) -> None:
-    """Train on the spec's rows and write one JSON line per step. Runs in TRL's environment, on every rank."""
+    """Train on the spec's rows and write one JSON line per step. Runs in TRL's environment, on every rank.
+
+    Rows may hold `lengths`, tokens of each response, and `texts`, what graders get instead of it.
+    """
     import torch
     import transformers
     from datasets import Dataset
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
     from trl import GRPOConfig, GRPOTrainer
 
     from reward import GRADERS
+
+    add_to_queue = ContinuousBatchingManager.add_request
 
     torch.set_flush_denormal(True)  # as train.py does
     spec = json.loads(spec_path.read_text(encoding="utf-8"))
     steps = spec_path.with_name("steps.jsonl")
 
-    def grade(completions: list[str], answer: list[str], task: list[str], **_: Any) -> list[float]:
-        return [GRADERS[t](c, a, {}) for c, a, t in zip(completions, answer, task, strict=True)]
+    count = spec["arguments"]["num_generations"]
+
+    def grade(completions: list[str], answer: list[str], task: list[str], **columns: Any) -> list[float]:
+        if "texts" in columns:
+            completions = [texts[i % count] for i, texts in enumerate(columns["texts"])]
+        rows = columns.get("row") or [{}] * len(task)
+        rewards = [GRADERS[t](c, a, r) for c, a, t, r in zip(completions, answer, task, rows, strict=True)]
+        return [getattr(reward, "value", reward) for reward in rewards]
+
+    class Trainer(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: list[dict]) -> Any:
+            if "lengths" in inputs[0]:
+                own = [row["lengths"][i % count] for i, row in enumerate(inputs)]
+                self.generation_config.eos_token_id = -1
+
+                def add_request(manager: Any, input_ids: list[int], request_id: str, **rest: Any) -> str:
+                    rest["max_new_tokens"] = own[int(request_id.removeprefix("req_"))]
+                    return add_to_queue(manager, input_ids, request_id, **rest)
+
+                ContinuousBatchingManager.add_request = add_request
+            return super()._generate_and_score_completions(inputs)
 
     class Stopwatch(transformers.TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -155,7 +182,7 @@ def trl_worker(spec_path: Path) -> None:
                 with open(steps, "a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
 
-    trainer = GRPOTrainer(
+    trainer = Trainer(
         transformers.AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
         grade,
         GRPOConfig(output_dir=str(spec_path.parent), **spec["arguments"]),
@@ -176,7 +203,7 @@ def take_turn(side: Side, command: list[str], folder: Path, bar: tqdm) -> None:
     """Run `command`, which writes `folder`/steps.jsonl, and collect its steps after the warm-up."""
     from metrics import read_records
 
-    threads = str(CORES // side.ranks)
+    threads = str(side.threads)
     env = os.environ | {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     if side.ranks > 1:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={side.ranks}"]
@@ -219,7 +246,10 @@ def measure(rounds: int, num_steps: int, ranks: tuple[int, ...], overrides: list
     torch.set_num_threads(CORES)
     model = ensure_model(config.warm_start, config.data.train, ROOT / "models", start("cpu", 60.0))
     prompts, _ = load_prompts(config.data, load_tokenizer(model), config.rollout.max_prompt_tokens)
-    sides = [side for n in ranks for side in (Side("plainroll", n), Side(TAIL, n, BATCHED, PERIOD), Side("TRL", n))]
+    sides = []
+    for n in ranks:
+        size = n, CORES // n
+        sides += [Side("plainroll", *size), Side(TAIL, *size, BATCHED, PERIOD), Side("TRL", *size)]
     with tqdm(total=rounds * sum(side.warm_up + num_steps for side in sides), unit="step") as bar:
         for seed in range(rounds):
             taken = PromptStream(prompts, seed).take((WARM_UP + num_steps) * PROMPTS)
@@ -257,7 +287,7 @@ def report(sides: list[Side]) -> None:
         best[side.name] = min(best.get(side.name, side), side, key=lambda s: statistics.mean(s.seconds))
         mean = statistics.mean(step["length"]["mean"] for step in side.steps)
         print(
-            f"{side.name:15} {side.ranks} x {CORES // side.ranks}"
+            f"{side.name:15} {side.ranks} x {side.threads}"
             f"{median:24.2f} ({min(seconds):.2f} .. {max(seconds):.2f}) {size / median:11.1f}"
             f"{size * mean * len(seconds) / sum(seconds):11.0f}{mean:14.1f}"
             f"{max(step['length']['max'] for step in side.steps):13.0f}"
