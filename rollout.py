@@ -64,8 +64,7 @@ class Engine:
         self.flights: deque[Flight] = deque()  # flags of launched steps, not read yet
         self.finished: list[Sample] = []  # read between two steps, for the next to return
         shape, weight = model.shape, model.embed.weight
-        self.device = weight.device
-        fused = self._is_fused(self.device)
+        self.device, fused = weight.device, self._is_fused(weight.device)
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             raise ValueError(f"the model is on {self.device}; call torch.cuda.set_device({self.device.index}) first")
         rows, page = config.max_running, config.page_size
@@ -197,7 +196,7 @@ class Engine:
         self.pool = self.memory[: math.prod(pool_shape)].view(pool_shape)
 
     def free_memory(self) -> None:
-        """Give the memory of the KV pages back until the next step or regroup. Wants an idle engine."""
+        """Give the memory of the KV pages back until the next step or regroup, on a CPU to the process only."""
         assert self.is_idle, "sequences that run have their pages there"
         self._settle()
         self.memory = self.pool = None
@@ -313,7 +312,8 @@ class Engine:
                 break  # seen before the context is built and compared, step after step
             context = sequence.prompt_ids + tuple(sequence.token_ids)
             prefill = self.prefills.get(context)
-            donor = prefill.leader if prefill else next((s for s in self.running if s.prompt_ids == context), None)
+            siblings = () if prefill or sequence.token_ids else self.running  # what is resumed is computed again
+            donor = prefill.leader if prefill else next((s for s in siblings if s.prompt_ids == context), None)
             # Pages that the newcomer only reads. A late one decodes the prompt's last token again, for its logits.
             known = len(context) - (prefill is None)
             whole = known // self.config.page_size if donor and not self.pages.dense else 0
@@ -546,7 +546,7 @@ class Engine:
         stopped = []
         for s, ids, window, count in zip(asking, newest, windows, counts.tolist(), strict=True):
             text = self.tokenizer.decode(ids[-min(window, count) :])
-            stopped += [s] if any(stop in text for stop in s.stop) else []
+            stopped += [s] if count and any(stop in text for stop in s.stop) else []
         return stopped
 
     def _evict(self, sequences: list[Sequence]) -> None:

@@ -428,6 +428,33 @@ def test_a_late_sibling_takes_the_prompt_over_and_computes_nothing(model, oracle
         assert samples[s.id].token_ids == oracle(s.prompt_ids, s.key, SamplingConfig(), s.max_new_tokens)
 
 
+def test_a_late_response_is_not_stopped_by_what_its_row_held_before(model, tiny_folder) -> None:
+    prompt, texts = tuple(range(20, 27)), (*map(chr, range(33, 127)), "\0", "\ufffd")
+    sizes = {"max_prompt_tokens": 7, "max_response_tokens": 12, "max_running": 8}
+    for pages in range(10, 30, 2):  # some are so few that a step is settled before the late one has drawn anything
+        for delay in range(2, 9):
+            engine = make_engine(model, kind=FusedEngine, num_pages=pages, **sizes)
+            engine.tokenizer = load_tokenizer(tiny_folder)
+            for r in range(5):
+                engine.add(Sequence(0, r, 0, prompt, sample_key(0, 0, 0, r), 12))
+            early = [sample for _ in range(delay) for sample in engine.step()]
+            engine.add(Sequence(0, 7, 0, prompt, sample_key(0, 0, 0, 7), 12, stop=texts))
+            assert all(sample.token_ids for sample in [*early, *drain(engine).values()]), (pages, delay)
+
+
+@kinds
+def test_a_resumed_response_is_not_taken_for_a_sibling_of_an_equal_prompt(model, oracle, kind) -> None:
+    prompt, key = tuple(range(20, 30)), sample_key(0, 0, 0, 0)
+    engine = make_engine(model, kind=kind)
+    whole = generate(engine, [Sequence(0, 0, 0, prompt, key, 20)])[0, 0, 0]
+    longer = prompt + whole.token_ids[:3]  # another prompt, which runs already
+    engine.add(Sequence(1, 0, 0, longer, sample_key(0, 0, 1, 0), 20))
+    engine.step(), engine.step()
+    given = list(whole.token_ids[:3]), list(whole.logprobs[:3])
+    resumed = Sequence(0, 0, 0, prompt, key, 20, token_ids=given[0], logprobs=given[1])
+    assert generate(engine, [resumed])[resumed.id].token_ids == whole.token_ids
+
+
 @kinds
 def test_a_sequence_moves_to_another_engine_and_goes_on_as_before(model, oracle, kind) -> None:
     sequences, here, there = (
