@@ -165,9 +165,9 @@ def test_groups_have_the_time_out_of_the_run(run_ranks, tmp_path) -> None:
 
 PAGE_FAULTS = """
 import resource, sys, torch
-from parallel import keep_memory
+import parallel
 if sys.argv[1] == "keep":
-    keep_memory()
+    parallel.start("cpu", 60.0)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):
