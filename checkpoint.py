@@ -220,8 +220,8 @@ def save_checkpoint(run: Path, step: int, model: Model, source: str | Path, stat
         shutil.rmtree(part, ignore_errors=True)
         free = shutil.disk_usage(run).free / 2**20
         raise OSError(
-            f"cannot write {folder} ({str(error).partition(chr(10))[0]}; {free:.0f} MiB are free); mend that and "
-            "resume: the checkpoint before it is whole"
+            f"cannot write {folder} ({str(error).partition(chr(10))[0]}; {free:.0f} MiB are free); make room or "
+            "mend that, and resume: the checkpoint before it is whole"
         ) from None
     if folder.exists():  # only when a resumed run writes the same step again
         _remove(folder)

@@ -329,7 +329,7 @@ def check_run_folder(config: Config, resume: bool) -> None:
         before = flatten(load_config(Config, str(saved), []))
     except ConfigError as error:
         reason = str(error).removeprefix("--config=")
-        raise ConfigError(f"--resume: {reason}; restore the file, or start another run in a new run.dir") from None
+        raise ConfigError(f"--resume: {reason}; mend the file, or start another run in a new run.dir") from None
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream."))
         if key == "run.steps" and config.trainer.lr_schedule != "constant":

@@ -108,7 +108,6 @@ COMMANDS = {
     "huge": ["--trainer.lr=1" + "0" * 400],
     "no such config": ["--config", "nowhere.toml"],
     "folder as config": ["--config", "model"],
-    "two configs": ["--config", "grader.py", "--config=data.jsonl"],
     "ranks that do not divide": ["--scheduler.num_prompts=3", "--rollout.tensor_parallel=2"],
     "size without ranks": ["--rollout.tensor_parallel=4"],
     "odd size": ["--rollout.tensor_parallel=3"],
@@ -136,6 +135,11 @@ COMMANDS = {
     "weights of nobody": ["--reward.weights=math=2"],
     "concurrency unreadable": ["--reward.concurrency=good:3"],
 }
+
+
+def test_two_configs_are_refused(capsys, base) -> None:
+    Path("a.toml").write_text("[run]\nsteps = 3\n")
+    assert "--config is given 2 times" in refused(capsys, base, "--config", "a.toml", "--config=a.toml")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -270,7 +274,9 @@ MODELS = {
         json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
     ),
     "index empty": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
-    "end token beyond the vocabulary": set_config(eos_token_id=10**6),
+    "end token beyond the vocabulary": lambda folder: set_config(
+        eos_token_id=json.loads((folder / "config.json").read_text())["vocab_size"]
+    )(folder),
     "generation config broken": lambda folder: (folder / "generation_config.json").write_text("{"),
 }
 
@@ -340,7 +346,7 @@ def test_a_run_folder_with_damage_is_refused_by_name(capsys, base) -> None:
     Path("run/checkpoints").unlink()
     Path("run/config.toml").write_text("[run\nsteps")
     code, said = check(capsys, base, "--resume")
-    assert code == 2 and said.startswith("error: --resume: run/config.toml: not valid TOML") and "restore" in said
+    assert code == 2 and said.startswith("error: --resume: run/config.toml: not valid TOML") and "mend" in said
 
 
 def test_two_runs_do_not_share_a_folder(capsys, base, monkeypatch) -> None:
