@@ -7,7 +7,8 @@ random weights. Each response has a length of its own, whatever the policy, shap
 (benchmarks/tail_batching.py). Runs take turns, step by step. Simulated: simulate.py with the same settings, prompts,
 lengths and policies, the sizes that the real planner chose, the seconds of the stream trainer's moves, and with what
 was measured before the first step and again after the last: profiler.py's decode and prefill times, batches of
-training, an exchange of events, a weight sync, a response. Nothing is fitted to the steps themselves. All times, of
+training, an exchange of events, a weight sync, a response. Nothing is fitted to the steps themselves;
+but training is a line through two updates of as many samples, so of it little is predicted. All times, of
 runs too, are medians of some. Run it alone: on a busy machine errors are several times as large.
 
 A kind's error is that of each step's seconds, without sign, in the mean over its steps; `..._rollout` that of rollouts.
@@ -209,15 +210,21 @@ def update(run: Run, trace: Trace, with_tail: bool) -> None:
     run.trainer.update()
 
 
+def sync(run: Run) -> None:
+    """Give the engine the new weights, packed for a CPU, which a run does in its next rollout."""
+    run.engine.load_weights(run.trainer.model, 0)
+    run.engine.regroup(run.engine.parallel)
+
+
 def measure_machine(run: Run, trace: Trace, sizes: dict[int, SizeProfile]) -> Machine:
     """Measure what the profile does not tell: training, weight sync, exchange of events, a short round. Collective."""
-    world, trainer = run.world, run.trainer
+    world = run.world
     plan = RoundPlan("long", tuple((-1, prompt) for prompt in run.stream.prompts[:8]), 8, 8, 8)
     give_lengths(run, lambda id: SHORT)
     return Machine(
         sizes,
         train=tuple(seconds_of(world, lambda t=t: update(run, trace, t)) for t in (False, True)),
-        sync=seconds_of(world, lambda: run.engine.load_weights(trainer.model, 0)),
+        sync=seconds_of(world, lambda: sync(run)),
         exchange=seconds_of(world, lambda: [parallel.gather_objects(world, ([], {})) for _ in range(50)]) / 50,
         short_round=seconds_of(world, lambda: roll_out(run, plan, Race(plan), Clock())),
     )
