@@ -15,7 +15,8 @@ the expression task, 5 % of which never end (limits 0.1 to 1 s, for steps take s
 prompts, and equally many samples. `speedup_all` is step time of the first over that of the last, all steps together.
 
 Before them TRL's GRPOTrainer takes the first period's steps: same model, prompts, lengths, texts, graders and cores, as
-many processes. `ratio_trl` is its step time over that of all parts, for the same samples.
+many processes. `ratio_trl` is its step time over that of all parts, for as many samples of the same prompts: all parts
+race, so theirs are shorter. It runs before, not in turns.
 """
 
 import argparse
@@ -80,7 +81,7 @@ class Size:
 
 
 CASE_SECONDS = 1.0  # the longest that a test case may take
-TRL_MICRO_BATCH = 2  # its fastest here: a step with a longest response took 74, 77, 90, 103 s with 1, 2, 4, 16
+TRL_MICRO_BATCH = 2  # a step with a longest response took 74, 77, 90, 103 s with 1, 2, 4, 16; without, 7.9, 7.5, 8.5 s
 FULL, QUICK = Size(128, 4, 1 / 8, 8, 8), Size(128, 4, 1 / 64, 8, 8)
 
 

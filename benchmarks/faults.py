@@ -190,7 +190,7 @@ def cut(args: tuple) -> None:
 
 def full(args: tuple) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, most))  # a third of the weights
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, most))  # a part of the weights
 
 
 def readonly(args: tuple) -> None:
