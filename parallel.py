@@ -29,8 +29,6 @@ from config import ConfigError
 BUCKET_BYTES = 64 * 2**20
 FRAME_BYTES, HEAD_BYTES = 8 * 2**10, 8  # of the first collective of `gather_objects`, and its count of bytes
 SIZES = (1, 2, 4, 8)  # of tensor-parallel groups
-
-
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
@@ -55,7 +53,7 @@ def keep_memory() -> None:
     """Have glibc keep freed memory for the next tensors, unless the user's own MALLOC_... variables say what to do.
 
     Else it takes every large one from the system, page fault by page fault: up to a third of a large update (7,400
-    tokens, 20M parameters). The price: between steps a process holds what it held at its peak.
+    tokens, 6M parameters). The price: between steps a process holds what it held at its peak.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version") and not any(name.startswith("MALLOC_") for name in os.environ):

@@ -312,7 +312,7 @@ class Engine:
                 break  # seen before the context is built and compared, step after step
             context = sequence.prompt_ids + tuple(sequence.token_ids)
             prefill = self.prefills.get(context)
-            siblings = () if prefill or sequence.token_ids else self.running  # what is resumed is computed again
+            siblings = () if sequence.token_ids else self.running  # what is resumed is computed again
             donor = prefill.leader if prefill else next((s for s in siblings if s.prompt_ids == context), None)
             # Pages that the newcomer only reads. A late one decodes the prompt's last token again, for its logits.
             known = len(context) - (prefill is None)

@@ -194,24 +194,24 @@ def test_a_wrong_profile_is_found_out_but_not_by_one_slow_round() -> None:
     assert set(sizes[:first]) == {2} and first == PATIENCE and set(sizes[first:]) == {1}, sizes
 
 
-def test_a_wrong_profile_is_found_out_on_a_machine_that_is_faster_than_it() -> None:
+def sizes_when_the_profile_is_wrong_by(factor: dict[int, float], rounds: int) -> list[int]:
+    """Return the sizes that are chosen where rounds take `factor` times what a profile of equal sizes says."""
     p = planner("predict", sizes=(1, 2), ranks=2, profile=profile_of({1: 1e-3, 2: 1e-3}))
     sizes = []
-    for _ in range(PATIENCE + 5):
+    for _ in range(rounds):
         sizes.append(p.choose("short", LAUNCH).size)
-        factor = {1: 0.5, 2: 0.05}[sizes[-1]]
-        p.observe("short", Report(0, factor * p._seconds(sizes[-1], LAUNCH, (300,) * 64), (300,) * 64))
+        simulated = p._seconds(sizes[-1], LAUNCH, (300,) * 64)
+        p.observe("short", Report(0, factor[sizes[-1]] * simulated, (300,) * 64))
+    return sizes
+
+
+def test_a_wrong_profile_is_found_out_on_a_machine_that_is_faster_than_it() -> None:
+    sizes = sizes_when_the_profile_is_wrong_by({1: 0.5, 2: 0.05}, PATIENCE + 5)
     assert sizes[:PATIENCE] == [1] * PATIENCE and sizes[-1] == 2, sizes
 
 
 def test_a_size_that_was_tried_in_vain_is_left_after_one_round() -> None:
-    p = planner("predict", sizes=(1, 2), ranks=2, profile=profile_of({1: 1e-3, 2: 1e-3}))
-    sizes = []
-    for _ in range(PATIENCE + 8):
-        sizes.append(p.choose("short", LAUNCH).size)
-        factor = {1: 2.0, 2: 6.0}[sizes[-1]]
-        p.observe("short", Report(0, factor * p._seconds(sizes[-1], LAUNCH, (300,) * 64), (300,) * 64))
-    assert sizes == [1] * PATIENCE + [2] + [1] * 7
+    assert sizes_when_the_profile_is_wrong_by({1: 2.0, 2: 6.0}, PATIENCE + 8) == [1] * PATIENCE + [2] + [1] * 7
 
 
 def test_a_slow_machine_is_no_reason_to_try_what_the_profile_says_is_slower() -> None:

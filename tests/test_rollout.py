@@ -443,7 +443,7 @@ def test_a_late_response_is_not_stopped_by_what_its_row_held_before(model, tiny_
 
 
 @kinds
-def test_a_resumed_response_is_not_taken_for_a_sibling_of_an_equal_prompt(model, oracle, kind) -> None:
+def test_a_resumed_response_is_not_taken_for_a_sibling_of_an_equal_prompt(model, kind) -> None:
     prompt, key = tuple(range(20, 30)), sample_key(0, 0, 0, 0)
     engine = make_engine(model, kind=kind)
     whole = generate(engine, [Sequence(0, 0, 0, prompt, key, 20)])[0, 0, 0]
