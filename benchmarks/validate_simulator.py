@@ -6,10 +6,10 @@ Really run: train.py's step (plan, regroup, rollout with windows and grading, tr
 random weights. Each response has a length of its own, whatever the policy, shaped like the paper's
 (benchmarks/tail_batching.py). Runs take turns, step by step. Simulated: simulate.py with the same settings, prompts,
 lengths and policies, the sizes that the real planner chose, the seconds of the stream trainer's moves, and with what
-was measured before the first step and again after the last: profiler.py's decode and prefill times, batches of
-training, an exchange of events, a weight sync, a response. Nothing is fitted to the steps themselves;
-but training is a line through two updates of as many samples, so of it little is predicted. All times, of
-runs too, are medians of some. Run it alone: on a busy machine errors are several times as large.
+was measured before and after each turn of all kinds, for a shared machine's speed changes: profiler.py's decode and
+prefill times, batches of training, an exchange of events, a weight sync, a round of short responses. Nothing is fitted
+to the steps themselves; but training is a line through two updates of as many samples, so of it little is predicted.
+All times, of runs too, are medians of some. Run it alone: on a busy machine errors are several times as large.
 
 A kind's error is that of each step's seconds, without sign, in the mean over its steps; `..._rollout` that of rollouts.
 """
@@ -33,17 +33,17 @@ from tail_batching import PERIOD, RANKS, Trace, in_turn, on_ranks, progress_bar
 import parallel
 from config import load_config
 from core import Prompt, PromptId, RoundPlan, SampleId
-from costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
+from costs import BYTES, Costs, Efficiency, Hardware, Shape
 from metrics import Clock
 from parallel import World
 from placement import assign_by_load
 from planner import Choice, Launch, Profile, Report, SizeProfile
-from profiler import make_profile
+from profiler import make_profile, measure
 from rollout import EngineStats
 from scheduler import Race
 from sequence import Sequence
 from settings import MODELS, Config
-from simulate import ClusterConfig, GradingConfig, ModelFile, Simulation, SimulationConfig
+from simulate import ClusterConfig, GradingConfig, ModelFile, Rollout, Simulation, SimulationConfig
 from train import Run, build, group_advantages, learn, regroup, roll_out
 from trainer import Example
 from warm_start import ensure_model
@@ -53,7 +53,7 @@ SETTINGS = [
     "--data.train=hailstone",
     "--data.eval_prompts=0",
     "--warm_start.steps=0",
-    "--warm_start.hidden_size=256",
+    "--warm_start.hidden_size=128",
     "--warm_start.num_layers=6",
     "--scheduler.num_prompts=8",
     "--scheduler.num_responses=8",
@@ -95,16 +95,20 @@ class Side:
 
 
 class Given:
-    """The trace's lengths for the prompts of a real run."""
+    """Lengths that only depend on the names of responses, for the prompts of a real run."""
 
-    def __init__(self, trace: Trace, prompts: list[Prompt]):
-        self.trace, self.known, self.limit = trace, prompts, trace.limit
+    def __init__(self, length: Callable[[SampleId], int], prompts: list[Prompt], limit: int):
+        self.length, self.known, self.limit = length, prompts, limit
 
     def prompts(self, count: int) -> list[Prompt]:
         return self.known
 
     def lengths(self, id: PromptId, count: int, visit: int) -> list[int]:
-        return [self.trace.length((*id, r)) for r in range(count)]
+        return [self.length((*id, r)) for r in range(count)]
+
+
+def contexts(trace: Trace) -> tuple[int, ...]:
+    return 16, trace.limit // 4, trace.limit // 2
 
 
 def give_lengths(run: Run, length: Callable[[SampleId], int]) -> None:
@@ -177,24 +181,36 @@ class Machine:
     train: tuple[float, float]  # an update of COUNT responses without their tail, and with it
     sync: float
     exchange: float
-    short_round: float  # COUNT responses of SHORT tokens
-
-    def mean(self, other: "Machine") -> "Machine":
-        """Return the mean of both times of each."""
-        sizes = {
-            n: replace(
-                p,
-                decode=tuple((b, c, (t + u) / 2) for (b, c, t), (_, _, u) in zip(p.decode, other.sizes[n].decode)),
-                prefill=tuple((c, (t + u) / 2) for (c, t), (_, u) in zip(p.prefill, other.sizes[n].prefill)),
-            )
-            for n, p in self.sizes.items()
-        }
-        train = tuple((t + u) / 2 for t, u in zip(self.train, other.train))
-        rest = ((getattr(self, key) + getattr(other, key)) / 2 for key in ("sync", "exchange", "short_round"))
-        return Machine(sizes, train, *rest)
+    short_round: dict[int, float]  # a round of short responses, at each tensor-parallel size
 
 
-COUNT, SHORT = 64, 2
+def mean_of(machines: list[Machine]) -> Machine:
+    """Return the mean of each time."""
+    first, each = machines[0], zip(*(m.sizes.values() for m in machines), strict=True)
+    sizes = {
+        n: replace(
+            first.sizes[n],
+            decode=tuple((*rows[0][:2], mean(t for *_, t in rows)) for rows in zip(*(p.decode for p in profiles))),
+            prefill=tuple((rows[0][0], mean(t for _, t in rows)) for rows in zip(*(p.prefill for p in profiles))),
+        )
+        for n, profiles in zip(first.sizes, each, strict=True)
+    }
+    train = tuple(map(mean, zip(*(m.train for m in machines))))
+    short_round = {n: mean(m.short_round[n] for m in machines) for n in sizes}
+    return Machine(sizes, train, mean(m.sync for m in machines), mean(m.exchange for m in machines), short_round)
+
+
+COUNT = 64  # responses of an update
+
+
+def short(id: SampleId) -> int:
+    return 2 + sum(id[1:]) % 16
+
+
+def short_plan(run: Run) -> RoundPlan:
+    """Return what a short round launches, with nobody to lose it."""
+    prompts = tuple((-1, prompt) for prompt in run.stream.prompts[:10])
+    return RoundPlan("short", prompts, 10, keep_prompts=10, keep_responses=10)
 
 
 def batch(trace: Trace, with_tail: bool) -> list[int]:
@@ -216,17 +232,25 @@ def sync(run: Run) -> None:
     run.engine.regroup(run.engine.parallel)
 
 
-def measure_machine(run: Run, trace: Trace, sizes: dict[int, SizeProfile]) -> Machine:
-    """Measure what the profile does not tell: training, weight sync, exchange of events, a short round. Collective."""
+def measure_machine(run: Run, trace: Trace) -> Machine:
+    """Measure the profile and what it does not tell: training, weight sync, events, short rounds. Collective."""
     world = run.world
-    plan = RoundPlan("long", tuple((-1, prompt) for prompt in run.stream.prompts[:8]), 8, 8, 8)
-    give_lengths(run, lambda id: SHORT)
+    sizes = measure(run.engine, run.groups, world, contexts(trace))
+    plan = short_plan(run)
+
+    def short_round(size: int) -> float:
+        run.engine.regroup(run.groups[size])
+        give_lengths(run, short)
+        seconds = seconds_of(world, lambda: roll_out(run, plan, Race(plan), Clock()))
+        del run.engine.add
+        return seconds
+
     return Machine(
         sizes,
+        short_round={size: short_round(size) for size in sorted(sizes, reverse=True)},
         train=tuple(seconds_of(world, lambda t=t: update(run, trace, t)) for t in (False, True)),
-        sync=seconds_of(world, lambda: sync(run)),
+        sync=seconds_of(world, lambda: sync(run)),  # of replicas of one rank
         exchange=seconds_of(world, lambda: [parallel.gather_objects(world, ([], {})) for _ in range(50)]) / 50,
-        short_round=seconds_of(world, lambda: roll_out(run, plan, Race(plan), Clock())),
     )
 
 
@@ -235,18 +259,13 @@ def costs_of(machine: Machine, run: Run, trace: Trace) -> tuple[Hardware, ModelF
     shape, ranks = run.trainer.model.shape, run.world.size
     parameters = sum(p.numel() for p in run.trainer.model.parameters())
     dense = Shape(parameters, shape.num_layers, shape.hidden_size, shape.num_kv_heads, shape.head_dim)
-    plain = Efficiency(train=1.0, passes=3.0, train_seconds=0.0, rollout_seconds=0.0)
+    plain = Efficiency(train=1.0, passes=3.0, train_seconds=0.0, rollout_seconds=0.0, streamable=1.0)
     one = Costs(Hardware(flops=1.0), dense, plain)
     work = [one.train([n + 8 for n in batch(trace, with_tail)], ranks) for with_tail in (False, True)]
     slope = max(machine.train[1] - machine.train[0], 1e-3) / (work[1] - work[0])
     hardware = Hardware(flops=1 / slope, network=parameters * BYTES / machine.sync)
     known = replace(plain, train_seconds=max(machine.train[1] - work[1] * slope, 0.0), window_seconds=machine.exchange)
-    # What the short round took beyond its prefill and its steps is what a response takes whatever its length.
-    costs = Measured(hardware, dense, known, 1, machine.sizes[1], run.config.rollout.page_size)
-    size, prompts = len(run.stream.prompts[0].token_ids), 8 // ranks
-    expected = prompts * costs.prefill(size) + costs.decode(8 * prompts, 8 * prompts * size, SHORT)
-    response = max(machine.short_round - expected, 0.0) / (8 * prompts)
-    return hardware, ModelFile(dense, replace(known, response_seconds=response))
+    return hardware, ModelFile(dense, known)
 
 
 def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -258,8 +277,7 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
         folder = Path(parallel.broadcast_object(world, stack.enter_context(tempfile.TemporaryDirectory())))
         base = load_config(Config, None, settings)
         source = ensure_model(base.warm_start, base.data.train, MODELS, world)
-        contexts = 16, trace.limit // 4, trace.limit // 2
-        profile = make_profile(base, source, world, contexts)
+        profile = make_profile(base, source, world, contexts(trace))
         if world.is_main:
             profile.save(folder / "profile.json")
         parallel.barrier(world)
@@ -276,8 +294,8 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
             return run
 
         stack_of_runs: list[Run] = []
-        spare = start("synchronous")
-        machine = measure_machine(spare, trace, profile.sizes)
+        spare = start("elastic")
+        machines = [measure_machine(spare, trace)]
         sides = [Side(name, [start(name) for _ in range(repeats)]) for name in KINDS]
         for run in stack_of_runs[1:]:
             give_lengths(run, trace.length)
@@ -287,10 +305,8 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
                 bar.set_postfix_str(side.name)
                 play_step(side, periods * PERIOD - turn)
                 bar.update()
-        again = make_profile(base, source, world, contexts)
-        machine = machine.mean(measure_machine(spare, trace, again.sizes))
-        hardware, model = costs_of(machine, spare, trace)
-        result = report(sides, hardware, model, Profile({}, machine.sizes), trace) if world.is_main else {}
+            machines.append(measure_machine(spare, trace))
+        result = report(sides, machines, spare, trace) if world.is_main else {}
         parallel.barrier(world)  # before rank 0 removes the folder
         return result
 
@@ -298,9 +314,9 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
 # ---- simulated ----------------------------------------------------------------------------------------------------
 
 
-def simulated(side: Side, hardware: Hardware, model: ModelFile, profile: Profile, trace: Trace) -> list[dict[str, Any]]:
-    """Return the simulator's records of a contender's steps."""
-    run, config = side.runs[0], side.runs[0].config
+def simulation_of(run: Run, sizes: list[int], length: Callable, machine: Machine, trace: Trace) -> Simulation:
+    """Return a simulation of a run's settings and prompts on what was measured, with the planner's choices."""
+    config = run.config
     cluster = ClusterConfig(
         gpus=run.world.size,
         tensor_parallel=config.rollout.tensor_parallel,
@@ -311,24 +327,40 @@ def simulated(side: Side, hardware: Hardware, model: ModelFile, profile: Profile
     )
     grading = GradingConfig(rule_seconds=1e-3)
     parts = SimulationConfig(cluster, config.scheduler, grading, config.stream, config.planner)
-    model = replace(model, efficiency=replace(model.efficiency, streamable=1.0))
-    simulation = Simulation(parts, model, hardware, Given(trace, run.stream.prompts), profile)
-    simulation.planner = Recalled(side.sizes)
+    hardware, model = costs_of(machine, run, trace)
+    lengths = Given(length, run.stream.prompts, trace.limit)
+    simulation = Simulation(parts, model, hardware, lengths, Profile({}, machine.sizes))
+    simulation.planner = Recalled(sizes)
+    return simulation
+
+
+def simulated(side: Side, machine: Machine, spare: Run, trace: Trace) -> list[dict[str, Any]]:
+    """Return the simulator's records of a contender's steps."""
+    run = side.runs[0]
+    simulation = simulation_of(run, side.sizes, trace.length, machine, trace)
+    for size, costs in simulation.costs_of.items():
+        # What a short round took beyond what is simulated is what a response takes whatever its length.
+        plan = short_plan(spare)
+        rollout = Rollout(simulation_of(spare, [size], short, machine, trace), plan, 0)
+        rollout.play(Race(plan))
+        beyond = max(machine.short_round[size] - rollout.seconds, 0.0) * (run.world.size // size)
+        costs.efficiency = replace(costs.efficiency, response_seconds=beyond / len(rollout.lengths))
     if run.streaming:
         simulation.stream.switch = run.streaming.policy.switch  # seconds of the newest move
     return simulation.run()
 
 
-def report(sides: list[Side], hardware: Hardware, model: ModelFile, profile: Profile, trace: Trace) -> dict[str, Any]:
+def report(sides: list[Side], machines: list[Machine], spare: Run, trace: Trace) -> dict[str, Any]:
     """Print simulated and measured seconds of every step; return the metrics."""
-    e, errors = model.efficiency, {}
-    print(
-        f"measured: {hardware.flops / 1e9:.1f} GFLOP/s of training, {1000 * e.train_seconds:.0f} ms an update, ", end=""
-    )
-    print(f"{1000 * e.window_seconds:.2f} ms an exchange, {1000 * e.response_seconds:.2f} ms a response")
+    errors: dict[str, list[tuple[float, float]]] = {}
+    m = mean_of(machines)
+    shorts = ", ".join(f"{1000 * t:.0f} ms at TP {n}" for n, t in m.short_round.items())
+    print(f"measured, means: an update {m.train[0]:.2f} and {m.train[1]:.2f} s, an exchange ", end="")
+    print(f"{1000 * m.exchange:.2f} ms, a sync {1000 * m.sync:.0f} ms, a short round {shorts}")
     print("simulated / measured seconds")
+    turns = [mean_of([*pair]) for pair in zip(machines, machines[1:])]
     for side in sides:
-        records = simulated(side, hardware, model, profile, trace)
+        records = [simulated(side, machine, spare, trace)[i] for i, machine in enumerate(turns)]
         pairs = {
             stage: [(r["seconds"][stage], s[stage]) for r, s in zip(records, side.seconds, strict=True)]
             for stage in ("step", "rollout", "train")
