@@ -424,6 +424,7 @@ def test_a_late_sibling_takes_the_prompt_over_and_computes_nothing(model, oracle
     engine = make_engine(model, max_running=2, page_size=8, kind=kind)
     samples = generate(engine, group)
     assert engine.stats.prefilled_tokens == length and engine.stats.shared_tokens == length + 4 * (length - 1)
+    assert engine.stats.decoded_tokens == sum(s.max_new_tokens for s in group) - 2  # two were there for the prefill
     for s in group:
         assert samples[s.id].token_ids == oracle(s.prompt_ids, s.key, SamplingConfig(), s.max_new_tokens)
 

@@ -239,6 +239,7 @@ def test_work_is_kept_when_half_of_the_replicas_leave() -> None:
     assert on.trained == off.trained
     assert [r["tokens"] for r in on.records] == [r["tokens"] for r in off.records]
     assert all(r["stream"]["prompts"] > 0 and r["round"]["migrated"] > 0 for r in on.records)
+    assert all(0.5 <= r["stream"]["at"] < 0.6 for r in on.records)  # in the window in which half is complete
     decoded = [sum(r["engine"]["decoded_tokens"] for r in run.records) for run in (on, off)]
     assert decoded[0] == decoded[1]
 
