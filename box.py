@@ -3,10 +3,11 @@
 caller (sandbox.py) --> keeper --> [first process of the namespaces -->] the program, a fresh interpreter
 
 The keeper never runs the program's code, and it is the end of every process below it: when the program ends, when
-the caller says so (SIGTERM), and when the caller dies. Linux only; standard library only; run by path, so that
-nothing of the trainer is loaded.
+the caller says so (SIGTERM), and when the caller dies. Linux only; standard library only; nothing of the trainer is
+loaded. Programs are short, so a keeper has to start fast.
 """
 
+import _signal as signal  # without the enumerations of `signal`, which take a third of a keeper's start
 import builtins
 import ctypes
 import itertools
@@ -14,7 +15,6 @@ import marshal
 import operator
 import os
 import resource
-import signal
 import sys
 import time
 import types
@@ -26,6 +26,8 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 STRAY_UIDS = range(61184, 65520)  # no account has them
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class _Stop(Exception):
@@ -182,7 +184,7 @@ def _say(report: int, *words: object) -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function = getattr(LIBC, name)
     # prctl is variadic: its arguments are of full width
     if function(*(ctypes.c_ulong(a) if isinstance(a, int) and name != "umount2" else a for a in arguments)) == -1:
         number = ctypes.get_errno()
@@ -307,7 +309,7 @@ class Wire:
     """Lines of JSON between the two processes. One asks, the other answers; objects stay where they are."""
 
     def __init__(self, reads: int, writes: int):
-        import json  # here, because a keeper has to start fast
+        import json  # here, because a keeper does without
 
         self.json = json
         self.reads, self.writes = os.fdopen(reads, encoding="utf-8"), os.fdopen(writes, "w", encoding="utf-8")
@@ -402,14 +404,17 @@ def check(wire: Wire) -> None:
     exec(code, {"__name__": "test", **names})
 
 
+def main(spec: int) -> None:
+    """Be the keeper of what an open file describes."""
+    with os.fdopen(spec, "rb") as file:
+        description = marshal.load(file)
+    keep(description)  # with the file closed: the program must not inherit it
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "keep":
-        with os.fdopen(int(sys.argv[2]), "rb") as _file:
-            _spec = marshal.load(_file)
-        keep(_spec)  # with the file closed: the program must not inherit it
-    else:
-        _wire = Wire(int(sys.argv[2]), int(sys.argv[3]))
-        try:
-            {"serve": serve, "check": check}[sys.argv[1]](_wire)
-        except SystemExit as _error:
-            raise RuntimeError("a test must not exit") from _error
+    _wire = Wire(int(sys.argv[2]), int(sys.argv[3]))
+    try:
+        {"serve": serve, "check": check}[sys.argv[1]](_wire)
+    except SystemExit as _error:
+        raise RuntimeError("a test must not exit") from _error

@@ -28,6 +28,7 @@ import box
 SETUP_SECONDS = 20.0  # for the box itself, before the program starts: a machine may be very busy
 OVERHEAD_SECONDS = 2 * SETUP_SECONDS + 20.0  # at most, beside the program's own time: two boxes made and removed
 TICK = 0.1  # seconds between looks at memory and number of processes
+KEEPER = "import sys; sys.path.append({folder!r}); import box; box.main({spec})"  # imported: a script is compiled again
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ class _Box:
             _fill(spec, marshal.dumps(description))
             _fill(text, stdin.encode(errors="surrogatepass"))
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", box.__file__, "keep", str(spec)],
+                [sys.executable, "-I", "-S", "-c", KEEPER.format(folder=os.path.dirname(box.__file__), spec=spec)],
                 stdin=text,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
