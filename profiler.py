@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from pathlib import Path
 from random import Random
@@ -42,11 +43,17 @@ def make_profile(config: Config, folder: Path, world: World, contexts: List[int]
     return Profile(made_on, measure(engine, groups, world, contexts))
 
 
-def measure(engine: Engine, groups: Groups, world: World, contexts: List[int] = ()) -> dict[int, SizeProfile]:
+def measure(
+    engine: Engine,
+    groups: Groups,
+    world: World,
+    contexts: List[int] = (),
+    of_ranks: Callable[[List[float]], float] = max,
+) -> dict[int, SizeProfile]:
     """Return what an idle engine does in groups of each of its sizes, at 1, 4, 16 .. sequences. Collective.
 
     `contexts`: tokens of each sequence, by default a longest sequence, a quarter and a sixteenth of it. All replicas
-    work side by side, as they do in a rollout; the slowest rank counts.
+    work side by side, as they do in a rollout. `of_ranks`: what counts of the seconds of all ranks, here the slowest.
     """
     batches = sorted({min(4**i, engine.config.max_running) for i in range(8)})
     longest = engine.config.max_prompt_tokens + engine.config.max_response_tokens
@@ -63,8 +70,8 @@ def measure(engine: Engine, groups: Groups, world: World, contexts: List[int] = 
         for point in tqdm(points, desc=f"tensor parallel {size}", disable=None if world.is_main else True):
             for _ in range(2 if engine.graphs else 1):  # the first time captures graphs
                 seconds = parallel.gather_objects(world, point.measure(world))
-            prefill[point.nominal] = point.context, max(s for s, _ in seconds)
-            decode.append((point.batch, point.context, max(s for _, s in seconds)))
+            prefill[point.nominal] = point.context, of_ranks([s for s, _ in seconds])
+            decode.append((point.batch, point.context, of_ranks([s for _, s in seconds])))
         sizes[size] = SizeProfile(num_pages, tuple(decode), tuple(sorted(prefill.values())))
     return sizes
 

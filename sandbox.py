@@ -199,10 +199,11 @@ class _Box:
                 "command": command,
                 "limits": _rlimits(limits),
             }
+            keeper = KEEPER.format(folder=os.path.dirname(box.__file__), spec=spec)
             _fill(spec, marshal.dumps(description))
             _fill(text, stdin.encode(errors="surrogatepass"))
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", KEEPER.format(folder=os.path.dirname(box.__file__), spec=spec)],
+                [sys.executable, "-I", "-S", "-B", "-c", keeper],
                 stdin=text,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -94,7 +94,8 @@ class Rollout:
         self.run, self.plan, self.visit, self.costs = run, plan, visit, run.choose(plan)
         count = c.cluster.gpus // self.costs.tp
         longest = max((len(p.token_ids) for _, p in plan.prompts), default=0) + run.limit
-        self.replicas = [Replica(self.costs, c.cluster.max_running, c.cluster.page_size, longest) for _ in range(count)]
+        limits = c.cluster.max_running, c.cluster.page_size, longest
+        self.replicas = [Replica(run.costs_at(i, self.costs.tp), *limits) for i in range(count)]
         self.freed: list[Replica] = []
         self.placement = Placement(count)
         self.iteration = self.windows = self.turns = self.migrated = 0
@@ -274,6 +275,10 @@ class Simulation:
             launch = Launch(len(plan.prompts) * plan.num_responses, tokens, plan.num_responses)
             self.costs = self.costs_of[self.planner.choose(plan.kind, launch).size]
         return self.costs
+
+    def costs_at(self, replica: int, size: int) -> Costs:
+        """Return the costs of one replica of a tensor-parallel size. All are alike."""
+        return self.costs_of[size]
 
     def reward(self, id: SampleId) -> float:
         return float(Random(f"reward {self.config.cluster.seed} {id}").random() < self.model.lengths.solved)

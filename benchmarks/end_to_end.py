@@ -108,7 +108,7 @@ def settings(size: Size, folder: Path, index: int, periods: int) -> Config:
         "data.eval_prompts": 0,
         "scheduler.num_prompts": size.prompts,
         "scheduler.num_responses": size.responses,
-        "scheduler.window_iterations": 4,
+        "scheduler.window_iterations": max(round(size.trace.median / 4), 1),  # at full size the default, 16
         "rollout.max_prompt_tokens": 64,
         "rollout.max_response_tokens": size.trace.limit,
         "trainer.lr": 1e-5,
@@ -181,7 +181,7 @@ def play(size: Size, periods: int, world: World) -> list[Side]:
         sides = make_sides(size, folder, periods, world, stack)
         bar = stack.enter_context(progress_bar("end to end", periods * PERIOD * len(sides), world))
         for turn in range(periods * PERIOD):
-            for side in in_turn(sides, turn):
+            for side in in_turn(sides, turn + turn // PERIOD):  # else one side would begin every long round
                 bar.set_postfix_str(side.name)
                 parallel.barrier(world)
                 record = train.take_step(side.run, Clock())
@@ -286,7 +286,7 @@ def main() -> int:
 
     def run(world: World) -> None:
         size = QUICK if arguments.quick else FULL
-        sides = play(size, 1 if arguments.quick else 3, world)
+        sides = play(size, 1 if arguments.quick else 4, world)
         if world.is_main:
             lengths = f"{size.trace.median:.0f} tokens in the median, {size.trace.limit} at most"
             samples = f"{size.prompts} x {size.responses} samples of {lengths}"

@@ -5,11 +5,12 @@
 Really run: train.py's step (plan, regroup, rollout with windows and grading, training, weight sync) with a model of
 random weights. Each response has a length of its own, whatever the policy, shaped like the paper's
 (benchmarks/tail_batching.py). Runs take turns, step by step. Simulated: simulate.py with the same settings, prompts,
-lengths and policies, the sizes that the real planner chose, the seconds of the stream trainer's moves, and with what
-was measured before and after each turn of all kinds, for a shared machine's speed changes: profiler.py's decode and
-prefill times, batches of training, an exchange of events, a weight sync, a round of short responses. Nothing is fitted
-to the steps themselves; but training is a line through two updates of as many samples, so of it little is predicted.
-All times, of runs too, are medians of some. Run it alone: on a busy machine errors are several times as large.
+lengths and policies, the sizes that the real planner chose, the seconds of a stream trainer's move, and with what was
+measured before and after each turn of all kinds, for a shared machine's speed changes: profiler.py's decode and
+prefill times of each rank, batches of training, an exchange of events, a weight sync, a round of short responses.
+From the steps themselves come only the sizes chosen and the seconds of the newest move. Training is a line through two
+updates of as many samples, so of it little is predicted. Most times, those of runs too, are medians of some. Run it
+alone: on a busy machine errors are several times as large. The model is small, so that ranks do not fight for a cache.
 
 A kind's error is that of each step's seconds, without sign, in the mean over its steps; `..._rollout` that of rollouts.
 """
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -175,9 +177,9 @@ def seconds_of(world: World, work: Callable[[], Any], times: int = 3) -> float:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured of it, in seconds, each on the slowest rank."""
+    """What was measured of it, in seconds, all but the profiles on the slowest rank."""
 
-    sizes: dict[int, SizeProfile]
+    ranks: list[dict[int, SizeProfile]]  # of each rank, by tensor-parallel size: cores of a shared machine differ
     train: tuple[float, float]  # an update of COUNT responses without their tail, and with it
     sync: float
     exchange: float
@@ -186,18 +188,20 @@ class Machine:
 
 def mean_of(machines: list[Machine]) -> Machine:
     """Return the mean of each time."""
-    first, each = machines[0], zip(*(m.sizes.values() for m in machines), strict=True)
-    sizes = {
-        n: replace(
-            first.sizes[n],
-            decode=tuple((*rows[0][:2], mean(t for *_, t in rows)) for rows in zip(*(p.decode for p in profiles))),
-            prefill=tuple((rows[0][0], mean(t for _, t in rows)) for rows in zip(*(p.prefill for p in profiles))),
-        )
-        for n, profiles in zip(first.sizes, each, strict=True)
-    }
+    ranks = [mean_profile(own) for own in zip(*(m.ranks for m in machines), strict=True)]
     train = tuple(map(mean, zip(*(m.train for m in machines))))
-    short_round = {n: mean(m.short_round[n] for m in machines) for n in sizes}
-    return Machine(sizes, train, mean(m.sync for m in machines), mean(m.exchange for m in machines), short_round)
+    short_round = {n: mean(m.short_round[n] for m in machines) for n in machines[0].short_round}
+    return Machine(ranks, train, mean(m.sync for m in machines), mean(m.exchange for m in machines), short_round)
+
+
+def mean_profile(known: List[dict[int, SizeProfile]]) -> dict[int, SizeProfile]:
+    sizes = {}
+    for n in known[0]:
+        profiles = [profile[n] for profile in known]
+        decode = (((*rows[0][:2], mean(t for *_, t in rows))) for rows in zip(*(p.decode for p in profiles)))
+        prefill = ((rows[0][0], mean(t for _, t in rows)) for rows in zip(*(p.prefill for p in profiles)))
+        sizes[n] = replace(profiles[0], decode=tuple(decode), prefill=tuple(prefill))
+    return sizes
 
 
 COUNT = 64  # responses of an update
@@ -235,18 +239,21 @@ def sync(run: Run) -> None:
 def measure_machine(run: Run, trace: Trace) -> Machine:
     """Measure the profile and what it does not tell: training, weight sync, events, short rounds. Collective."""
     world = run.world
-    sizes = measure(run.engine, run.groups, world, contexts(trace))
+    sizes = measure(run.engine, run.groups, world, contexts(trace), of_ranks=lambda seconds: seconds[world.rank])
     plan = short_plan(run)
 
     def short_round(size: int) -> float:
         run.engine.regroup(run.groups[size])
         give_lengths(run, short)
-        seconds = seconds_of(world, lambda: roll_out(run, plan, Race(plan), Clock()))
+        clocks = [Clock() for _ in range(3)]
+        for clock in clocks:
+            parallel.barrier(world)
+            roll_out(run, plan, Race(plan), clock)
         del run.engine.add
-        return seconds
+        return median(max(parallel.gather_objects(world, clock.take()["rollout"])) for clock in clocks)
 
     return Machine(
-        sizes,
+        parallel.gather_objects(world, sizes),
         short_round={size: short_round(size) for size in sorted(sizes, reverse=True)},
         train=tuple(seconds_of(world, lambda t=t: update(run, trace, t)) for t in (False, True)),
         sync=seconds_of(world, lambda: sync(run)),  # of replicas of one rank
@@ -301,7 +308,7 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
             give_lengths(run, trace.length)
         bar = stack.enter_context(progress_bar("steps", periods * PERIOD * len(sides), world))
         for turn in range(periods * PERIOD):
-            for side in in_turn(sides, turn):
+            for side in in_turn(sides, turn + turn // PERIOD):  # else one side would begin every long round
                 bar.set_postfix_str(side.name)
                 play_step(side, periods * PERIOD - turn)
                 bar.update()
@@ -314,7 +321,18 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
 # ---- simulated ----------------------------------------------------------------------------------------------------
 
 
-def simulation_of(run: Run, sizes: list[int], length: Callable, machine: Machine, trace: Trace) -> Simulation:
+class Uneven(Simulation):
+    """A simulation whose replicas are as fast as the ranks that they stand for."""
+
+    def __init__(self, machine: Machine, *arguments: Any):
+        self.own = [Simulation(*arguments, Profile({}, sizes)).costs_of for sizes in machine.ranks]
+        super().__init__(*arguments, Profile({}, mean_profile(machine.ranks)))
+
+    def costs_at(self, replica: int, size: int) -> Costs:
+        return self.own[replica * size][size]
+
+
+def simulation_of(run: Run, sizes: list[int], length: Callable, machine: Machine, trace: Trace) -> Uneven:
     """Return a simulation of a run's settings and prompts on what was measured, with the planner's choices."""
     config = run.config
     cluster = ClusterConfig(
@@ -329,7 +347,7 @@ def simulation_of(run: Run, sizes: list[int], length: Callable, machine: Machine
     parts = SimulationConfig(cluster, config.scheduler, grading, config.stream, config.planner)
     hardware, model = costs_of(machine, run, trace)
     lengths = Given(length, run.stream.prompts, trace.limit)
-    simulation = Simulation(parts, model, hardware, lengths, Profile({}, machine.sizes))
+    simulation = Uneven(machine, parts, model, hardware, lengths)
     simulation.planner = Recalled(sizes)
     return simulation
 
@@ -338,13 +356,14 @@ def simulated(side: Side, machine: Machine, spare: Run, trace: Trace) -> list[di
     """Return the simulator's records of a contender's steps."""
     run = side.runs[0]
     simulation = simulation_of(run, side.sizes, trace.length, machine, trace)
-    for size, costs in simulation.costs_of.items():
-        # What a short round took beyond what is simulated is what a response takes whatever its length.
-        plan = short_plan(spare)
+    plan = short_plan(spare)
+    for size in machine.short_round:
+        # What a short round took beyond what is simulated is put down to its responses: admission, end, text, events.
         rollout = Rollout(simulation_of(spare, [size], short, machine, trace), plan, 0)
         rollout.play(Race(plan))
         beyond = max(machine.short_round[size] - rollout.seconds, 0.0) * (run.world.size // size)
-        costs.efficiency = replace(costs.efficiency, response_seconds=beyond / len(rollout.lengths))
+        for own in simulation.own:
+            own[size].efficiency = replace(own[size].efficiency, response_seconds=beyond / len(rollout.lengths))
     if run.streaming:
         simulation.stream.switch = run.streaming.policy.switch  # seconds of the newest move
     return simulation.run()

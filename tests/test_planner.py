@@ -227,15 +227,18 @@ def test_a_slow_machine_is_no_reason_to_try_what_the_profile_says_is_slower() ->
         ([1.0] * 9, [4.0], 2.0),  # half of it, in logarithms
         ([1.0] * 9, [4.0] * 2, 2.0),
         ([1.0] * 9, [4.0] * 3, 4.0),
+        ([1.0] * 9, [1.0] * 4 + [4.0] * 3, 4.0),  # the newest count
+        ([1.0], [4.0] * 2, 4.0),  # its own are of those that were measured everywhere
         ([2.0] * (PATIENCE - 1), [], 2.0),  # slow everywhere, as far as is known
         ([2.0] * PATIENCE, [], 2.0**0.5),  # half of it may be size 1's own
+        ([0.5] * PATIENCE, [], 0.5**1.5),
     ],
 )
 def test_what_a_size_is_corrected_by(ones, twos, factor) -> None:
     p = planner("predict", sizes=(1, 2), profile=Profile({}, {1: size_profile(0.01), 2: size_profile(0.01)}))
     p.choose("long", LAUNCH)
     plain = p.predict("long", LAUNCH)[2]
-    p.tracks["long"].slowness = {1: ones, 2: twos} if twos else {1: ones}
+    p.tracks["long"].slowness = {1: ones, 2: twos}
     assert p.predict("long", LAUNCH)[2] == pytest.approx(factor * plain)
 
 

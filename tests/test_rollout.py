@@ -416,7 +416,7 @@ def test_a_forward_keeps_its_token_budget(model, budget: int, page: int) -> None
 
 @kinds
 @pytest.mark.parametrize("length", [1, 8, 13])  # 8 is a whole page
-def test_a_late_sibling_takes_the_prompt_over_and_computes_nothing(model, oracle, kind, length) -> None:
+def test_a_late_sibling_takes_the_prompt_over_and_prefills_nothing(model, oracle, kind, length) -> None:
     prompt = Prompt(0, tuple(range(20, 20 + length)), "", "", "match")
     group = sequences_for(0, prompt, 6, 0, LIMIT)
     for i, s in enumerate(group):

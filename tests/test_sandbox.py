@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -255,6 +256,22 @@ sandbox.run({program!r}, {{"stdin": "", "stdout": ""}}, sandbox.Limits(seconds=1
         caller.wait()
     assert wait_for(lambda: not set(everyone) & set(box.descendants(os.getpid())))
     assert wait_for(lambda: not list(clean.iterdir()))
+
+
+def test_a_keeper_is_found_in_a_folder_of_any_name(how, tmp_path):
+    home = tmp_path / "a'b\"{folder}\n\u00e9"
+    home.mkdir()
+    for module in (box, sandbox):
+        shutil.copy(module.__file__, home)
+    code = f"""
+import sys
+sys.path.insert(0, {str(home)!r})
+import sandbox
+how = sandbox.Isolation({how.kind!r}, {how.python!r}, {how.prefix!r})
+print(sandbox.run("print(input())", {{"stdin": "7", "stdout": "7"}}, sandbox.Limits(), how).passed, sandbox.__file__)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert ran.stdout == f"True {home / 'sandbox.py'}\n", ran.stderr
 
 
 def wait_for(condition) -> bool:
