@@ -7,7 +7,7 @@ the caller says so (SIGTERM), and when the caller dies. Linux only; standard lib
 loaded. Programs are short, so a keeper has to start fast.
 """
 
-import _signal as signal  # without the enumerations of `signal`, which take a third of a keeper's start
+import _signal as signal  # without the enumerations of `signal`, which take a quarter of a keeper's start
 import builtins
 import ctypes
 import itertools

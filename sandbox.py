@@ -324,7 +324,9 @@ def _outcome(main: _Box, others: list[_Box], seconds: float) -> Outcome:
         if error := each.said("error"):
             raise SandboxError(f"cannot start a program: {error}")
     start, end = main.said("start"), main.said("end")
-    if not start or not end:
+    if not start:  # the keeper says it before anything of the program runs
+        raise SandboxError(f"cannot start a program: {main.last_error or 'its keeper died'}")
+    if not end:
         return Outcome(False, seconds, "the program ended its keeper")
     status, ended = end.split()
     seconds = float(ended) - float(start)

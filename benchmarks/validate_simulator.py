@@ -10,7 +10,7 @@ measured before and after each turn of all kinds, for a shared machine's speed c
 prefill times of each rank, batches of training, an exchange of events, a weight sync, a round of short responses.
 From the steps themselves come only the sizes chosen and the seconds of the newest move. Training is a line through two
 updates of as many samples, so of it little is predicted. Most times, those of runs too, are medians of some. Run it
-alone: on a busy machine errors are several times as large. The model is small, so that ranks do not fight for a cache.
+alone: on a busy machine errors are several times as large.
 
 A kind's error is that of each step's seconds, without sign, in the mean over its steps; `..._rollout` that of rollouts.
 """
@@ -198,7 +198,7 @@ def mean_profile(known: List[dict[int, SizeProfile]]) -> dict[int, SizeProfile]:
     sizes = {}
     for n in known[0]:
         profiles = [profile[n] for profile in known]
-        decode = (((*rows[0][:2], mean(t for *_, t in rows))) for rows in zip(*(p.decode for p in profiles)))
+        decode = ((*rows[0][:2], mean(t for *_, t in rows)) for rows in zip(*(p.decode for p in profiles)))
         prefill = ((rows[0][0], mean(t for _, t in rows)) for rows in zip(*(p.prefill for p in profiles)))
         sizes[n] = replace(profiles[0], decode=tuple(decode), prefill=tuple(prefill))
     return sizes

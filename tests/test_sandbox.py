@@ -274,6 +274,12 @@ print(sandbox.run("print(input())", {{"stdin": "7", "stdout": "7"}}, sandbox.Lim
     assert ran.stdout == f"True {home / 'sandbox.py'}\n", ran.stderr
 
 
+def test_a_keeper_that_cannot_start_is_no_fault_of_the_program(how, monkeypatch):
+    monkeypatch.setattr(sandbox, "KEEPER", "import nonsense")
+    with pytest.raises(sandbox.SandboxError, match="cannot start a program: .*No module named 'nonsense'"):
+        sandbox.run("print(1)", {"stdin": "", "stdout": "1"}, sandbox.Limits(), how)
+
+
 def wait_for(condition) -> bool:
     deadline = time.monotonic() + 10
     while not condition() and time.monotonic() < deadline:
