@@ -1,9 +1,9 @@
-# Both commands set everything up from a fresh clone. ARGS goes to train.py, TESTS to pytest.
+# All commands set everything up from a fresh clone. ARGS goes to train.py, TESTS to pytest, NAMES to results.py.
 PYTHON ?= python3
 RANKS ?= 2
 VENV := .venv
 
-.PHONY: train test lint figures
+.PHONY: train test lint figures results results-quick
 train: $(VENV)/ready
 	$(VENV)/bin/torchrun --shutdown-timeout=600 --nproc_per_node=$(RANKS) train.py --config configs/tiny.toml $(ARGS)
 
@@ -20,6 +20,15 @@ figures: $(VENV)/ready
 	for figure in table1 table2 table3 table4 fig04 fig09 fig10 fig11 fig12 fig14; do \
 		$(VENV)/bin/python figures/$$figure.py || exit 1; \
 	done
+
+# Run the benchmarks whose numbers are missing or older than the code (NAMES="trl soak": those; NAMES=all: all, hours)
+# and write the numbers into the documents. Wants a quiet machine; may be stopped and started again.
+results: $(VENV)/ready
+	$(VENV)/bin/python benchmarks/results.py run $(NAMES)
+
+# Every benchmark at its smallest, to see that it works; keeps nothing.
+results-quick: $(VENV)/ready
+	$(VENV)/bin/python benchmarks/results.py run --quick $(or $(NAMES),all)
 
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)

@@ -68,10 +68,10 @@ def seconds(records: Sequence[dict], stage: str = "step", kind: str = "") -> flo
     return mean(r["seconds"][stage] for r in records if not kind or r["round"]["kind"] == kind)
 
 
-def measured(benchmark: str) -> dict[str, float]:
+def measured(benchmark: str) -> dict[str, Any]:
     """Return what benchmarks/`benchmark`.py printed when it was last recorded, on a few CPU cores."""
-    lines = (HERE.parent / "benchmarks" / "results" / "cpu.jsonl").read_text(encoding="utf-8").splitlines()
-    return next((r for line in reversed(lines) if (r := json.loads(line))["name"] == benchmark), {})
+    path = HERE.parent / "benchmarks" / "results" / f"{benchmark}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["result"] if path.exists() else {}
 
 
 class Table:

@@ -1,4 +1,4 @@
-"""The GPU's benchmark on a CPU: the same script on small shapes, and what it makes of sections that fail."""
+"""Benchmarks on their smallest shapes, what they make of what fails, and the results that the documents print."""
 
 import importlib.util
 import json
@@ -139,3 +139,87 @@ def test_rewards_on_the_smallest_shape(tmp_path: Path) -> None:
     metrics = json.loads(done.stdout.splitlines()[-1])
     assert {"speedup_async", "speedup_adaptive", "speedup_async_judge", "speedup_layer_pipeline"} <= metrics.keys()
     assert all(value > 0 for name, value in metrics.items() if name.startswith("speedup"))
+
+
+# ---- results -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("results", ROOT / "benchmarks" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "results", module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_results_are_of_the_code_as_it_is_or_say_why_not(results: ModuleType) -> None:
+    assert not (found := results.problems()), "\n".join(found)
+
+
+def test_every_measured_file_is_there(results: ModuleType) -> None:
+    missing = {file for b in results.BENCHMARKS.values() for file in b.files if not (ROOT / file).exists()}
+    assert not missing
+
+
+@pytest.fixture
+def house(results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A repository with one benchmark, which measures one room and one config."""
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    claim = "{ratio:.1f} x, {share:.0%} of it{none}"
+    monkeypatch.setattr(results, "BENCHMARKS", {"one": results.Benchmark("one.py", ("room.py", "a.toml"), claim)})
+    line = "{'ratio': room.RATIO, 'share': 0.25, 'none': None, 'parts': [{'name': 'a', 's': 1}, {'name': 'b', 's': 2}]}"
+    (tmp_path / "one.py").write_text(f"import json, room\nprint('a table')\nprint(json.dumps({line}))\n")
+    (tmp_path / "room.py").write_text('"""A room."""\nRATIO = 1.52\n')
+    (tmp_path / "a.toml").write_text("a = 1\n")
+    (tmp_path / results.RESULTS).mkdir(parents=True)
+    (tmp_path / results.OLD).write_text("{}")
+    inline = "<!-- results:one {ratio} -->?<!-- end -->"
+    rows = "<!-- results:one\n@parts | {name} | {s} | {ratio} |\n-->\n<!-- end -->"
+    claims = "<!-- results:all\n@rows {command}: {claim}\n-->\n<!-- end -->"
+    (tmp_path / "README.md").write_text(f"{inline}\n{rows}\n{claims}\n")
+    return results
+
+
+def test_a_result_is_kept_and_printed(house: ModuleType, tmp_path: Path) -> None:
+    assert house.outdated("one") == ["one.py", "room.py", "a.toml"]  # there is none yet
+    house.run("one", quick=True)
+    assert not list((tmp_path / house.RESULTS).iterdir())
+    house.run("one", quick=False)
+    kept = json.loads((tmp_path / house.RESULTS / "one.json").read_text())
+    assert kept["result"]["ratio"] == 1.52 and kept["output"] == ["a table"] and kept["machine"]["cores"] >= 1
+    [problem] = house.problems()
+    assert "README.md" in problem and "results.py write" in problem
+    house.write()
+    text = (tmp_path / "README.md").read_text()
+    assert "-->1.52<!-- end -->" in text and "-->\n| a | 1 | 1.52 |\n| b | 2 | 1.52 |\n<!-- end -->" in text
+    assert "\npython one.py: 1.5 x, 25 % of it\n" in text and not house.problems()
+
+
+def test_code_makes_a_result_old_and_comments_do_not(house: ModuleType, tmp_path: Path) -> None:
+    house.run("one", quick=False)
+    house.write()
+    (tmp_path / "room.py").write_text('"""Another docstring."""\n\nRATIO = (1.52)  # a comment\n')
+    (tmp_path / "a.toml").write_text("# a comment\na=1\n")
+    assert not house.problems()
+    (tmp_path / "room.py").write_text("RATIO = 1.53\n")
+    [problem] = house.problems()
+    assert problem.startswith("one is older than room.py") and "results.py run one" in problem
+    (tmp_path / house.OLD).write_text('{"one": "the mend of X"}')
+    house.write()
+    assert not house.problems() and "before the mend of X)<!-- end" in (tmp_path / "README.md").read_text()
+    house.run("one", quick=False)  # measured anew: no reason is needed any more
+    house.write()
+    assert not house.reasons() and "before" not in (tmp_path / "README.md").read_text()
+
+
+def test_what_a_template_lacks_and_what_fails_is_said(house: ModuleType, tmp_path: Path) -> None:
+    house.run("one", quick=False)
+    (tmp_path / "README.md").write_text("<!-- results:one {gone} --><!-- end -->")
+    with pytest.raises(ValueError, match="results:one: KeyError: 'gone'"):
+        house.problems()
+    before = (tmp_path / house.RESULTS / "one.json").read_text()
+    (tmp_path / "room.py").write_text("RATIO = 1 / 0\n")
+    with pytest.raises(RuntimeError, match="exit code 1, nothing is kept"):
+        house.run("one", quick=False)
+    assert (tmp_path / house.RESULTS / "one.json").read_text() == before

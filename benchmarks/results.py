@@ -1,0 +1,353 @@
+"""Runs benchmarks, keeps the last line of each with commit, date and machine, and prints documents from what is kept.
+
+    python benchmarks/results.py list                   what there is, and what is older than the code
+    python benchmarks/results.py run [NAME... | all]    without a name: what is missing or old
+    python benchmarks/results.py run all --quick        each with --quick; keeps nothing
+    python benchmarks/results.py write                  fill the blocks of README.md and docs/
+    python benchmarks/results.py check                  exit code 1 when a block or a result is not up to date
+
+`results/NAME.json` holds a run. A result is old when a file that it measures has changed since; comments, docstrings
+and layout do not count. An old result needs a reason in `old_results.json`, which stands beside its numbers until the
+next run. A block is `<!-- results:NAME TEMPLATE -->text<!-- end -->`; NAME may also be the path of any JSON file, or
+`all`, whose `rows` have `command` and `claim` of every benchmark. The template is `str.format` with the fields of the
+JSON line, and `commit`, `date`, `minutes`, `command`, `output` and those of `machine`. One that begins on a new line
+is a block of lines, where `@rows | {name} | {seconds:.1f} |` is repeated for each item of the list `rows`.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import platform
+import re
+import string
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, OLD = Path("benchmarks/results"), Path("benchmarks/old_results.json")
+BLOCK = re.compile(r"<!-- results:(\S+)(.*?)-->(.*?)<!-- end -->", re.DOTALL)
+
+ENGINE = ("rollout.py", "sequence.py", "pages.py", "attention.py", "sampling.py", "model.py")
+ROUND = (*ENGINE, "rounds.py", "scheduler.py", "placement.py", "parallel.py")
+TRAINING = ("trainer.py", "loss.py", "learning.py")
+REWARDS = ("reward.py", "jobs.py", "worker.py", "timeouts.py", "sandbox.py", "box.py")
+STREAM = ("streaming.py", "stream_training.py")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script, its arguments, the files that its numbers are about beside the script, and its row in the README."""
+
+    command: str
+    measures: tuple[str, ...]
+    claim: str = ""  # a template
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.command.split()[0], *self.measures)
+
+
+# In the order in which they run: what the README claims first comes first.
+BENCHMARKS = {
+    "end_to_end": Benchmark(
+        "benchmarks/end_to_end.py --ranks 2",
+        (*ROUND, *TRAINING, *REWARDS, *STREAM, "planner.py", "train.py", "benchmarks/texts.py"),
+        "all parts added one by one ([table](#all-parts-together-measured)), on {cores} cores: {speedup_all:.1f} x; "
+        "TRL's GRPOTrainer, on the same prompts, lengths, graders and cores, took {ratio_trl:.0f} times as long as "
+        "all parts",
+    ),
+    "trl": Benchmark(
+        "benchmarks/trl.py",
+        (*ROUND, *TRAINING, "train.py", "configs/tiny.toml"),
+        "the default task, 256 samples a step, model, prompts, limit and loss equal: {samples_per_s_ours:.0f} "
+        "samples/s, TRL 1.16 at its fastest {samples_per_s_trl:.0f}: {ratio:.1f} x (pairs {ratio_of_pairs[0]:.1f} to "
+        "{ratio_of_pairs[2]:.1f}); with tail batching, over whole periods, {ratio_tail_batching:.1f} x",
+    ),
+    "tail_batching": Benchmark(
+        "benchmarks/tail_batching.py",
+        ROUND,
+        "tail batching against waiting for all, eta 1.25: rollout {rollout_speedup_trace:.1f} x with long-tailed "
+        "lengths given by a trace ({engine_step_ratio_trace:.1f} x fewer engine steps), {rollout_speedup_task:.1f} x "
+        "on the default task, whole steps {step_speedup_task:.1f} x; same prompts trained, {prompts_lost} lost, "
+        "{prompts_doubled} twice",
+    ),
+    "reward": Benchmark(
+        "benchmarks/reward.py",
+        (*REWARDS, "rounds.py", "judge.py", "layers.py", "benchmarks/texts.py"),
+        "step time with programs graded as responses end {speedup_async:.2f} x, with limits that adapt another "
+        "{speedup_adaptive:.2f} x ([table](#rewards-measured)); {rewards_changed} rewards changed",
+    ),
+    "stream": Benchmark(
+        "benchmarks/stream.py",
+        (*STREAM, *TRAINING, "rounds.py", "rollout.py", "parallel.py"),
+        "long rounds with half of the ranks leaving to train: {speedup_adaptive_ours:.2f} x by `estimate`, "
+        "{speedup_adaptive_paper:.2f} x by the paper's rule, training {train_share:.0%} of a step; the gradient "
+        "differs by {gradient_rel_error:.0e}",
+    ),
+    "elastic_tp": Benchmark("benchmarks/elastic_tp.py", (*ENGINE, "planner.py", "parallel.py")),
+    "validate_simulator": Benchmark(
+        "benchmarks/validate_simulator.py",
+        ("simulate.py", "replica.py", "costs.py", "profiler.py", "planner.py", *ROUND),
+        "simulated against real step seconds, in the mean: {mean_error_synchronous:.0%} off for synchronous steps, "
+        "{mean_error_tail_batching:.0%} with tail batching, {mean_error_elastic:.0%} with elastic tensor parallelism,"
+        " {mean_error_stream:.0%} with stream training",
+    ),
+    "engine": Benchmark(
+        "benchmarks/engine.py",
+        ENGINE,
+        "decode of a 0.5B shape at {roofline_fraction_b1:.0%}, {roofline_fraction_b8:.0%}, "
+        "{roofline_fraction_b32:.0%}, {roofline_fraction_b128:.0%} of the measured roofline for 1, 8, 32, 128 rows; "
+        "equal lengths at least {ratio_generate_equal_min:.2f} x `generate`; long-tailed lengths on a small model "
+        "{ratio_generate_longtail:.1f} x `generate` in static batches and {ratio_generate_batch_longtail:.1f} x "
+        "`generate_batch` ([all of it](benchmarks/results/engine_cpu.md))",
+    ),
+    "faults": Benchmark(
+        "benchmarks/faults.py --jobs 2",
+        ("train.py", "checkpoint.py", "watchdog.py", *STREAM),
+        "{injected} faults in runs of 2 and 4 ranks (ranks killed, stopped, cut off at every stage; no room or no "
+        "right to write a checkpoint; checkpoints damaged; NaN; reward workers killed): {resumed} resumed to the same"
+        " losses, {clear_errors} ended in one clear error and then resumed; {hangs} hangs, {prompts_lost} prompts "
+        "lost, {prompts_doubled} doubled; the slowest took {slowest_seconds:.1f} s, 8 of them the configured time-out"
+        " ([all of it](benchmarks/results/faults_cpu.md))",
+    ),
+    "soak": Benchmark(
+        "benchmarks/soak.py --steps 4000",
+        ("train.py", *ROUND, *TRAINING, *REWARDS, *STREAM),
+        "tail batching, stream training, sandbox and checkpoints: in 1,000 steps memory grows by {memory_slope:.1%} "
+        "in the worst process, open files by {files_slope:.1%}, step time by {step_time_slope:.1%}, processor time of"
+        " a step by {cpu_slope:.1%}; {processes_left} processes and {temporary_files_left} temporary files are left "
+        "([all of it](benchmarks/results/soak_cpu.md))",
+    ),
+}
+
+
+# ---- what a file does ----------------------------------------------------------------------------------------------
+
+
+def outline(node: Any) -> str:
+    """Return the syntax tree as text, without strings that stand alone; the same for every version of Python."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if name not in ("kind", "type_comment"))
+        inner = (f"{name}={outline(value)}" for name, value in fields if value is not None and value != [])
+        return f"{type(node).__name__}({','.join(inner)})"
+    if isinstance(node, list):
+        kept = (item for item in node if not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)))
+        return f"[{','.join(map(outline, kept))}]"
+    return repr(node)
+
+
+def fingerprint(path: Path) -> str:
+    """Return a hash of what a file says to the machine; `missing` for one that is not there."""
+    if not path.exists():
+        return "missing"
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = outline(ast.parse(text))
+    elif path.suffix == ".toml":
+        text = json.dumps(tomllib.loads(text), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprints(name: str) -> dict[str, str]:
+    return {file: fingerprint(ROOT / file) for file in BENCHMARKS[name].files}
+
+
+def outdated(name: str) -> list[str]:
+    """Return the measured files that have changed since the result was taken; all of them where there is none."""
+    path, now = ROOT / RESULTS / f"{name}.json", fingerprints(name)
+    then = json.loads(path.read_text(encoding="utf-8"))["measured"] if path.exists() else {}
+    return [file for file in now if now[file] != then.get(file)]
+
+
+def reasons() -> dict[str, str]:
+    """Return what each result that is known to be old was measured before."""
+    return json.loads((ROOT / OLD).read_text(encoding="utf-8"))
+
+
+# ---- running -------------------------------------------------------------------------------------------------------
+
+
+def git(*arguments: str) -> str:
+    """Return what git prints, or nothing where this is no clone."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": names[0] if names else platform.processor(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),  # of other programs, before the run
+    }
+
+
+def run(name: str, quick: bool) -> None:
+    """Run a benchmark and keep its result. Raises RuntimeError when it fails or the code is not the commit's."""
+    files = BENCHMARKS[name].files
+    if not quick and (dirty := git("status", "--porcelain", "--", *files)):
+        raise RuntimeError(f"{name}: commit what it measures first: {', '.join(dirty.split()[1::2])}")
+    before, commit, here = fingerprints(name), git("rev-parse", "HEAD") or "unknown", machine()
+    command = BENCHMARKS[name].command + " --quick" * quick
+    print(f"---- python {command}", flush=True)
+    start, lines = time.time(), []
+    with subprocess.Popen([sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            print(lines[-1], flush=True)
+    if process.returncode:
+        raise RuntimeError(f"{name}: exit code {process.returncode}, nothing is kept")
+    if fingerprints(name) != before:
+        raise RuntimeError(f"{name}: what it measures changed while it ran, nothing is kept")
+    kept = {
+        "command": f"python {command}",
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d", time.gmtime(start)),
+        "seconds": round(time.time() - start),
+        "machine": here,
+        "measured": before,
+        "result": json.loads(lines[-1]),
+        "output": lines[:-1],
+    }
+    if quick:
+        return
+    (ROOT / RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    left = {other: reason for other, reason in reasons().items() if other != name}
+    (ROOT / OLD).write_text(json.dumps(left, indent=1) + "\n", encoding="utf-8")
+
+
+# ---- documents -----------------------------------------------------------------------------------------------------
+
+
+class Cells(string.Formatter):
+    """`str.format` with an empty text for what was not measured, and a space before a percent sign."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        text = "" if value is None else super().format_field(value, spec)
+        return text.replace("%", " %") if spec.endswith("%") else text
+
+
+def fields(name: str) -> dict[str, Any]:
+    """Return what a template may name: the fields of a result, or of any JSON file, or all claims as `rows`."""
+    if name == "all":
+        shown = [n for n, b in BENCHMARKS.items() if b.claim and (ROOT / RESULTS / f"{n}.json").exists()]
+        return {"rows": [fields(n) | {"claim": fill(n, BENCHMARKS[n].claim)} for n in shown]}
+    path = ROOT / (name if name.endswith(".json") else RESULTS / f"{name}.json")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(data, list):
+        return {"rows": data}
+    if "result" not in data:
+        return data
+    known = data["machine"] | data["result"] | {key: data[key] for key in ("command", "date")}
+    minutes = data["seconds"] and data["seconds"] / 60
+    return known | {"commit": data["commit"][:7], "minutes": minutes, "output": "\n".join(data["output"])}
+
+
+def fill(name: str, template: str) -> str:
+    """Return the text of a block."""
+    known, cells = fields(name), Cells()
+    lines: list[str] = []
+    for line in template.strip().splitlines():
+        each, _, rest = line.partition(" ")
+        if each.startswith("@"):
+            lines += [cells.vformat(rest, (), {**known, **item}) for item in known[each[1:]]]
+        else:
+            lines.append(cells.vformat(line, (), known))
+    old = reasons().get(name)
+    note = f"measured at commit {known['commit']}, before {old}" if old else ""
+    if not template.startswith("\n"):
+        return lines[0] + f" ({note})" * bool(old)
+    return "\n" + "\n".join([*lines, *(["", f"({note[0].upper()}{note[1:]}.)"] if old else [])]) + "\n"
+
+
+def filled(path: Path) -> str:
+    """Return a document with all its blocks filled anew. Raises ValueError for a template that its file cannot fill."""
+
+    def replace(match: re.Match) -> str:
+        name, template, _ = match.groups()
+        try:
+            return f"<!-- results:{name}{template}-->{fill(name, template)}<!-- end -->"
+        except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
+            raise ValueError(f"{path}: results:{name}: {type(error).__name__}: {error}") from error
+
+    return BLOCK.sub(replace, path.read_text(encoding="utf-8"))
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / RESULTS).glob("*.md"))]
+
+
+def write() -> None:
+    for path in documents():
+        text = filled(path)
+        if text != path.read_text(encoding="utf-8"):
+            path.write_text(text, encoding="utf-8")
+            print(f"filled {path.relative_to(ROOT)}")
+
+
+def problems() -> list[str]:
+    """Return what is not up to date, with the remedy."""
+    found = []
+    for name in sorted({path.stem for path in (ROOT / RESULTS).glob("*.json")} | reasons().keys()):
+        if name not in BENCHMARKS:
+            found.append(f"{name} is no benchmark of benchmarks/results.py")
+        elif (changed := outdated(name)) and name not in reasons():
+            remedy = f"run `python benchmarks/results.py run {name}`, or say in {OLD} before what it was measured"
+            found.append(f"{name} is older than {', '.join(changed)}: {remedy}")
+    for path in documents():
+        if filled(path) != path.read_text(encoding="utf-8"):
+            found.append(f"{path.relative_to(ROOT)} differs from the results: python benchmarks/results.py write")
+    return found
+
+
+def show() -> None:
+    for name, benchmark in BENCHMARKS.items():
+        path = ROOT / RESULTS / f"{name}.json"
+        took = json.loads(path.read_text(encoding="utf-8"))["seconds"] if path.exists() else None
+        minutes = f"{took / 60:5.1f} min" if took else "    ? min"
+        changed = outdated(name)
+        state = "current" if not changed else f"older than {', '.join(changed)}" if path.exists() else "never run"
+        print(f"{name:20}{minutes}   python {benchmark.command:40}{state}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("list", "run", "write", "check"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*BENCHMARKS, "all")))
+    parser.add_argument("--quick", action="store_true", help="smallest runs, to see that all work; keeps nothing")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - {*BENCHMARKS, "all"}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    failed = []
+    if arguments.what == "list":
+        show()
+    if arguments.what == "run":
+        names = BENCHMARKS if "all" in arguments.names else arguments.names or filter(outdated, BENCHMARKS)
+        for name in list(names):
+            try:
+                run(name, arguments.quick)
+            except RuntimeError as error:
+                failed.append(str(error))
+                print(f"error: {error}", file=sys.stderr, flush=True)
+    if arguments.what == "write" or (arguments.what == "run" and not arguments.quick):
+        write()
+    if arguments.what == "check":
+        failed = problems()
+    print(*failed, sep="\n", end="\n" * bool(failed), file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
