@@ -49,7 +49,7 @@ def merge_stats(ranks: Iterable[PoolStats], seconds: float) -> dict[str, Any]:
         "queue_max": total.queue_max,
         "workers_replaced": total.replaced,
         "causes": dict(total.causes.most_common(10)),
-        "cases": asdict(total.cases),
+        "cases": asdict(total.cases) | {"passes_cut_off": total.cases.passes_cut_off},
     }
 
 

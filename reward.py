@@ -59,10 +59,16 @@ class RewardConfig:
         min=0,
         max=1e3,
     )
+    case_quantile: float = option(
+        0.99,
+        "a case without a correct run: quantile of the others' slowest runs that stands for its own",
+        above=0,
+        max=1,
+    )
     case_min_seconds: float = option(2.0, "shortest time limit of a test case (T_min)", above=0, max=1e7)
     case_max_seconds: float = option(30.0, "longest time limit of a test case (T_max)", above=0, max=1e7)
     case_audit: float = option(
-        0.01, "share of test cases that get the longest limit, to count wrong time-outs", min=0, max=1
+        0.01, "share of responses whose cases get the longest limit, to count wrong time-outs", min=0, max=1
     )
     remote_seconds: float = option(
         30.0, "time limit for a grader at an http address, retries included", above=0, max=1e7
@@ -308,9 +314,8 @@ class RewardPool:
         for task in self._tasks:
             check_grader(task)
         concurrency = by_grader("reward.concurrency", config.concurrency)
-        self.timeouts = AdaptiveTimeouts(
-            config.case_factor, config.case_min_seconds, config.case_max_seconds, config.case_audit
-        )
+        limits = config.case_min_seconds, config.case_max_seconds
+        self.timeouts = AdaptiveTimeouts(config.case_factor, *limits, config.case_audit, config.case_quantile)
         self._pending: dict[int, Hashable] = {}  # submitted and not yet handed back: key by id
         self._stats, self._failures = PoolStats(), Counter[str]()
         self._ids = itertools.count(1)

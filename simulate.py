@@ -5,8 +5,8 @@
     python simulate.py --profile=PROFILE.json      decode and prefill times measured by profiler.py
 
 Rounds, races, queue, placement, windows and stream decisions are those of scheduler.py, placement.py and streaming.py,
-called as the engine calls them; only time is made up, by costs.py, and the engine is replica.py. The cost of a
-simulation grows with its responses, not with their tokens.
+called as the engine calls them; programs get the time limits of timeouts.py. Only time is made up, by costs.py, and the
+engine is replica.py. The cost of a simulation grows with its responses, not with their tokens.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from heapq import heapreplace
+from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from random import Random
 from statistics import mean
@@ -28,8 +28,10 @@ from data import PromptStream
 from placement import Placement
 from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report, SizeProfile, read_profile
 from replica import Replica, Response
+from reward import RewardConfig
 from scheduler import POLICIES, SchedulerConfig, TailBatching, window
 from streaming import Progress, ScaleDown, StreamConfig, StreamPolicy
+from timeouts import AdaptiveTimeouts, CasePlan
 from workload import Drawn, LengthModel, Lengths, Recorded
 
 CONFIGS = Path(__file__).parent / "configs" / "simulate"
@@ -66,12 +68,19 @@ class GradingConfig:
     code_seconds: float = option(1.0, "seconds a response's tests take, median", above=0)
     code_spread: float = option(0.7, "spread of that over prompts, in natural logarithms", min=0)
     hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)
-    timeout_seconds: float = option(30.0, "T_max", above=0)
-    least_seconds: float = option(2.0, "T_min", above=0)
-    slack: float = option(1.5, "lambda: the limit in units of the longest correct run", above=0)
+    timeout_seconds: float = option(RewardConfig.case_max_seconds, "T_max", above=0)
+    least_seconds: float = option(RewardConfig.case_min_seconds, "T_min", above=0)
+    slack: float = option(RewardConfig.case_factor, "lambda: the limit in units of the longest correct run", above=0)
+    quantile: float = option(RewardConfig.case_quantile, "of known runs, for a case without one", above=0, max=1)
+    audit: float = option(RewardConfig.case_audit, "share of responses that get T_max", min=0, max=1)
     judges: int = option(32, "responses that judges read at the same time", min=1)
     judge_seconds: float = option(2.0, "seconds of one verdict", above=0)
     rule_seconds: float = option(0.01, "seconds of one comparison by rule", above=0)
+
+    def timeouts(self) -> AdaptiveTimeouts:
+        """Return the time limits of real runs."""
+        factor = self.slack if self.adaptive else 0.0
+        return AdaptiveTimeouts(factor, self.least_seconds, self.timeout_seconds, self.audit, self.quantile)
 
 
 @dataclass(frozen=True)
@@ -224,7 +233,7 @@ class Simulation:
         if config.stream.policy != "off":
             self.stream = StreamPolicy(config.stream, self.costs, self.limit)
         self.planner = self._planner() if config.planner.rule != "fixed" else None
-        self.anchors: dict[int, float] = {}  # longest correct run of a code prompt's tests
+        self.timeouts = config.grading.timeouts()
         self.typical_train_seconds = 0.0
         self.records: list[dict[str, Any]] = []
         self.trained: list[list[SampleId]] = []
@@ -296,7 +305,7 @@ class Simulation:
         rollout.play(self.policy)
         accepted = self.policy.accepted_ids()
         stats = self.policy.close(rollout.aborted)
-        graded = grade(rollout, accepted, c.grading, self.anchors, c.cluster.seed)
+        graded = grade(rollout, accepted, c.grading, self.timeouts, c.cluster.seed)
         self.newest, self.graded = rollout, graded
         end = rollout.seconds
         reward = max(max(graded[id] for id in accepted) - end, 0.0)
@@ -359,11 +368,7 @@ class Simulation:
 
 
 def grade(
-    rollout: Rollout,
-    accepted: Sequence[SampleId],
-    config: GradingConfig,
-    anchors: dict[int, float],
-    seed: int,
+    rollout: Rollout, accepted: Sequence[SampleId], config: GradingConfig, timeouts: AdaptiveTimeouts, seed: int
 ) -> dict[SampleId, float]:
     """Return when each response's reward is there, in seconds since the rollout began.
 
@@ -372,29 +377,40 @@ def grade(
     wanted, end = set(accepted), rollout.seconds
     free = {"code": [0.0] * config.sandboxes, "judge": [0.0] * config.judges, "rule": [0.0] * config.sandboxes}
     done: dict[SampleId, float] = {}
+    running: list[tuple] = []  # programs, by when they end
     for id in sorted(rollout.ended, key=lambda id: (rollout.ended[id], id)):
         prompt = rollout.prompts[id[:2]]
-        workers = free.get(prompt.task, free["rule"])
-        begin = max(workers[0], rollout.ended[id] if config.overlap else end)
+        task = prompt.task if prompt.task in free else "rule"
+        begin = max(free[task][0], rollout.ended[id] if config.overlap else end)
         if id not in wanted and begin >= end:
             continue
-        done[id] = begin + grading_seconds(prompt, config, anchors, seed)
-        heapreplace(workers, done[id])
+        seconds = config.judge_seconds if task == "judge" else config.rule_seconds
+        if task == "code":
+            while running and running[0][0] <= begin:  # what has not ended has taught nothing yet
+                timeouts.observe(*heappop(running)[2:])
+            seconds, *learned = run_program(prompt, id, rollout.run.reward(id) > 0, config, timeouts, seed)
+            heappush(running, (begin + seconds, id, *learned))
+        done[id] = begin + seconds
+        heapreplace(free[task], done[id])
+    while running:
+        timeouts.observe(*heappop(running)[2:])
     return done
 
 
-def grading_seconds(prompt: Prompt, config: GradingConfig, anchors: dict[int, float], seed: int) -> float:
-    if prompt.task != "code":
-        return config.judge_seconds if prompt.task == "judge" else config.rule_seconds
+def run_program(
+    prompt: Prompt, id: SampleId, solves: bool, config: GradingConfig, timeouts: AdaptiveTimeouts, seed: int
+) -> tuple[float, CasePlan, list[tuple[float, bool, bool]], bool]:
+    """Return the seconds that a program takes, and what `AdaptiveTimeouts.observe` wants to know of it.
+
+    A prompt's programs all take as long, or none of them ends. Its test cases count as one.
+    """
+    plan = timeouts.plan(str(prompt.index), 1, id)
     nature = Random(f"code {seed} {prompt.index}")
-    limit = config.timeout_seconds
-    if config.adaptive:
-        limit = min(max(config.least_seconds, config.slack * anchors.get(prompt.index, 0.0)), limit)
-    if nature.random() < config.hanging:
-        return limit
-    seconds = config.code_seconds * math.exp(config.code_spread * nature.gauss())
-    anchors[prompt.index] = seconds
-    return min(seconds, config.timeout_seconds)
+    hangs = nature.random() < config.hanging
+    needed = math.inf if hangs else config.code_seconds * math.exp(config.code_spread * nature.gauss())
+    seconds = min(needed, plan.allowed[0])
+    passed = solves and needed <= seconds
+    return seconds, plan, [(seconds, passed, needed > seconds)], passed
 
 
 def load_model(name: str) -> ModelFile:

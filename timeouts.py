@@ -1,25 +1,42 @@
-"""Adaptive time limits for test cases, learned online from correct responses. Pure. (RollPacker, section 4.3)"""
+"""Adaptive time limits for test cases, learned online from correct responses. Pure. (RollPacker, section 4.3)
+
+A case may take T = min(max(T_min, factor * anchor), T_max). The paper's anchor is the longest time that the case took
+in a correct response so far. A case without one takes a high quantile of all known anchors for its own (our addition):
+programs of a run are of one kind, and a prompt that nobody solves must not cost T_max for ever. T_max holds only before
+anything is known. A limit can cut off a program that would have passed, so a share of the responses is audited: their
+cases get T_max, they are graded by what they then do, and the statistics say how many passed late.
+"""
 
 import hashlib
+import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+
+MOST_CASES = 100_000  # whose anchors are kept: about 30 MB
 
 
 @dataclass
 class TimeoutStats:
-    """What one step's limits came to. Audited cases run to the longest limit, whatever theirs is."""
+    """What one step's limits came to."""
 
+    responses: int = 0
     cases: int = 0  # that ran
-    timeouts: int = 0  # that were cut off
+    timeouts: int = 0  # cases that were cut off
     seconds_cut_off: float = 0.0  # what those took
-    limit_seconds: float = 0.0  # sum over cases of the limit that held
-    audited: int = 0
-    audited_over: int = 0  # of those, over the limit that would have held
-    audited_passed: int = 0  # of those, passed all the same: a time-out would have been wrong
+    limit_seconds: float = 0.0  # sum over cases of the limit that held, or would have held but for the audit
+    audited: int = 0  # responses
+    audited_over: int = 0  # of those, with a case that took longer than the limit that would have held
+    audited_passed: int = 0  # of those, correct all the same: the limit would have been wrong
 
     def add(self, other: "TimeoutStats") -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    @property
+    def passes_cut_off(self) -> float:
+        """How many correct responses limits have cut off, estimated from the audited ones."""
+        return self.audited_passed * (self.responses - self.audited) / max(self.audited, 1)
 
 
 @dataclass(frozen=True)
@@ -28,66 +45,63 @@ class CasePlan:
 
     names: tuple[str, ...]
     limits: tuple[float, ...]
-    audited: tuple[bool, ...]
+    audited: bool
     longest: float
 
     @property
     def allowed(self) -> list[float]:
         """What each case may really take."""
-        return [self.longest if audited else limit for limit, audited in zip(self.limits, self.audited)]
+        return [self.longest] * len(self.limits) if self.audited else list(self.limits)
 
 
 @dataclass
 class AdaptiveTimeouts:
-    """T = min(max(T_min, factor * anchor), T_max) for each test case of each prompt.
+    """Limits and what they are learned from. One thread observes; any may plan.
 
-    The anchor is the longest time that the case took in a correct response so far; without one, T = T_max.
-    A `factor` of 0 gives every case T_max.
+    A `factor` of 0 gives every case T_max. Of more than `most` cases, those whose names come first are kept. Names are
+    hashes, so that is a random sample, and ranks that have told each other everything keep the same.
     """
 
     factor: float
     shortest: float
     longest: float
-    audit: float  # share of cases that get T_max whatever their limit
+    audit: float  # share of responses whose cases get T_max whatever their limits
+    quantile: float  # of all anchors: the anchor of a case without one
+    most: int = MOST_CASES
     anchors: dict[str, float] = field(default_factory=dict)  # seconds by case
     news: dict[str, float] = field(default_factory=dict)  # anchors that rose since `take`
     stats: TimeoutStats = field(default_factory=TimeoutStats)
+    common: float = math.inf  # the anchor of a case without one
+    _names: list[str] = field(default_factory=list)  # of anchors, sorted
+    _seconds: list[float] = field(default_factory=list)  # the anchors, sorted
 
     def limit(self, case: str) -> float:
-        if self.factor == 0 or case not in self.anchors:
+        if self.factor == 0:
             return self.longest
-        return min(max(self.shortest, self.factor * self.anchors[case]), self.longest)
+        return min(max(self.shortest, self.factor * self.anchors.get(case, self.common)), self.longest)
 
     def plan(self, prompt: str, num_cases: int, sample: object) -> CasePlan:
         """Return the limits of a sample's cases. `prompt` tells prompts apart; `sample` decides what is audited."""
         digest = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=12).hexdigest()
         names = tuple(f"{digest}:{i}" for i in range(num_cases))
-        limits = tuple(map(self.limit, names))
-        audited = tuple(_uniform(f"{name} {sample}") < self.audit for name in names)
-        return CasePlan(names, limits, audited, self.longest)
+        return CasePlan(names, tuple(map(self.limit, names)), _uniform(f"{digest} {sample}") < self.audit, self.longest)
 
     def observe(self, plan: CasePlan, ran: Sequence[tuple[float, bool, bool]], correct: bool) -> None:
         """Learn from (seconds, passed, timed out) of the cases that ran, in order; `correct`: all cases passed."""
-        for name, limit, audited, (seconds, passed, timed_out) in zip(plan.names, plan.limits, plan.audited, ran):
-            is_over = audited and seconds > limit
-            self.stats.add(
-                TimeoutStats(
-                    cases=1,
-                    timeouts=timed_out,
-                    seconds_cut_off=seconds if timed_out else 0.0,
-                    limit_seconds=limit,
-                    audited=audited,
-                    audited_over=is_over,
-                    audited_passed=is_over and passed,
-                )
-            )
-            if correct and seconds > self.anchors.get(name, -1.0):
-                self.anchors[name] = self.news[name] = seconds
+        is_over = False
+        for name, limit, (seconds, _, timed_out) in zip(plan.names, plan.limits, ran):
+            is_over = is_over or (plan.audited and seconds > limit)
+            cut_off = seconds if timed_out else 0.0
+            self.stats.add(TimeoutStats(cases=1, timeouts=timed_out, seconds_cut_off=cut_off, limit_seconds=limit))
+            if correct and self._learn(name, seconds):
+                self.news[name] = seconds
+        passed = is_over and correct
+        self.stats.add(TimeoutStats(1, audited=plan.audited, audited_over=is_over, audited_passed=passed))
 
     def merge(self, anchors: dict[str, float]) -> None:
-        """Take over what other ranks have learned."""
+        """Take over what other ranks have learned. The order of calls does not matter, and own news change nothing."""
         for name, seconds in anchors.items():
-            self.anchors[name] = max(seconds, self.anchors.get(name, 0.0))
+            self._learn(name, seconds)
 
     def take(self) -> tuple[TimeoutStats, dict[str, float]]:
         """Return the statistics, and the anchors that rose, since the last call: what other ranks have to be told."""
@@ -96,10 +110,29 @@ class AdaptiveTimeouts:
         return taken
 
     def state_dict(self) -> dict[str, float]:
-        return dict(self.anchors)
+        return {name: self.anchors[name] for name in self._names}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.anchors, self.news = dict(state), {}
+        self.anchors, self.news, self.common, self._names, self._seconds = {}, {}, math.inf, [], []
+        self.merge(state)
+
+    def _learn(self, name: str, seconds: float) -> bool:
+        """Keep the longest time of a case; return whether it rose."""
+        known = self.anchors.get(name)
+        if known is not None and known >= seconds:
+            return False
+        if known is None:
+            insort(self._names, name)
+        else:
+            del self._seconds[bisect_left(self._seconds, known)]
+        self.anchors[name] = seconds
+        insort(self._seconds, seconds)
+        if len(self._names) > self.most:
+            last = self._names.pop()
+            del self._seconds[bisect_left(self._seconds, self.anchors.pop(last))]
+            self.news.pop(last, None)
+        self.common = self._seconds[math.ceil(self.quantile * len(self._seconds)) - 1]
+        return name in self.anchors
 
 
 def _uniform(text: str) -> float:

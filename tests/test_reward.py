@@ -636,7 +636,7 @@ def test_a_program_that_waits_gets_the_limit_of_the_time_when_it_runs():
             pool.submit(key, "code", text, answer, {"prompt": prompt})
         rewards = dict(pool.wait(["good"])) | dict(pool.drain())
     seconds = {key: reward.cases[0][0] for key, reward in rewards.items()}
-    assert rewards["good"].value == 1 and seconds["hangs"] < 3.0 <= seconds["between"]
+    assert rewards["good"].value == 1 and seconds["hangs"] < 3.0
 
 
 def test_hostile_programs_through_the_pool():

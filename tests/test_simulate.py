@@ -20,6 +20,7 @@ from data import dump_groups
 from metrics import Clock
 from planner import Report, SizeProfile
 from replica import Replica, Response
+from reward import RewardConfig
 from scheduler import SchedulerConfig, TailBatching
 from settings import Config
 from simulate import (
@@ -30,13 +31,14 @@ from simulate import (
     Simulation,
     SimulationConfig,
     grade,
-    grading_seconds,
     load_hardware,
     load_model,
     main,
+    run_program,
     simulate,
 )
 from streaming import StreamConfig
+from timeouts import AdaptiveTimeouts
 from train import build, regroup, roll_out
 from workload import Drawn, LengthModel, Recorded
 
@@ -280,16 +282,44 @@ def test_all_files_of_hardware_and_models_load() -> None:
 # ---- graders -----------------------------------------------------------------------------------------------------
 
 
-def test_the_adaptive_limit_follows_the_longest_correct_run() -> None:
-    hangs, fixed = GradingConfig(hanging=1.0), GradingConfig(hanging=1.0, adaptive=False)
-    prompt = Prompt(0, (), "", "", "code")
-    assert grading_seconds(prompt, fixed, {}, 0) == 30.0
-    assert grading_seconds(prompt, hangs, {}, 0) == 2.0
-    assert grading_seconds(prompt, hangs, {0: 10.0}, 0) == 15.0
-    assert grading_seconds(prompt, hangs, {0: 25.0}, 0) == 30.0
-    anchors: dict[int, float] = {}
-    seconds = grading_seconds(prompt, GradingConfig(hanging=0.0), anchors, 0)
-    assert anchors == {0: seconds}
+def test_programs_get_the_limits_of_real_runs() -> None:
+
+    real = RewardConfig()
+    assert GradingConfig().timeouts() == AdaptiveTimeouts(
+        real.case_factor, real.case_min_seconds, real.case_max_seconds, real.case_audit, real.case_quantile
+    )
+    ends, hangs = GradingConfig(audit=0.0, hanging=0.0, code_seconds=9.0), GradingConfig(audit=0.0, hanging=1.0)
+    prompts = [Prompt(i, (), "", "", "code") for i in range(2)]
+
+    def run(i: int, config: GradingConfig, timeouts: AdaptiveTimeouts, solves: bool = True) -> tuple[float, bool]:
+        seconds, *learned = run_program(prompts[i], (0, i, 0), solves, config, timeouts, 0)
+        timeouts.observe(*learned)
+        return seconds, learned[2]
+
+    timeouts = ends.timeouts()
+    assert run(0, hangs, timeouts) == (30.0, False)  # nothing is known
+    seconds, passed = run(1, ends, timeouts, solves=False)
+    assert not passed and not timeouts.anchors and 2.0 < seconds < 20.0
+    assert run(1, ends, timeouts) == (seconds, True)
+    for prompt in (0, 1):  # one by what it took itself, one by what is known of others
+        assert run(prompt, hangs, timeouts) == (1.5 * seconds, False)
+    assert run(0, replace(ends, code_seconds=1000.0), timeouts) == (1.5 * seconds, False)
+    fixed = replace(hangs, adaptive=False)
+    assert [run(1, c, fixed.timeouts()) for c in (ends, hangs)] == [(seconds, True), (30.0, False)]
+
+
+def test_a_program_teaches_nothing_before_it_has_ended() -> None:
+    grading = GradingConfig(code_spread=0.0, code_seconds=4.0, hanging=0.5, audit=0.0, sandboxes=9)
+    prompts = {(0, i): Prompt(i, (1,), "", "", "code") for i in range(9)}
+    ended = {(0, i, 0): float(i) for i in range(9)}
+    rollout = SimpleNamespace(seconds=9.0, ended=ended, prompts=prompts, run=SimpleNamespace(reward=lambda id: 1.0))
+    timeouts = grading.timeouts()
+    done = grade(rollout, list(ended), grading, timeouts, 0)
+    taken = [done[id] - at for id, at in ended.items()]
+    first = taken.index(4.0)
+    assert set(taken) == {4.0, 6.0, 30.0}, "correct, cut off by what was known, cut off before"
+    assert all((seconds == 6.0) == (i >= first + 4) for i, seconds in enumerate(taken) if seconds != 4.0)
+    assert len(timeouts.anchors) == taken.count(4.0)
 
 
 def test_what_a_round_does_not_need_is_dropped_when_it_ends() -> None:
@@ -297,7 +327,7 @@ def test_what_a_round_does_not_need_is_dropped_when_it_ends() -> None:
     prompts = {(0, i): Prompt(i, (1,), "", "", "rule") for i in range(4)}
     ended = {(0, i, 0): float(i) for i in range(4)}
     rollout = SimpleNamespace(seconds=5.0, ended=ended, prompts=prompts)
-    done = grade(rollout, [(0, 0, 0), (0, 3, 0)], grading, {}, 0)
+    done = grade(rollout, [(0, 0, 0), (0, 3, 0)], grading, grading.timeouts(), 0)
     assert done == {(0, 0, 0): 4.0, (0, 1, 0): 8.0, (0, 3, 0): 12.0}  # the second had begun, the third had not
 
 
