@@ -33,7 +33,7 @@ SETS = {
     "censored_responses": "never trained",
     "censored_prompts": "put off to another round",
 }
-WHAT = {"length": "tokens", "reward": "share right", "advantage": "advantage in its group"}
+WHAT = {"length": "tokens", "reward": "share right", "advantage": "advantage; of whole groups 0"}
 
 
 def audited(name: str) -> list[dict]:
@@ -65,16 +65,21 @@ def mean(rows: list[dict], what: str) -> tuple[float, float]:
 
 def draw(rows: list[dict], path: Path) -> None:
     plt.style.use(HERE / "plainroll.mplstyle")
-    figure, panels = plt.subplots(1, len(WHAT))
+    figure, panels = plt.subplots(1, len(WHAT), figsize=(7.2, 3.6))
     for axes, (what, unit) in zip(panels, WHAT.items()):
         for x, name in enumerate(RUNS):
             for i, (part, label) in enumerate(SETS.items()):
                 mine = [row for row in rows if (row["run"], row["set"]) == (name, part)]
                 value, error = mean(mine, what) if mine else (0.0, 0.0)
                 place = x + 0.26 * (i - 1)
+                whole = what == "advantage" and abs(value) < 1e-9  # of all of a group the mean is 0
                 axes.bar(place, value, 0.24, yerr=1.96 * error, color=f"C{i}", label="" if x else label)
-                if not mine:
-                    axes.text(place, 0, "none", rotation=90, ha="center", va="bottom", fontsize=7, color="0.4")
+                text = "none" if not mine else "0" if whole else f"{value:.{2 if value < 1 else 0}f}"
+                is_below = value < 0 and not whole
+                end = value - 1.96 * error if is_below else value + 1.96 * error
+                look = {"rotation": 90, "va": "top" if is_below else "bottom", "fontsize": 6.5, "color": "0.3"}
+                axes.text(place, end, f" {text} ", ha="center", **look)
+        axes.margins(y=0.2)
         axes.set(title=what.capitalize(), ylabel=unit, xticks=range(len(RUNS)))
         axes.set_xticklabels([name.replace(" on ", " on\n") for name in RUNS])
         axes.grid(False, axis="x")

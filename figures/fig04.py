@@ -3,7 +3,7 @@
 from dataclasses import replace
 from statistics import mean
 
-from paper import TAIL, ClusterConfig, Table, legend, pair, plt, save, seconds, simulate, style
+from paper import TAIL, ClusterConfig, Table, command, legend, pair, plt, save, seconds, simulate, style
 
 PAPER = {  # (kind, tensor-parallel size): (preemptions, seconds)
     ("short", 1): (5199, 1284),
@@ -45,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main, __doc__)

@@ -1,6 +1,6 @@
 """Figure 9: step time of veRL, RLHFuse and RollPacker, its short and its long rounds apart."""
 
-from paper import MODELS, Table, legend, note, plt, run, save, seconds, style
+from paper import MODELS, Table, command, legend, note, plt, run, save, seconds, style
 
 PAPER = {  # typical seconds; for veRL on 7B the paper's steps go from 180 to 340
     "veRL": (260, 375, 870),
@@ -34,11 +34,14 @@ def main() -> None:
         ):
             axis.plot([r["seconds"]["step"] for r in runs[name][i]], label=label, color=f"C{color}", linewidth=1.2)
             for key in (key for key in PAPER if key.startswith(label)):
-                axis.axhline(PAPER[key][i], color=f"C{color}", linewidth=0.8, linestyle=":")
+                dashes = "--" if key.endswith("long") else ":"
+                axis.axhline(PAPER[key][i], color=f"C{color}", linewidth=1, linestyle=dashes)
         axis.set(title=model, xlabel="step", ylim=(0, None))
     axes[0].set_ylabel("step time (s)")
+    axes[0].plot([], ":", color="0.4", linewidth=1, label="paper")
+    axes[0].plot([], "--", color="0.4", linewidth=1, label="paper, long rounds")
     legend(figure, axes[0])
-    save(figure, "fig09", "16 / 32 / 64 H800; dotted: the paper's typical values")
+    save(figure, "fig09", "simulated, 16 / 32 / 64 H800; broken lines: the paper's typical values")
     against = [seconds(runs["RLHFuse"][i]) / seconds(ours[i]) for i in range(3)]
     table.end(
         "fig09", speedup_over_rlhfuse=[round(x, 2) for x in against], speedup_over_rlhfuse_paper=[1.14, 1.68, 2.24]
@@ -46,4 +49,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main, __doc__)

@@ -2,7 +2,7 @@
 
 from statistics import mean
 
-from paper import Table, legend, note, plt, run, save, seconds, style
+from paper import Table, command, legend, note, plt, run, save, seconds, style
 
 STEPS = 20
 
@@ -48,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main, __doc__)

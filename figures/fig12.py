@@ -3,7 +3,7 @@
 from dataclasses import replace
 from statistics import mean
 
-from paper import VERL, ClusterConfig, PlannerConfig, Table, legend, note, plt, save, simulate, style
+from paper import VERL, ClusterConfig, PlannerConfig, Table, command, legend, note, plt, save, simulate, style
 
 from simulate import load_model
 from workload import Drawn
@@ -62,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main, __doc__)

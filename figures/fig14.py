@@ -2,7 +2,21 @@
 
 from dataclasses import replace
 
-from paper import ROLLPACKER, VERL, Table, cluster, legend, note, plt, save, scheduler, seconds, simulate, style
+from paper import (
+    ROLLPACKER,
+    VERL,
+    Table,
+    cluster,
+    command,
+    legend,
+    note,
+    plt,
+    save,
+    scheduler,
+    seconds,
+    simulate,
+    style,
+)
 
 PAPER = {"veRL": {32: 1.00, 64: 1.42, 128: 2.18}, "RollPacker": {32: 2.22, 64: 3.37, 128: 4.81}}
 ALL = (32, 64, 128, 256, 512, 1024)
@@ -55,4 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main, __doc__)

@@ -21,6 +21,8 @@ from training_runs import CONFIG, run
 
 from metrics import read_records
 
+LENGTHS = {"p50": ":", "mean": "-", "p99": "--"}
+
 
 def run_seed(seed: int) -> list[dict]:
     """Return the evaluations of one seed's run, training it first when its folder is not there."""
@@ -38,9 +40,15 @@ def draw(points: list[dict], path: Path) -> None:
         left.errorbar(
             steps, [100 * p["avg@4"] for p in mine], [100 * e for e in error], label=f"seed {seed}", capsize=2
         )
-        right.plot(steps, [p["length"]["mean"] for p in mine], label=f"seed {seed}")
+        for key, dashes in LENGTHS.items():
+            right.plot(steps, [p["length"][key] for p in mine], dashes, color=f"C{seed}")
     left.set(title="Held-out accuracy", xlabel="step", ylabel="avg@4 at temperature 1 (%)", ylim=(0, 100))
-    right.set(title="Length of held-out responses", xlabel="step", ylabel="mean tokens", ylim=(0, None))
+    right.set(title="Length of held-out responses", xlabel="step", ylabel="tokens", yscale="log", ylim=(10, 1000))
+    right.set_yticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1,000"])
+    right.minorticks_off()
+    for key, dashes in LENGTHS.items():
+        right.plot([], dashes, color="0.4", label=key)
+    right.legend(loc="upper right", ncols=len(LENGTHS))
     left.legend(loc="lower right")
     count = points[0]["num_prompts"]
     caption = f"python figures/learning.py: {CONFIG}, hailstone, {count} held-out prompts x 4, bars: 95 % interval"

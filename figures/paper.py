@@ -1,8 +1,9 @@
 """What the figures share: the paper's numbers and set-ups (RollPacker, section 6), runs, tables, the look."""
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -13,6 +14,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.container import BarContainer
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -74,6 +76,12 @@ def measured(benchmark: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))["result"] if path.exists() else {}
 
 
+def command(play: Callable[[], None], about: str | None) -> None:
+    """Run a script that takes nothing but `--help`: other arguments are refused before minutes of simulation."""
+    argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    play()
+
+
 class Table:
     """Rows of paper value, simulated value and difference, printed as they come; ends with one JSON line.
 
@@ -113,15 +121,26 @@ def style() -> None:
 
 def legend(figure: plt.Figure, axis: plt.Axes) -> None:
     """Put the legend of one axis above all of them, where it hides no data."""
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper right", ncols=4)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper right", ncols=5)
 
 
 def pair(axis: plt.Axes, paper: Sequence[float], simulated: Sequence[float], labels: Sequence[str]) -> None:
-    """Draw the paper's and the simulated values side by side; there may be more of the second."""
-    axis.bar([x - 0.2 for x in range(len(paper))], paper, 0.4, label="paper", color="0.7")
-    axis.bar([x + 0.2 for x in range(len(simulated))], simulated, 0.4, label="simulated")
+    """Draw the paper's and the simulated values side by side; more of the second are rules that are ours alone."""
+    count = len(paper)
+    put_values(axis, axis.bar([x - 0.2 for x in range(count)], paper, 0.4, label="paper", color="0.7"))
+    put_values(axis, axis.bar([x + 0.2 for x in range(count)], simulated[:count], 0.4, label="simulated", color="C0"))
+    if ours := simulated[count:]:
+        places = range(count, len(simulated))
+        put_values(axis, axis.bar(places, ours, 0.4, label="simulated, not in the paper", color="C2"))
     axis.set_xticks(range(len(labels)), labels, rotation=35, ha="right", rotation_mode="anchor", fontsize=7.5)
     axis.grid(axis="x", visible=False)
+
+
+def put_values(axis: plt.Axes, bars: BarContainer) -> None:
+    """Write each bar's value above it, upright, so that narrow bars have room."""
+    labels = [f"{bar.get_height():.4g}" if bar.get_height() >= 1000 else f"{bar.get_height():.3g}" for bar in bars]
+    axis.bar_label(bars, labels, rotation=90, padding=2, fontsize=6.5)
+    axis.margins(y=0.16)
 
 
 def save(figure: plt.Figure, name: str, data: str) -> None:

@@ -4,6 +4,7 @@ python figures/stream.py           runs benchmarks/stream.py --quick on 4 ranks 
 python figures/stream.py --draw    draws again from figures/stream.json
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -16,7 +17,9 @@ DATA = HERE / "stream.json"
 
 
 def main() -> None:
-    if "--draw" not in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help="only draw, from figures/stream.json")
+    if not parser.parse_args().draw:
         script = HERE.parent / "benchmarks" / "stream.py"
         subprocess.run([sys.executable, str(script), "--quick", "--spans", str(DATA)], check=True)
     caption = "python figures/stream.py: given lengths, 4 ranks of one thread, a step of 16 x 8 samples"

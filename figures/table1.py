@@ -1,6 +1,6 @@
 """Table 1: where a synchronous step's time goes (14B/16k, 32 H800)."""
 
-from paper import Table, plt, run, save, seconds, style
+from paper import Table, command, plt, run, save, seconds, style
 
 PAPER = {"rollout": (0.66, 0.72), "reward": (0.05, 0.13), "train": (0.21, 0.23)}  # ranges over data sets
 
@@ -15,7 +15,8 @@ def main() -> None:
     figure, axis = plt.subplots()
     for name, shares in (("paper", [sum(PAPER[s]) / 2 for s in PAPER]), ("simulated", list(share.values()))):
         for i, width in enumerate(shares):
-            axis.barh(name, width / sum(shares), 0.5, sum(shares[:i]) / sum(shares), color=f"C{i}")
+            bar = axis.barh(name, width / sum(shares), 0.5, sum(shares[:i]) / sum(shares), color=f"C{i}")
+            axis.bar_label(bar, [f"{width:.0%}"], label_type="center", color="white", fontsize=8)
     for i, stage in enumerate(PAPER):
         axis.plot([], [], color=f"C{i}", linewidth=6, label=stage)
     axis.set(title="A synchronous step of 14B/16k", xlabel="share of the step's time", xlim=(0, 1))
@@ -26,4 +27,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main, __doc__)

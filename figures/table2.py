@@ -3,7 +3,7 @@
 from itertools import accumulate
 from operator import mul
 
-from paper import MODELS, SYSTEMS, Table, legend, measured, pair, plt, run, save, seconds, style
+from paper import MODELS, SYSTEMS, Table, command, legend, measured, pair, plt, run, save, seconds, style
 
 PAPER = {
     "+ tail batching": (1.30, 1.48, 2.21),
@@ -36,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main, __doc__)

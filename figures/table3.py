@@ -6,7 +6,22 @@ responses that the race then drops take up sandboxes. So the rows compare with b
 
 from dataclasses import replace
 
-from paper import FAST, MODELS, TAIL, Table, cluster, legend, measured, plt, save, seconds, simulate, style
+from paper import (
+    FAST,
+    MODELS,
+    TAIL,
+    Table,
+    cluster,
+    command,
+    legend,
+    measured,
+    plt,
+    put_values,
+    save,
+    seconds,
+    simulate,
+    style,
+)
 
 PAPER = (1.48, 1.35, 1.18)  # 7B, 14B, 32B
 SANDBOX = 1.6  # rollout and reward together, code only: adaptive against fixed time limits
@@ -37,7 +52,7 @@ def main() -> None:
         (0, "beside", beside),
         (0.27, "beside, adaptive limits", both),
     ):
-        axis.bar([x + offset for x in places], values, 0.25, label=name)
+        put_values(axis, axis.bar([x + offset for x in places], values, 0.25, label=name))
     axis.set_xticks(list(places), MODELS)
     axis.set(title="Step time with tail batching, rewards graded ...", ylabel="step time (s)")
     axis.grid(axis="x", visible=False)
@@ -47,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main, __doc__)

@@ -7,6 +7,7 @@ from paper import (
     StreamConfig,
     Table,
     cluster,
+    command,
     legend,
     measured,
     note,
@@ -47,7 +48,8 @@ def main() -> None:
         note(f"Really run on a CPU, step time of a long round, times as fast as with the trainer off: {rules}.")
     style()
     figure, axis = plt.subplots()
-    pair(axis, list(PAPER.values()), list(simulated.values()), list(POLICIES))
+    labels = [{"paper": "the paper's rule", "estimate": "our estimate"}.get(name, name) for name in POLICIES]
+    pair(axis, list(PAPER.values()), list(simulated.values()), labels)
     axis.set(title="When half of the GPUs leave the rollout to train", ylabel="step with a long round (s)")
     legend(figure, axis)
     save(figure, "table4", f"16 H800, {STEPS} steps")
@@ -56,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main, __doc__)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,12 +26,22 @@ def load(monkeypatch: pytest.MonkeyPatch):
         return module
 
     yield load
-    for name in ("training_runs", "timeline"):
+    for name in ("training_runs", "timeline", "paper", "fig04", "fig11"):
         sys.modules.pop(name, None)
 
 
 def committed(name: str):
     return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted(FIGURES.glob("*.py")) if path.stem not in ("paper", "training_runs")]
+)
+def test_help_draws_nothing(name: str, load, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(FIGURES / f"{name}.py"), run_name="__main__")
+    assert "usage:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["accuracy", "bias", "timeline", "stream"])
