@@ -1,9 +1,8 @@
 """A golden run: losses and tokens of six steps under many settings, which every later commit must reproduce.
 
 A change that moves nothing leaves `golden.json` alone. A change that means to move a trajectory says so in its commit,
-and writes the file again: `GOLDEN=write pytest -n 0 tests/test_golden.py`. `GOLDEN=all` plays every setting on 1, 2 and 4
-ranks; without it the suite plays a few. Random weights, no eos in most responses: the engine, the races and the
-gradient are exercised, nothing is learnt.
+and writes the file again: `GOLDEN=write pytest -n 0 tests/test_golden.py`. `GOLDEN=all` plays every setting on 1, 2 and
+4 ranks; without it the suite plays a few. The weights are random: engine, races and gradient work, nothing is learnt.
 """
 
 import hashlib
@@ -86,7 +85,8 @@ def machine() -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_trajectories_are_the_golden_ones(ranks: int, settings, run_ranks, tmp_path: Path) -> None:
-    chosen = [name for name, (on, *_) in SETTINGS.items() if ranks in on and (MODE != "short" or (name, ranks) in SHORT)]
+    here = [name for name, (on, *_) in SETTINGS.items() if ranks in on]
+    chosen = [name for name in here if MODE != "short" or (name, ranks) in SHORT]
     if not chosen:
         pytest.skip("GOLDEN=all plays these")
     rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(48)]
