@@ -20,6 +20,7 @@ from model import Model, ModelShape, parse_shape
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STATE = "state.pt"
 CHECKSUMS = "checksums.json"  # CRC-32 of every file of a checkpoint
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE = "score.weight"  # the head of a reward model
 
 
@@ -94,8 +95,10 @@ def num_labels(config: dict) -> int:
     return config.get("num_labels") or len(config.get("id2label") or ("0", "1"))
 
 
-def check_model(folder: str | Path, key: str = "model.path", rewards: bool = False) -> dict[str, Path]:
-    """Return which file holds each weight. Raises ConfigError on anything missing or misshapen.
+def check_model(
+    folder: str | Path, key: str = "model.path", rewards: bool = False
+) -> tuple[ModelShape, dict[str, tuple[Path, str]]]:
+    """Return the decoder's shape, and each weight's file and name there. Raises ConfigError on what does not fit.
 
     `rewards`: reward models will do too; the decoder of one has no language head of its own, but there is SCORE.
     """
@@ -106,23 +109,52 @@ def check_model(folder: str | Path, key: str = "model.path", rewards: bool = Fal
         raise ConfigError(
             f"{key} = {str(folder)!r} is a reward model ({config['architectures'][0]}); it writes no text"
         )
-    wanted = _expected_weights(replace(shape, tied=True) if labels else shape)
+    found, shapes = _stored_weights(folder)
+    if labels:
+        shape = replace(shape, tied=True)
+    elif shape.tied and HEAD in found:  # as `transformers` reads it: what the file has outweighs config.json
+        found.setdefault(EMBEDDING, found[HEAD])
+        shape = replace(shape, tied=_are_equal(found[EMBEDDING], found[HEAD]))
+    wanted = _expected_weights(shape)
     if labels:
         wanted[SCORE] = [labels, shape.hidden_size]
-    found: dict[str, Path] = {}
+    if missing := wanted.keys() - found.keys():
+        raise ConfigError(f"{folder}: {len(missing)} weights are missing, such as {min(missing)}")
+    for name, size in wanted.items():
+        if shapes[found[name]] != size:
+            path, stored = found[name]
+            raise ConfigError(f"{path}: {stored} has shape {shapes[found[name]]}, config.json wants {size}")
+    return shape, {name: found[name] for name in wanted}
+
+
+def _stored_weights(folder: Path) -> tuple[dict[str, tuple[Path, str]], dict[tuple[Path, str], list[int]]]:
+    """Return where each weight is, by its name in a whole model, and the shape of each.
+
+    The file of a bare decoder has the same names without "model.".
+    """
+    found, shapes = {}, {}
     for path in _weight_files(folder):
         try:
             with safe_open(path, "pt") as file:
-                for name in wanted.keys() & set(file.keys()):
-                    stored = file.get_slice(name).get_shape()
-                    if stored != wanted[name]:
-                        raise ConfigError(f"{path}: {name} has shape {stored}, config.json wants {wanted[name]}")
-                    found[name] = path
+                for stored in sorted(file.keys()):
+                    is_whole = stored.startswith(("model.", HEAD, SCORE))
+                    name = stored if is_whole else f"model.{stored}"
+                    if is_whole or name not in found:
+                        found[name] = path, stored
+                    shapes[path, stored] = file.get_slice(stored).get_shape()
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: cannot read the weights ({error}); copy the file again") from None
-    if missing := wanted.keys() - found.keys():
-        raise ConfigError(f"{folder}: {len(missing)} weights are missing, such as {min(missing)}")
-    return found
+    return found, shapes
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)
+
+
+def _are_equal(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
+    first, second = _read_tensor(*one), _read_tensor(*other)
+    return one == other or (first.shape == second.shape and torch.equal(first, second.to(first.dtype)))
 
 
 def _expected_weights(shape: ModelShape) -> dict[str, list[int]]:
@@ -132,29 +164,29 @@ def _expected_weights(shape: ModelShape) -> dict[str, list[int]]:
 
 def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Model:
     """Build the decoder of a Hugging Face folder and fill it. Raises ConfigError as `check_model` does."""
-    return _load(folder, device, dtype, check_model(folder), 0)[0]
+    return _load(device, dtype, *check_model(folder))[0]
 
 
 def load_judge(folder: str | Path, device: torch.device, dtype: torch.dtype) -> tuple[Model, Tensor | None]:
     """As `load_model`, of `judge.path`; with a reward model's head [labels, hidden_size], None for one that writes."""
-    files = check_model(folder, "judge.path", rewards=True)
-    return _load(folder, device, dtype, files, num_labels(read_config(folder)))
+    shape, weights = check_model(folder, "judge.path", rewards=True)
+    return _load(device, dtype, shape, weights)
 
 
 def _load(
-    folder: str | Path, device: torch.device, dtype: torch.dtype, files: dict[str, Path], labels: int
+    device: torch.device, dtype: torch.dtype, shape: ModelShape, weights: dict[str, tuple[Path, str]]
 ) -> tuple[Model, Tensor | None]:
-    shape = parse_shape(read_config(folder), str(folder))
     with torch.device("meta"):
-        model = Model(replace(shape, tied=True) if labels else shape)
+        model = Model(shape)
     model = model.to(dtype).to_empty(device=device)
     targets = {name: view for name, view, _ in model.hf_tensors()}
-    if labels:
-        targets[SCORE] = torch.empty(labels, shape.hidden_size, dtype=dtype, device=device)
-    for path in sorted(set(files.values())):
+    for path in sorted({path for path, _ in weights.values()}):
         with safe_open(path, "pt") as file:
-            for name in (n for n, holder in files.items() if holder == path):
-                targets[name].copy_(file.get_tensor(name).view(targets[name].shape))
+            for name, stored in ((n, stored) for n, (holder, stored) in weights.items() if holder == path):
+                tensor = file.get_tensor(stored)
+                if name == SCORE:
+                    targets[SCORE] = torch.empty_like(tensor, dtype=dtype, device=device)
+                targets[name].copy_(tensor.view(targets[name].shape))
     return model, targets.get(SCORE)
 
 
@@ -179,6 +211,7 @@ def save_model(folder: str | Path, model: Model, source: str | Path) -> None:
     save_weights(folder, model)
     config = read_config(source)
     config.pop("torch_dtype", None)
+    config["tie_word_embeddings"] = model.shape.tied
     config["dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     for path in source.iterdir():

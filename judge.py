@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from core import Reward
 from graphs import upload
 from jobs import PoolStats
 from layers import Layers, num_resident, token_bytes
-from model import Model, Split, parse_shape, rms_norm, run_layer
+from model import Model, Split, rms_norm, run_layer
 from reward import RewardConfig, RewardPool
 from timeouts import AdaptiveTimeouts
 
@@ -140,16 +140,15 @@ def check_judge(config: JudgeConfig, dtype: torch.dtype) -> None:
         raise ConfigError(f"data rows have the task {TASK}, but judge.path is empty; give a local Hugging Face folder")
     if "{response}" not in (config.template or TEMPLATE):
         raise ConfigError(f"judge.template = {config.template!r} does not contain {{response}}")
-    checkpoint.check_model(config.path, "judge.path", rewards=True)
+    shape, _ = checkpoint.check_model(config.path, "judge.path", rewards=True)
     settings, tokenizer = checkpoint.read_config(config.path), checkpoint.load_tokenizer(config.path)
     labels = checkpoint.num_labels(settings)
     if not labels:
         verdict_ids(config, tokenizer)
     elif labels > 1 and config.label >= labels:
         raise ConfigError(f"judge.label = {config.label}: {config.path} has the labels 0 to {labels - 1}")
-    shape = parse_shape(settings, config.path)
     with torch.device("meta"):
-        model = Model(replace(shape, tied=True) if labels else shape)
+        model = Model(shape)
     layer = sum(p.numel() for p in model.layers[0].parameters()) * dtype.itemsize
     fixed = sum(p.numel() for p in model.parameters()) * dtype.itemsize - layer * shape.num_layers
     needed = fixed + 2 * layer + config.batch_tokens * token_bytes(shape, dtype)

@@ -68,10 +68,11 @@ FAMILIES = {"qwen2": _family_qwen2, "qwen3": _family_qwen3, "llama": _family_lla
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 LARGEST, MOST_LAYERS = 2**31 - 1, 1000
+ORIGINAL = "original_max_position_embeddings"
 ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
 }
 
 
@@ -93,31 +94,14 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         )
     if c.get("use_sliding_window"):
         raise ConfigError(f"{where}: use_sliding_window = true is not supported; plainroll attends to the full context")
+    kinds = c.get("layer_types")
+    if kinds and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise ConfigError(f"{where}: layer_types = {kinds!r} is not supported; plainroll attends to the full context")
     if c.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act = {c['hidden_act']!r} is not supported; plainroll has silu")
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"{where}: rope parameters = {rope!r} are not a table of names and values")
-    rope = {"rope_theta": c.get("rope_theta", 10000.0)} | rope
-    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(rope["rope_type"], str) or rope["rope_type"] not in ROPE_TYPES:
-        raise ConfigError(
-            f"{where}: rope_type = {rope['rope_type']!r} is not supported; plainroll has {', '.join(ROPE_TYPES)}"
-        )
-    missing = [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]
-    if missing:
-        raise ConfigError(
-            f"{where}: rope_type = {rope['rope_type']!r} needs {', '.join(missing)} in its rope parameters"
-        )
-    numbers = {key: rope[key] for key in ("rope_theta", *ROPE_NEEDS[rope["rope_type"]])}
-    numbers["rms_norm_eps"] = c.get("rms_norm_eps", 1e-6)
-    for key, value in numbers.items():
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ConfigError(f"{where}: {key} = {value!r} is not a number over 0")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; plainroll rotates all"
-        )
+    rope = _parse_rope(c, where)
+    eps = c.get("rms_norm_eps", 1e-6)
+    _check_number(where, "rms_norm_eps", eps)
     heads = c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads
     head_dim = c.get("head_dim") or (128 if family == "qwen3" else c["hidden_size"] // heads)
@@ -133,12 +117,46 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=c.get("max_position_embeddings") or 32768,
-        norm_eps=numbers["rms_norm_eps"],
+        max_positions=_max_positions(c),
+        norm_eps=eps,
         rope=rope,
-        tied=c.get("tie_word_embeddings", False),
+        tied=bool(c.get("tie_word_embeddings")),
         **FAMILIES[family](c),
     )
+
+
+def _parse_rope(c: dict, where: str) -> dict:
+    """Return rope_theta, rope_type and what the type needs, from the keys that `transformers` would take."""
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # an old key, added by hand, wins as a whole
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{where}: rope parameters = {rope!r} are not a table of names and values")
+    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise ConfigError(
+            f"{where}: rope parameters of their own for {', '.join(nested)} are not supported; plainroll has one rope "
+            "for all layers"
+        )
+    rope = {"rope_theta": c.get("rope_theta", 10000.0), "partial_rotary_factor": c.get("partial_rotary_factor")} | rope
+    kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise ConfigError(f"{where}: rope_type = {kind!r} is not supported; plainroll has {', '.join(ROPE_TYPES)}")
+    if (partial := rope.pop("partial_rotary_factor")) not in (None, 1.0):
+        raise ConfigError(f"{where}: partial_rotary_factor = {partial!r} is not supported; plainroll rotates all")
+    if ORIGINAL in ROPE_NEEDS[kind]:
+        rope[ORIGINAL] = c[ORIGINAL] if ORIGINAL in c else rope.get(ORIGINAL, _max_positions(c))
+    if missing := [key for key in ROPE_NEEDS[kind] if key not in rope]:
+        raise ConfigError(f"{where}: rope_type = {kind!r} needs {', '.join(missing)} in its rope parameters")
+    for key in ("rope_theta", *ROPE_NEEDS[kind]):
+        _check_number(where, key, rope[key])
+    return rope
+
+
+def _max_positions(c: dict) -> int:
+    return c.get("max_position_embeddings") or (2048 if c["model_type"] == "llama" else 32768)
+
+
+def _check_number(where: str, key: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {key} = {value!r} is not a number over 0")
 
 
 def _rope_default(inv_freq: Tensor, rope: dict) -> Tensor:
@@ -151,7 +169,7 @@ def _rope_linear(inv_freq: Tensor, rope: dict) -> Tensor:
 
 def _rope_llama3(inv_freq: Tensor, rope: dict) -> Tensor:
     """Slow waves are stretched by `factor`, fast ones kept, those between blended. (Llama 3.1 release)"""
-    low, high, context = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    low, high, context = rope["low_freq_factor"], rope["high_freq_factor"], rope[ORIGINAL]
     turns = context * inv_freq / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * inv_freq + (1 - keep) * inv_freq / rope["factor"]

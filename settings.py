@@ -191,9 +191,8 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     device = torch.device("cuda" if c.run.device != "cpu" and torch.cuda.is_available() else "cpu")
     folder = model_source(c)
     if c.model.path or folder.exists():
-        checkpoint.check_model(folder)
+        shape, _ = checkpoint.check_model(folder)
         tokenizer = checkpoint.load_tokenizer(folder)
-        shape = parse_shape(checkpoint.read_config(folder), str(folder / "config.json"))
         checkpoint.eos_ids(folder, tokenizer, shape.vocab_size)
         if len(tokenizer) > shape.vocab_size:
             raise ConfigError(

@@ -94,6 +94,39 @@ def test_tensors_that_the_decoder_does_not_have_are_ignored(folder):
     assert_bit_equal(load(folder), load(folder))
 
 
+def test_names_of_a_bare_decoder_load_as_those_of_a_whole_model(folder, tmp_path):
+    oracle = AutoModelForCausalLM.from_pretrained(folder)
+    oracle.model.save_pretrained(tmp_path / "bare")
+    assert "embed_tokens.weight" in load_file(tmp_path / "bare" / WEIGHTS)
+    assert_bit_equal(load(tmp_path / "bare"), load(folder))
+
+
+def tied_and_not(tensors: dict) -> dict[str, dict]:
+    embed, head = tensors["model.embed_tokens.weight"], torch.randn(tensors["model.embed_tokens.weight"].shape)
+    only = {name: tensor for name, tensor in tensors.items() if name != "model.embed_tokens.weight"}
+    return {
+        "an equal head": tensors | {"lm_head.weight": embed.clone()},
+        "another head": tensors | {"lm_head.weight": head},
+        "another head in bf16": tensors | {"lm_head.weight": head.bfloat16()},
+        "only a head": only | {"lm_head.weight": head},
+    }
+
+
+@pytest.mark.parametrize("name", ["an equal head", "another head", "another head in bf16", "only a head"])
+@torch.no_grad()
+def test_a_head_beside_tied_embeddings_is_used_as_transformers_does(name, folder, tmp_path):
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    save_file(tied_and_not(load_file(folder / WEIGHTS))[name], folder / WEIGHTS)
+    model, ids = load(folder), torch.tensor(PROMPT)
+    assert (model.head is None) == ("another" not in name)
+    save_model(tmp_path / "saved", model, folder)  # and it stays so in a checkpoint
+    assert_bit_equal(load(tmp_path / "saved"), model)
+    for place in (folder, tmp_path / "saved"):
+        theirs = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        ours = model.logits(model(ids, torch.arange(len(ids)), PackedAttention([len(ids)], CPU)))
+        torch.testing.assert_close(ours, theirs(ids[None]).logits[0], atol=1e-4, rtol=0)
+
+
 # ---- Hugging Face folders out
 
 

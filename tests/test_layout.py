@@ -22,7 +22,6 @@ LONGER = {  # and why
     "rollout.Engine.__init__": "names each part of that state",
     "settings.check": "one list of refusals, in the order in which they are made",
     "train.build": "one list of rooms, in the order in which they are made",
-    "model.parse_shape": "one list of what a model's config may say",
     "trl.trl_worker": "runs where nothing of ours can be imported, so it is one function",
 }
 

@@ -185,13 +185,55 @@ def test_old_and_new_config_keys_give_equal_logits(family, name, tmp_path):
     torch.testing.assert_close(found, oracle_logits(oracle, token_lists()), atol=1e-4, rtol=0)
 
 
+def without(rope: dict, *keys: str) -> dict:
+    return {key: value for key, value in rope.items() if key not in keys}
+
+
+ORIGINAL = "original_max_position_embeddings"
+MIXED_KEYS = {
+    "an old key outweighs the new": {"rope_parameters": LINEAR, "rope_scaling": {"rope_type": "default"}},
+    "the old key's theta is the one outside": {
+        "rope_parameters": LINEAR,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_theta": 70.0,
+    },
+    "an empty old key": {"rope_parameters": LINEAR, "rope_scaling": {}},
+    "an old key without a value": {"rope_parameters": LINEAR, "rope_scaling": None},
+    "theta inside and outside": {"rope_parameters": LINEAR, "rope_theta": 70.0},
+    "theta outside": {"rope_parameters": without(LINEAR, "rope_theta"), "rope_theta": 70.0},
+    "no theta": {"rope_parameters": without(LINEAR, "rope_theta")},
+    "theta only": {"rope_parameters": {}, "rope_theta": 70},
+    "type and rope_type": {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+    "llama3, context outside": {"rope_parameters": without(LLAMA3, ORIGINAL), ORIGINAL: 32},
+    "llama3, context inside and outside": {"rope_parameters": LLAMA3, ORIGINAL: 64},
+    "llama3, context of max_position_embeddings": {"rope_parameters": without(LLAMA3, ORIGINAL)},
+    "llama3, old key, context outside": {"rope_scaling": without(LLAMA3, ORIGINAL), ORIGINAL: 32},
+    "linear, context outside": {"rope_parameters": LINEAR, ORIGINAL: 64},
+    "every layer attends to all": {"layer_types": ["full_attention"] * 3, "rope_parameters": LINEAR},
+}
+
+
+@pytest.mark.parametrize("name", MIXED_KEYS)
+@torch.no_grad()
+def test_rope_keys_that_compete_mean_what_transformers_takes_them_for(name, tmp_path):
+    family = list(FAMILIES)[list(MIXED_KEYS).index(name) % len(FAMILIES)]
+    make_oracle({"model_type": family, "head_dim": 8}, tmp_path)
+    path = tmp_path / "config.json"
+    plain = without(json.loads(path.read_text()), "rope_parameters", "layer_types")
+    path.write_text(json.dumps(plain | MIXED_KEYS[name]))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found = packed_logits(load_model(tmp_path, CPU, torch.float32), token_lists())
+    torch.testing.assert_close(found, oracle_logits(oracle, token_lists()), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_keys_mean_what_transformers_takes_for_them(family):
-    config = {key: SMALL[key] for key in SMALL if key not in ("num_key_value_heads", "rms_norm_eps")}
+    config = without(SMALL, "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
     shape = parse_shape({"model_type": family, **config}, "here")
     theirs = AutoConfig.for_model(family, **config, num_key_value_heads=None)
     assert shape.head_dim == getattr(theirs, "head_dim", SMALL["hidden_size"] // SMALL["num_attention_heads"])
     assert shape.num_kv_heads == theirs.num_key_value_heads == 6
+    assert shape.max_positions == theirs.max_position_embeddings
     assert shape.norm_eps == theirs.rms_norm_eps
     assert shape.rope["rope_theta"] == theirs.rope_parameters["rope_theta"]
     assert shape.tied == theirs.tie_word_embeddings
@@ -214,6 +256,13 @@ def test_absent_keys_mean_what_transformers_takes_for_them(family):
         ({"rope_parameters": {"rope_type": "linear"}}, "factor", "rope"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor", "rope"),
         ({"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "0.5", "partial_rotary_factor"),
+        ({"rope_parameters": THETA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'", "default, linear"),
+        ({"rope_parameters": {"full_attention": LINEAR}}, "full_attention", "one rope for all layers"),
+        ({"rope_scaling": {**THETA, "sliding_attention": LINEAR}}, "sliding_attention", "one rope for all layers"),
+        ({"rope_parameters": LLAMA3, "original_max_position_embeddings": -32}, "-32", "a number over 0"),
+        ({"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "0.5", "partial_rotary_factor"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention", "full context"),
+        ({"layer_types": 3}, "layer_types = 3", "full context"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8", "quantization_config"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_key_value_heads = 4", "num_attention_heads"),
         ({"head_dim": 7}, "head_dim = 7", "even"),
