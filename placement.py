@@ -29,14 +29,15 @@ class Placement:
         return len(self.live)
 
     def launch(self, ids: Sequence[PromptId], num_responses: int, expected: Sequence[float] = ()) -> list[list[int]]:
-        """Return the positions in `ids` that each replica starts, the longest expected first.
+        """Return the positions in `ids` that each replica starts, in their order.
 
-        A prompt's responses stay together: they share its prefill. With no `expected`, all are like those that run.
+        `expected`, tokens of a response by prompt, balances the replicas; without it, all are like those that run. A
+        prompt's responses stay together: they share its prefill.
         """
         held = [sum(live.values()) for live in self.live]
         num_live = sum(map(len, self.live))
         expected = expected or [sum(held) / num_live if num_live else 1.0] * len(ids)
-        shares = assign_by_load([e * num_responses for e in expected], len(self.live), held)
+        shares = [sorted(share) for share in assign_by_load([e * num_responses for e in expected], len(held), held)]
         for live, share in zip(self.live, shares, strict=True):
             live.update({(*ids[i], r): expected[i] for i in share for r in range(num_responses)})
         return shares

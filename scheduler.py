@@ -3,14 +3,15 @@
 A policy is a state machine that every rank feeds with the same events in the same order, so all ranks come to the
 same decisions without asking anybody. The engine and a simulation drive the same classes:
 
-    plan = policy.plan(take, steps_left)
+    plan = policy.begin(take, steps_left)
     while not (decision := policy.observe(events of one window)).done: carry the decision out, decode a window
     stats = policy.close(tokens of what was aborted)
 
-One entry in POLICIES for each; a policy sees the data set only through `take`, so it cannot lose a prompt.
+A policy is a `RoundPolicy` with a `plan` of its own and an entry in POLICIES.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -130,12 +131,12 @@ class Waiting:
         return self.epoch, self.prompt.index
 
 
-class TailBatching:
-    """Short rounds that race, a queue for what they abort, long rounds that wait. (RollPacker, section 3)
+class RoundPolicy(ABC):
+    """What policies share. One of your own needs `plan` only: what a round launches, in which order, and what it keeps.
 
-    Whatever is drawn is trained exactly once: `plan` never draws more than the rest of the run can train, so the last
-    rounds empty the queue. (With dynamic sampling: is trained or found to have zero variance.) A queued prompt keeps
-    its name, so its responses come from the same random streams, by newer weights.
+    What a round launched and did not keep waits in `queue`; `plan` takes it from there with `requeued`. Every rank has
+    its own copy and all must plan alike, so `plan` uses nothing but what it is given and what is here. A policy that
+    remembers more adds it to `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, config: "SchedulerConfig", seed: int = 0):
@@ -144,42 +145,44 @@ class TailBatching:
         self.rounds = 0
         self.wasted_tokens = 0
         self.typical = 1.0  # tokens of a trained response in the newest short round
-        self.race: Race | None = None
+        self.race: Race | None = None  # the round that is open
         self._queued: dict[PromptId, Waiting] = {}  # those of this round that come from the queue
 
+    @abstractmethod
     def plan(self, take: Take, steps_left: int) -> RoundPlan:
-        """Begin a round, the first of `steps_left`. `take(n)` draws n new (epoch, prompt)."""
-        c = self.config
+        """Return the next round, the first of `steps_left`. `take(n)` draws n new (epoch, prompt)."""
+
+    def requeued(self, count: int) -> list[Waiting]:
+        """Take the oldest `count` prompts out of the queue, or as many as there are, for the round that is planned."""
+        old, self.queue = self.queue[:count], self.queue[count:]
+        self._queued |= {w.id: w for w in old}
+        return old
+
+    def begin(self, take: Take, steps_left: int) -> RoundPlan:
+        """Open the next round. Raises ValueError on a plan that cannot end or that says what it is not."""
         assert self.race is None, "the round before was not closed"
-        launch = self.num_launched(c.num_prompts, c.eta_prompts)
-        drawn: list[tuple[int, Prompt]] = []
-        if len(self.queue) >= c.num_prompts:
-            launch = c.num_prompts
-        else:
-            drawn = take(min(launch, steps_left * c.num_prompts - len(self.queue)))
-        old, self.queue = self.queue[: launch - len(drawn)], self.queue[launch - len(drawn) :]
-        self._queued = {w.id: w for w in old}
-        num_responses = self.num_launched(c.num_responses, c.eta_responses) if drawn else c.num_responses
-        speculates = len(drawn) + len(old) > c.num_prompts or num_responses > c.num_responses
-        plan = RoundPlan(
-            kind="short" if speculates else "long",
-            prompts=(*((w.epoch, w.prompt) for w in old), *drawn),
-            num_responses=num_responses,
-            keep_prompts=c.num_prompts,
-            keep_responses=c.num_responses,
-            expected=(*(w.expected for w in old), *(self.typical for _ in drawn)),
-            audit=speculates and Random(f"audit {self.seed} {self.rounds}").random() < c.audit,
-        )
+        c, self._queued = self.config, {}
+        plan = self.plan(take, steps_left)
+        if wrong := self._wrong(plan):
+            raise ValueError(f"{type(self).__name__}.plan: {wrong}")
         max_prompts = max(int(c.max_draws * c.num_prompts), len(plan.prompts))
         self.race = Race(plan, take if c.dynamic_sampling else None, max_prompts)
         self.rounds += 1
         return plan
 
     @staticmethod
-    def num_launched(kept: int, eta: float) -> int:
-        return math.ceil(kept * eta - 1e-9)  # 10 * 1.1 is 11
+    def _wrong(plan: RoundPlan) -> str:
+        prompts, kept = (len(plan.prompts), plan.num_responses), (plan.keep_prompts, plan.keep_responses)
+        if not (0 < kept[0] <= prompts[0] and 0 < kept[1] <= prompts[1]):
+            return f"keeps {kept[0]} prompts x {kept[1]} responses of {prompts[0]} x {prompts[1]}"
+        if plan.kind != ("long" if kept == prompts else "short"):
+            return f"kind = {plan.kind!r}; a round that keeps all it launches is long, any other is short"
+        if plan.expected and len(plan.expected) != prompts[0]:
+            return f"{len(plan.expected)} expected lengths for {prompts[0]} prompts"
+        return ""
 
     def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float] | None = None) -> Decision:
+        assert self.race, "no round is open: call begin"
         return self.race.observe(finished, rewards or {})
 
     def accepted_ids(self) -> list[SampleId]:
@@ -197,7 +200,7 @@ class TailBatching:
         if race.plan.kind == "short":
             self.typical = max(sum(trained) / len(trained), 1.0)
         gone = {*race.accepted, *race.zero_variance}
-        losers = [self._wait(id, race, tokens) for id in race.prompts if id not in gone]
+        losers = [self._wait(id, race, tokens) for id in {**self._queued, **race.prompts} if id not in gone]
         self.queue = sorted(losers + self.queue, key=lambda w: w.since)  # stable: who was first stays
         return RoundStats(
             kind=race.plan.kind,
@@ -237,6 +240,42 @@ class TailBatching:
         self.rounds, self.wasted_tokens, self.typical = state["rounds"], state["wasted_tokens"], state["typical"]
 
 
+class TailBatching(RoundPolicy):
+    """Short rounds that race, a queue for what they abort, long rounds that wait. (RollPacker, section 3)
+
+    Whatever is drawn is trained exactly once: `plan` never draws more than the rest of the run can train, so the last
+    rounds empty the queue. (With dynamic sampling: is trained or found to have zero variance.) A queued prompt keeps
+    its name, so its responses come from the same random streams, by newer weights.
+    """
+
+    def plan(self, take: Take, steps_left: int) -> RoundPlan:
+        c = self.config
+        launch = self.num_launched(c.num_prompts, c.eta_prompts)
+        drawn: list[tuple[int, Prompt]] = []
+        if len(self.queue) >= c.num_prompts:
+            launch = c.num_prompts
+        else:
+            drawn = take(min(launch, steps_left * c.num_prompts - len(self.queue)))
+        old = self.requeued(launch - len(drawn))
+        num_responses = self.num_launched(c.num_responses, c.eta_responses) if drawn else c.num_responses
+        speculates = len(drawn) + len(old) > c.num_prompts or num_responses > c.num_responses
+        known = [(w.expected, (w.epoch, w.prompt)) for w in old] + [(self.typical, prompt) for prompt in drawn]
+        known.sort(key=lambda item: -item[0])  # stable: the longest start first, then the oldest
+        return RoundPlan(
+            kind="short" if speculates else "long",
+            prompts=tuple(prompt for _, prompt in known),
+            num_responses=num_responses,
+            keep_prompts=c.num_prompts,
+            keep_responses=c.num_responses,
+            expected=tuple(expected for expected, _ in known),
+            audit=speculates and Random(f"audit {self.seed} {self.rounds}").random() < c.audit,
+        )
+
+    @staticmethod
+    def num_launched(kept: int, eta: float) -> int:
+        return math.ceil(kept * eta - 1e-9)  # 10 * 1.1 is 11
+
+
 class Synchronous(TailBatching):
     """The baseline: every step launches exactly P0 prompts with R0 responses each and waits for all of them."""
 
@@ -244,7 +283,7 @@ class Synchronous(TailBatching):
         super().__init__(replace(config, eta_prompts=1.0, eta_responses=1.0), seed)
 
 
-POLICIES = {"tail_batching": TailBatching, "synchronous": Synchronous}
+POLICIES: dict[str, type[RoundPolicy]] = {"tail_batching": TailBatching, "synchronous": Synchronous}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from placement import Placement
 from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report, SizeProfile, read_profile
 from replica import Replica, Response
 from reward import RewardConfig
-from scheduler import POLICIES, SchedulerConfig, TailBatching, window
+from scheduler import POLICIES, RoundPolicy, SchedulerConfig, window
 from streaming import Progress, ScaleDown, StreamConfig, StreamPolicy
 from timeouts import AdaptiveTimeouts, CasePlan
 from workload import Drawn, LengthModel, Lengths, Recorded
@@ -123,7 +123,7 @@ class Rollout:
     def preemptions(self) -> int:
         return sum(replica.preemptions for replica in self.replicas + self.freed)
 
-    def play(self, judge: TailBatching) -> None:
+    def play(self, judge: RoundPolicy) -> None:
         """Decode until the judge says that the round is done. Grades that it asks for take no time here."""
         self._launch(self.plan.prompts, self.plan.expected)
         decision = Decision()
@@ -300,7 +300,7 @@ class Simulation:
     def step(self, step: int) -> None:
         """Play one step: rollout, grading, training, weight sync."""
         c, e = self.config, self.model.efficiency
-        plan = self.policy.plan(self.data.take, c.cluster.steps - step)
+        plan = self.policy.begin(self.data.take, c.cluster.steps - step)
         rollout = Rollout(self, plan, step)
         rollout.play(self.policy)
         accepted = self.policy.accepted_ids()

@@ -35,7 +35,7 @@ from planner import Choice, Launch, Limits, ParallelismPlanner, Report
 from reward import GraderError
 from rollout import Engine, EngineStats, kv_budget
 from rounds import Referee, Round, Streaming
-from scheduler import POLICIES, Race, TailBatching
+from scheduler import POLICIES, Race, RoundPolicy
 from settings import MODELS, Config, check, model_dtype, rollout_profile, rollout_sizes
 from stream_training import StreamTraining
 from trainer import NonFiniteError, Trainer
@@ -85,7 +85,7 @@ def take_step(run: "Run", clock: Clock) -> dict[str, Any]:
         with clock.span("rollout"):
             groups = load_groups(Path(config.run.replay), run.step + 1)
     else:
-        plan = run.policy.plan(run.stream.take, config.run.steps - run.step)
+        plan = run.policy.begin(run.stream.take, config.run.steps - run.step)
         regroup(run, plan, clock)
         streaming = run.streaming.begin(plan) if run.streaming else None
         groups, current = roll_out(run, plan, run.policy, clock, streaming)
@@ -254,7 +254,7 @@ class Run:
     trainer: Trainer
     pool: Graders
     stream: PromptStream
-    policy: TailBatching
+    policy: RoundPolicy
     groups: parallel.Groups
     planner: ParallelismPlanner
     streaming: StreamTraining | None

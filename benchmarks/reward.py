@@ -125,7 +125,7 @@ def measure(task: str, shape: Shape, engine: TraceEngine, sides: list[Contender]
 def step(side: Contender, config: Config, engine: TraceEngine, trainer: Trainer, stream: Prompts, left: int) -> None:
     """Take one step of train.py's loop."""
     clock, start = Clock(), time.perf_counter()
-    plan = side.policy.plan(stream.take, left)
+    plan = side.policy.begin(stream.take, left)
     current = Round(config, engine, side.graders, TOKENIZER, WORLD, clock, lambda *_: None)
     with clock.span("rollout"):
         current.play(plan, side.policy)

@@ -119,7 +119,7 @@ def step(
     """Take one step of train.py's loop on the prompts of `turn`."""
     world, config = trainer.world, side.config
     policy, trainer.added = POLICIES["synchronous"](config.scheduler), 0
-    plan = policy.plan(Stream(turn).take, 1)
+    plan = policy.begin(Stream(turn).take, 1)
     parallel.barrier(world)
     with clock.span("rollout"):
         streaming = side.streaming.begin(plan) if side.streaming else None

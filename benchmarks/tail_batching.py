@@ -51,7 +51,7 @@ from reward import RewardPool
 from rollout import Engine, RolloutConfig
 from rounds import Round
 from sampling import SamplingConfig
-from scheduler import POLICIES, SchedulerConfig, TailBatching
+from scheduler import POLICIES, RoundPolicy, SchedulerConfig
 from sequence import Sequence as EngineSequence
 from settings import Config
 from train import Run, build, roll_out
@@ -211,7 +211,7 @@ def play_trace(
 ) -> Played:
     """Play one round on given lengths."""
     clock, before = Clock(), engine.stats.decode_steps
-    plan = policy.plan(stream.take, left)
+    plan = policy.begin(stream.take, left)
     parallel.barrier(world)
     with clock.span("step"):
         current = Round(config, engine, pool, engine.tokenizer, world, clock, lambda *_: None)
@@ -224,7 +224,7 @@ def play_trace(
 def step_task(run: Run, period: int, left: int) -> Played:
     """Take one step of train.py's loop."""
     clock, before = Clock(), run.engine.stats.decode_steps
-    plan = run.policy.plan(run.stream.take, left)
+    plan = run.policy.begin(run.stream.take, left)
     parallel.barrier(run.world)
     with clock.span("step"):
         groups, current = roll_out(run, plan, run.policy, clock)
@@ -236,7 +236,7 @@ def step_task(run: Run, period: int, left: int) -> Played:
 
 
 def record(
-    period: int, groups: Sequence[Group], current: Round, policy: TailBatching, clock: Clock, steps: int
+    period: int, groups: Sequence[Group], current: Round, policy: RoundPolicy, clock: Clock, steps: int
 ) -> Played:
     """Return what a round was. Collective."""
     stages, decoded = zip(*parallel.gather_objects(current.world, (clock.take(), steps)), strict=True)

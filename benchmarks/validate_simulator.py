@@ -142,7 +142,7 @@ def play_step(side: Side, left: int) -> None:
 def step(run: Run, left: int) -> dict[str, float]:
     """Take one step of train.py's loop; return the seconds of its stages, of the slowest rank. Collective."""
     clock = Clock()
-    plan = run.policy.plan(run.stream.take, left)
+    plan = run.policy.begin(run.stream.take, left)
     parallel.barrier(run.world)
     with clock.span("step"):
         regroup(run, plan, clock)

@@ -10,7 +10,7 @@ import pytest
 
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats
 from data import PromptStream
-from scheduler import POLICIES, Race, SchedulerConfig, Synchronous, TailBatching
+from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, Synchronous, TailBatching
 
 PROMPTS = [Prompt(i, (i,), str(i), "", "match") for i in range(200)]
 
@@ -90,7 +90,7 @@ def run(
 
     (policy, stream), story, rng = build(), Story(), Random(toy.seed)
     for step in range(steps):
-        plan = policy.plan(stream.take, steps - step)
+        plan = policy.begin(stream.take, steps - step)
         aborted = toy.play(plan, policy.observe, step)
         story.plans.append(plan)
         story.trained.append(policy.accepted_ids())
@@ -146,7 +146,7 @@ def test_a_longer_run_after_a_finished_one_still_trains_each_once() -> None:
     trained: Counter = Counter()
     for steps in (7, 12):
         for left in range(steps, 0, -1):
-            aborted = toy.play(policy.plan(stream.take, left), policy.observe, left)
+            aborted = toy.play(policy.begin(stream.take, left), policy.observe, left)
             trained.update({id[:2] for id in policy.accepted_ids()})
             policy.close(aborted)
         assert policy.queue == []
@@ -180,7 +180,7 @@ def test_the_first_responses_of_the_first_prompts_win_whatever_the_window(seed: 
 def test_losers_are_aborted_at_the_end_of_the_window_that_decides(window: int) -> None:
     config = SchedulerConfig(num_prompts=8, num_responses=4, eta_prompts=1.5, eta_responses=1.5)
     policy, stream, toy = TailBatching(config), PromptStream(PROMPTS, 0), Toy(3, window=window)
-    plan = policy.plan(stream.take, 10)
+    plan = policy.begin(stream.take, 10)
     aborted = toy.play(plan, policy.observe, 0)
     ends = {(e, p.index, r): toy.length((e, p.index, r), 0) for e, p in plan.prompts for r in range(6)}
     trained = policy.accepted_ids()
@@ -202,7 +202,7 @@ def test_wasted_tokens_are_what_was_decoded_and_not_trained() -> None:
     policy, stream, toy = TailBatching(config), PromptStream(PROMPTS, 0), Toy(5)
     total = 0
     for left in range(9, 0, -1):
-        plan = policy.plan(stream.take, left)
+        plan = policy.begin(stream.take, left)
         aborted = toy.play(plan, policy.observe, left)
         ids = [(e, p.index, r) for e, p in plan.prompts for r in range(plan.num_responses)]
         trained = set(policy.accepted_ids())
@@ -247,12 +247,13 @@ def test_the_queue_is_first_in_first_out_and_long_rounds_know_what_to_expect() -
     for plan, ids in zip(story.plans, story.trained, strict=True):
         names = [(epoch, prompt.index) for epoch, prompt in plan.prompts]
         if plan.kind == "long" and queue:
-            assert names == queue[:8]
-        old = [name for name in names if name in queue]
-        assert names[: len(old)] == queue[: len(old)]
+            assert sorted(names) == sorted(queue[:8])
+        assert plan.expected == tuple(sorted(plan.expected, reverse=True))  # the longest start first
+        old = [name for name in queue if name in names]
+        assert old == queue[: len(old)]
         queue = [name for name in queue if name not in old]
         lost = [name for name in names if name not in {id[:2] for id in ids}]
-        queue = [name for name in lost if name in old] + queue + [name for name in lost if name not in old]
+        queue = [name for name in old if name in lost] + queue + [name for name in lost if name not in old]
     long = next(plan for plan in story.plans if plan.kind == "long")
     assert len(set(long.expected)) > 1 and min(long.expected) > 1
 
@@ -260,12 +261,12 @@ def test_the_queue_is_first_in_first_out_and_long_rounds_know_what_to_expect() -
 def test_expected_lengths_are_the_means_of_the_aborted_run() -> None:
     config = SchedulerConfig(num_prompts=1, num_responses=2, eta_prompts=2.0, eta_responses=1.0)
     policy, stream = TailBatching(config), PromptStream(PROMPTS, 0)
-    (a, b) = [(epoch, prompt.index) for epoch, prompt in policy.plan(stream.take, 9).prompts]
+    (a, b) = [(epoch, prompt.index) for epoch, prompt in policy.begin(stream.take, 9).prompts]
     decision = policy.observe([Finished(3, (*a, 1), 3), Finished(2, (*b, 0), 2), Finished(5, (*a, 0), 5)])
     assert decision.abort == ((*b, 1),) and decision.done
     policy.close({(*b, 1): 8})
     assert [(w.id, w.expected) for w in policy.queue] == [(b, 5.0)]
-    long = policy.plan(stream.take, 8)
+    long = policy.begin(stream.take, 8)
     assert [(e, p.index) for e, p in long.prompts] == [b] and long.expected == (5.0,) and long.kind == "long"
 
 
@@ -274,7 +275,7 @@ def test_a_queued_prompt_that_loses_again_near_the_end_keeps_its_place_and_what_
     policy, stream = TailBatching(config), PromptStream(PROMPTS, 0)
 
     def play(steps_left: int, slow: set) -> list:
-        plan = policy.plan(stream.take, steps_left)
+        plan = policy.begin(stream.take, steps_left)
         names = [(epoch, prompt.index) for epoch, prompt in plan.prompts]
         slow = slow or set(names[4:])
         events = [Finished(5, (*name, r), 5) for name in names if name not in slow for r in range(2)]
@@ -345,7 +346,7 @@ def test_dynamic_sampling_asks_for_the_rewards_of_what_the_last_window_completed
         asked.append(list(decision.grade))
         return decision
 
-    toy.play(policy.plan(stream.take, 5), observe, 0)
+    toy.play(policy.begin(stream.take, 5), observe, 0)
     everything = [id for ids in asked for id in ids]
     assert len(everything) == len(set(everything)) and set(policy.accepted_ids()) <= set(everything)
 
@@ -382,6 +383,51 @@ def test_the_share_of_audited_rounds_follows_the_seed_and_the_round() -> None:
     assert first == [plan.audit for plan in run(config, 300, toy)[0].plans if plan.kind == "short"]
     toy.seed = 9
     assert first != [plan.audit for plan in run(config, 300, toy)[0].plans if plan.kind == "short"]
+
+
+# ---- a policy of one's own ---------------------------------------------------------------------------------------
+
+
+class HalfWins(RoundPolicy):
+    """Has `plan` only: launches twice the prompts, trains the faster half, and in the next round the others."""
+
+    def plan(self, take, steps_left: int) -> RoundPlan:
+        c = self.config
+        prompts = [(w.epoch, w.prompt) for w in self.requeued(c.num_prompts)]
+        kind = "long" if prompts else "short"
+        prompts = prompts or take(2 * c.num_prompts)
+        return RoundPlan(kind, tuple(prompts), c.num_responses, c.num_prompts, c.num_responses)
+
+
+@pytest.mark.parametrize("kill", [0.0, 0.7])
+def test_a_policy_needs_a_plan_only(monkeypatch, kill: float) -> None:
+    monkeypatch.setitem(POLICIES, "half_wins", HalfWins)
+    config = SchedulerConfig("half_wins", num_prompts=4, num_responses=3)
+    story, policy, _ = run(config, 8, Toy(1), kill=kill)
+    assert [plan.kind for plan in story.plans] == ["short", "long"] * 4
+    drawn = [(epoch, prompt.index) for epoch, prompt in PromptStream(PROMPTS, 1).take(32)]
+    assert story.prompts() == Counter(drawn) and policy.queue == []
+    assert [stats.queue for stats in story.stats] == [4, 0] * 4
+    assert all(bool(stats.aborted) == (stats.kind == "short") for stats in story.stats)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(keep_prompts=5), "Bad.plan: keeps 5 prompts x 2 responses of 4 x 2"),
+        (dict(keep_responses=0), "keeps 4 prompts x 0 responses of 4 x 2"),
+        (dict(keep_prompts=3), "kind = 'long'; a round that keeps all it launches is long, any other is short"),
+        (dict(kind="mine"), "kind = 'mine'"),
+        (dict(expected=(1.0,)), "1 expected lengths for 4 prompts"),
+    ],
+)
+def test_a_plan_that_cannot_end_or_contradicts_itself_is_refused(changes: dict, message: str) -> None:
+    class Bad(RoundPolicy):
+        def plan(self, take, steps_left: int) -> RoundPlan:
+            return replace(RoundPlan("long", tuple(take(4)), 2, 4, 2), **changes)
+
+    with pytest.raises(ValueError, match=message):
+        Bad(SchedulerConfig()).begin(PromptStream(PROMPTS, 0).take, 1)
 
 
 # ---- a race alone, the config ------------------------------------------------------------------------------------

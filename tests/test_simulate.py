@@ -21,7 +21,7 @@ from metrics import Clock
 from planner import Report, SizeProfile
 from replica import Replica, Response
 from reward import RewardConfig
-from scheduler import SchedulerConfig, TailBatching
+from scheduler import RoundPolicy, SchedulerConfig
 from settings import Config
 from simulate import (
     CONFIGS,
@@ -369,14 +369,14 @@ def test_grading_after_the_rollout_is_what_overlap_hides() -> None:
 class Listening:
     """A policy that writes down what it is told and what it answers."""
 
-    def __init__(self, policy: TailBatching):
+    def __init__(self, policy: RoundPolicy):
         self.policy, self.log, self.plan_made = policy, [], None
 
     def __getattr__(self, name: str):
         return getattr(self.policy, name)
 
-    def plan(self, take, steps_left):
-        self.plan_made = self.policy.plan(take, steps_left)
+    def begin(self, take, steps_left):
+        self.plan_made = self.policy.begin(take, steps_left)
         return self.plan_made
 
     def observe(self, finished, rewards):
@@ -432,7 +432,7 @@ def record_run(world, folder, out, rows: int, size: int) -> None:
     run, rounds = build(config, world, resume=False), []
     with run.pool:
         for step in range(STEPS):
-            plan = run.policy.plan(run.stream.take, STEPS - step)
+            plan = run.policy.begin(run.stream.take, STEPS - step)
             clock, judge = Clock(), Listening(run.policy)
             regroup(run, plan, clock)
             _, played = roll_out(run, plan, judge, clock)

@@ -79,7 +79,7 @@ def streamed_gradients(world: World, settings: list[str]) -> None:
     with run.pool:
         for name in LOSSES:
             run.trainer.loss = LossConfig(name=name, kl_coef=0.1)
-            plan = run.policy.plan(run.stream.take, 9)
+            plan = run.policy.begin(run.stream.take, 9)
             streaming = run.streaming.begin(plan)
             groups, current = train.roll_out(run, plan, run.policy, Clock(), streaming)
             run.policy.close(current.aborted)

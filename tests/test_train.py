@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ALONE, ROOT, steps_of, torchrun_command
+from test_scheduler import HalfWins
 
 import train
 from checkpoint import list_checkpoints
@@ -24,7 +25,7 @@ from core import Group, Prompt, Reward, Sample
 from data import PromptStream
 from metrics import Recorder, read_records
 from parallel import World
-from scheduler import SchedulerConfig
+from scheduler import POLICIES, SchedulerConfig
 from settings import Config, check, check_scheduler
 
 GRADERS = ROOT / "tests" / "graders.py"
@@ -334,6 +335,17 @@ def test_a_run_cannot_be_cut_below_its_queue(settings, tmp_path, capsys):
     assert "leaves 4 prompts of the long-prompt queue untrained; take at least 3" in capsys.readouterr().err
     assert train.main([*settings(**RACE | dict(run__steps=3, run__keep_checkpoints=9)), "--resume"]) == 0
     assert steps_of(tmp_path / "run")[-1]["round"]["queue"] == 0
+
+
+def test_a_policy_with_a_plan_only_trains_and_resumes(settings, tmp_path, monkeypatch):
+    monkeypatch.setitem(POLICIES, "synchronous", HalfWins)
+    whole = dict(scheduler__policy="synchronous", run__steps=4, run__eval_every=0)
+    assert train.main(settings("straight", **whole)) == 0
+    assert train.main(settings("stopped", **whole | dict(run__steps=3))) == 0  # with prompts in the queue
+    assert train.main([*settings("stopped", **whole), "--resume"]) == 0
+    assert trajectory(tmp_path / "stopped") == trajectory(tmp_path / "straight")
+    assert rounds_of(tmp_path / "stopped") == rounds_of(tmp_path / "straight")
+    assert [row[0] for row in rounds_of(tmp_path / "stopped")] == ["short", "long", "short", "long"]
 
 
 def test_sigterm_ends_after_the_step_with_a_checkpoint(settings, torchrun, tmp_path):
