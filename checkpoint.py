@@ -62,7 +62,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     # For every qwen2 folder AutoTokenizer takes Qwen2Tokenizer, which changes text (NFC), whatever the file says.
     kind = PreTrainedTokenizerFast if generic else AutoTokenizer
     try:
-        return kind.from_pretrained(str(folder), local_files_only=True)
+        return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for one cause: the folder has no usable tokenizer
         raise ConfigError(
             f"{folder}: cannot load the tokenizer ({type(error).__name__}: {str(error).partition(chr(10))[0]})"

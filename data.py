@@ -10,6 +10,7 @@ import numpy as np
 
 from config import ConfigError, option
 from core import Group, Prompt, Reward, Sample
+from reward import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
 
 
@@ -23,6 +24,9 @@ class DataConfig:
     task: str = option(
         "math",
         "grader of JSONL rows that name none: match, math, code, judge, module:function, file.py:function, http://...",
+    )
+    graders: str = option(
+        "", "graders of your own that rows may name besides data.task, such as mine.py:f, separated by commas"
     )
     chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
     template: str = option(
@@ -44,23 +48,25 @@ def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> 
     if "{prompt}" not in config.template:
         raise ConfigError(f"data.template = {config.template!r} does not contain {{prompt}}")
     if config.train in TASKS:
-        if config.task != DataConfig.task and not config.eval:
-            raise ConfigError(
-                f"data.task = {config.task!r} does nothing: the built-in task {config.train} names its grader; remove "
-                "it, or give rows of your own as data.train"
-            )
+        for key in ("task", "graders"):
+            value = getattr(config, key)
+            if value != getattr(DataConfig, key) and not config.eval:
+                raise ConfigError(
+                    f"data.{key} = {value!r} does nothing: the built-in task {config.train} names its grader; remove "
+                    "it, or give rows of your own as data.train"
+                )
         rows = _task_rows(config.train)
         train, held_out = ([row for row in rows if row.held_out == flag] for flag in (False, True))
         held_out = _spread(held_out, config.eval_prompts)
     else:
-        train = _read_jsonl(config.train, "data.train", config.task)
+        train = _read_jsonl(config.train, "data.train", config)
         held_out = []
         if not config.eval and config.eval_prompts:
             held_out = _spread(train, min(config.eval_prompts, len(train) // 10))
             chosen = {repr(row.fields["prompt"]) for row in held_out}  # by content: a file may repeat a prompt
             train = [row for row in train if repr(row.fields["prompt"]) not in chosen]
     if config.eval:
-        held_out = _read_jsonl(config.eval, "data.eval", config.task)[: config.eval_prompts]
+        held_out = _read_jsonl(config.eval, "data.eval", config)[: config.eval_prompts]
     train_prompts, eval_prompts = (
         _check_lengths([_prompt(i, row, config, tokenizer) for i, row in enumerate(rows)], max_prompt_tokens)
         for rows in (train, held_out)
@@ -86,13 +92,13 @@ def _task_rows(name: str) -> list[_Row]:
     ]
 
 
-def _read_jsonl(path: str, key: str, task: str) -> list[_Row]:
-    rows = []
+def _read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
+    rows, graders = [], _graders(config)
     try:
         with open(path, encoding="utf-8-sig") as file:  # a byte order mark does no harm
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    rows.append(_row(line, f"{path}:{number}", task))
+                    rows.append(_row(line, f"{path}:{number}", config.task, graders))
     except OSError as error:
         built_in = f", and no built-in task has that name ({', '.join(TASKS)})" if key == "data.train" else ""
         raise ConfigError(f"{key} = {path!r}: cannot read this file ({error.strerror}){built_in}") from None
@@ -105,7 +111,20 @@ def _read_jsonl(path: str, key: str, task: str) -> list[_Row]:
     return rows
 
 
-def _row(line: str, where: str, task: str) -> _Row:
+def _graders(config: DataConfig) -> list[str]:
+    """Return the graders that rows may name. Others would be code that the data chooses, not the user who starts it."""
+    own = [name for name in map(str.strip, config.graders.split(",")) if name]
+    for key, names in (("task", [config.task]), ("graders", own)):
+        for name in names:
+            try:
+                if name != TASK_OF_JUDGE:
+                    check_grader(name)
+            except ConfigError as error:
+                raise ConfigError(f"data.{key}: {error}") from None
+    return list(dict.fromkeys([*GRADERS, TASK_OF_JUDGE, config.task, *own]))
+
+
+def _row(line: str, where: str, task: str, graders: list[str]) -> _Row:
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
@@ -137,6 +156,11 @@ def _row(line: str, where: str, task: str) -> _Row:
     for field in ("answer", "task"):
         if not isinstance(row.get(field, ""), str):
             raise ConfigError(f"{where}: {field} = {_short(row[field])} must be text; write it in quotes")
+    if "task" in row and row["task"] not in graders:
+        raise ConfigError(
+            f"{where}: task = {_short(row['task'])} is no grader that a row may name ({', '.join(graders)}); correct "
+            "it, or list a grader of your own in data.graders"
+        )
     return _Row({"task": task, **row}, where)
 
 

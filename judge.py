@@ -27,10 +27,9 @@ from graphs import upload
 from jobs import PoolStats
 from layers import Layers, num_resident, token_bytes
 from model import Model, Split, rms_norm, run_layer
-from reward import RewardConfig, RewardPool
+from reward import TASK_OF_JUDGE, RewardConfig, RewardPool
 from timeouts import AdaptiveTimeouts
 
-TASK = "judge"  # rows with this grader come here
 TEMPLATE = """Question:
 {question}
 
@@ -137,7 +136,9 @@ def verdict_ids(config: JudgeConfig, tokenizer: Any) -> list[int]:
 def check_judge(config: JudgeConfig, dtype: torch.dtype) -> None:
     """Raise ConfigError on everything that can be known without loading the weights."""
     if not config.path:
-        raise ConfigError(f"data rows have the task {TASK}, but judge.path is empty; give a local Hugging Face folder")
+        raise ConfigError(
+            f"data rows have the task {TASK_OF_JUDGE}, but judge.path is empty; give a local Hugging Face folder"
+        )
     if "{response}" not in (config.template or TEMPLATE):
         raise ConfigError(f"judge.template = {config.template!r} does not contain {{response}}")
     shape, _ = checkpoint.check_model(config.path, "judge.path", rewards=True)
@@ -392,7 +393,7 @@ class Judge:
     # ---- inside ----------------------------------------------------------------------------------------------
 
     def _fail(self, key: Hashable, error: str) -> None:
-        self._results.append((key, Reward(0.0, error=f"{error} (task {TASK}, sample {key})"[:500])))
+        self._results.append((key, Reward(0.0, error=f"{error} (task {TASK_OF_JUDGE}, sample {key})"[:500])))
 
     def _take_results(self) -> list[tuple[Any, Reward]]:
         taken, self._results = self._results, []
@@ -479,7 +480,7 @@ class Graders:
         return sum(part.num_pending for part in self.parts)
 
     def submit(self, key: Hashable, task: str, response: str, answer: str, row: dict) -> None:
-        (self.judge if task == TASK else self.pool).submit(key, task, response, answer, row)
+        (self.judge if task == TASK_OF_JUDGE else self.pool).submit(key, task, response, answer, row)
 
     def poll(self) -> list[tuple[Any, Reward]]:
         return [graded for part in self.parts for graded in part.poll()]
@@ -514,8 +515,8 @@ def open_graders(
 ) -> Graders:
     """Start what grades `tasks`. Raises ConfigError as `RewardPool` and `Judge` do."""
     tasks = set(tasks)
-    model = Judge(judge, device, dtype) if TASK in tasks else None
-    return Graders(RewardPool(reward, tasks - {TASK}), model)
+    model = Judge(judge, device, dtype) if TASK_OF_JUDGE in tasks else None
+    return Graders(RewardPool(reward, tasks - {TASK_OF_JUDGE}), model)
 
 
 def judge_record(stats: Sequence[JudgeStats]) -> dict[str, float]:

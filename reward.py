@@ -583,6 +583,8 @@ class _Client:
         """Nothing outlives a request."""
 
 
+TASK_OF_JUDGE = "judge"  # rows that name it are graded by a language model (judge.py)
+
 # A grader in INLINE is called in the trainer's process; all others may hang or crash.
 GRADERS: dict[str, Grader] = {
     "match": exact_match,

@@ -9,13 +9,13 @@ import torch
 import checkpoint
 from config import ConfigError, flatten, load_config, option
 from data import DataConfig, load_prompts
-from judge import TASK, JudgeConfig, check_judge
+from judge import JudgeConfig, check_judge
 from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
 from parallel import check_group_size, group_sizes, own_node_size
 from planner import PROFILE_NAME, PlannerConfig, Profile, load_profile
-from reward import RewardConfig, check_grader, check_rewards, try_graders
+from reward import TASK_OF_JUDGE, RewardConfig, check_rewards, try_graders
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig
@@ -214,19 +214,16 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
         rollout_profile(c, shape, sizes, world_size, device)
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
     first = {p.task: p for p in reversed(prompts + held_out)}
-    if TASK in first:
+    if TASK_OF_JUDGE in first:
         check_judge(c.judge, model_dtype(config, device.type))
     elif c.judge.path:
-        raise ConfigError(f"judge.path = {c.judge.path!r}, but no data row has the task {TASK}; set data.task = {TASK}")
-    for task, prompt in sorted(first.items()):
-        try:
-            if task != TASK:
-                check_grader(task)
-        except ConfigError as error:
-            raise ConfigError(f"{prompt.where}: {error}") from None
+        raise ConfigError(
+            f"judge.path = {c.judge.path!r}, but no data row has the task {TASK_OF_JUDGE}; set data.task = "
+            f"{TASK_OF_JUDGE}"
+        )
     check_rewards(c.reward, prompts + held_out)
     if is_main:
-        try_graders(c.reward, {task: prompt for task, prompt in first.items() if task != TASK})
+        try_graders(c.reward, {task: prompt for task, prompt in first.items() if task != TASK_OF_JUDGE})
     if len(prompts) < c.scheduler.num_prompts:
         raise ConfigError(
             f"data.train has {len(prompts)} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}; "
@@ -301,6 +298,7 @@ FREE_TO_CHANGE = (
     "run.timeout_seconds",
     "run.dump_rollouts",
     "run.dir",
+    "data.graders",  # what rows may name; what they name stays
     "reward.num_workers",
     "reward.max_failures",
     "reward.max_queue",

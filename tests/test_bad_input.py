@@ -211,6 +211,16 @@ def test_a_bad_row_is_refused_with_file_and_line(name, capsys, base) -> None:
     assert "data.jsonl:6" in refused(capsys, base, "--data.eval_prompts=0")
 
 
+@pytest.mark.parametrize("file", ["train", "eval"])
+@pytest.mark.parametrize("task", ["timeit:timeit", "mine.py:f", "http://127.0.0.1:1/"])
+def test_a_row_does_not_choose_the_code_that_runs(task, file, capsys, base) -> None:
+    Path("mine.py").write_text("open('pwned', 'w')\ndef f(*_): return 1.0")
+    row = {"prompt": "12?", "answer": "open('pwned', 'w').write('x')", "task": task}
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*GOOD, row]))
+    said = refused(capsys, base, f"--data.{file}=rows.jsonl", "--data.eval_prompts=99")
+    assert f"rows.jsonl:13: task = '{task}'" in said and "data.graders" in said and not Path("pwned").exists()
+
+
 DATA = {
     "missing": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),

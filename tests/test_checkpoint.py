@@ -174,11 +174,12 @@ def test_a_sharded_qwen3_is_trained_and_goes_back_in_shards(settings, tiny_folde
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = Qwen3Config(**sizes, **heads, initializer_range=0.3, eos_token_id=0, tie_word_embeddings=False)
     Qwen3ForCausalLM(config).save_pretrained(source, max_shard_size="20KB")
-    rows = [{"prompt": str(i), "answer": "", "task": f"{ROOT}/tests/graders.py:share_of_digits"} for i in range(8)]
+    rows = [{"prompt": str(i), "answer": ""} for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(save_weights, "__defaults__", (20_000,))
     options = {"model__path": source, "data__train": tmp_path / "data.jsonl", "data__eval_prompts": 0, "run__steps": 1}
-    assert train.main(settings(**options, trainer__lr_warmup_updates=0)) == 0
+    grader = f"{ROOT}/tests/graders.py:share_of_digits"
+    assert train.main(settings(**options, data__task=grader, trainer__lr_warmup_updates=0)) == 0
 
     [folder] = list_checkpoints(tmp_path / "run")
     assert len(list(folder.glob("model-*.safetensors"))) > 3

@@ -90,8 +90,36 @@ def test_messages_go_through_the_chat_template_as_they_are(jsonl, chat, as_text)
 
 def test_a_row_names_its_grader_or_takes_the_default(jsonl, plain):
     path = jsonl({"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "b", "task": "match"})
-    prompts, _ = load(plain, path, task="file.py:grade")
-    assert [p.task for p in prompts] == ["file.py:grade", "match"]
+    prompts, _ = load(plain, path, task="package.module:grade")
+    assert [p.task for p in prompts] == ["package.module:grade", "match"]
+
+
+OWN = ["package.module:grade", "http://host:8000/score?a=1"]
+
+
+@pytest.mark.parametrize("task", ["timeit:timeit", "os:system", "http://elsewhere/", "package.module:other", "", *OWN])
+@pytest.mark.parametrize("option", ["train", "eval"])
+def test_rows_name_built_in_graders_and_what_the_config_names_and_nothing_else(task, option, jsonl, plain):
+    row, good = {"prompt": "a", "answer": "b"}, jsonl({"prompt": "a", "answer": "b"}, name="good.jsonl")
+    paths = {"train": good, "eval": good, option: jsonl(*({**row, "task": t} for t in ["math", "judge", *OWN, task]))}
+    with pytest.raises(ConfigError, match=r"rows.jsonl:3: task = 'package.module:grade' is no grader .*data.graders"):
+        load(plain, **paths)
+    if task in OWN:
+        prompts, held_out = load(plain, **paths, graders=", ".join(OWN))
+        named = [p.task for p in (prompts if option == "train" else held_out)]
+        assert named == ["math", "judge", *OWN, task]
+        assert load(plain, **paths, task=OWN[0], graders=OWN[1])[0]
+    else:
+        with pytest.raises(ConfigError, match=r"rows.jsonl:5: task = .* is no grader that a row may name \(match, "):
+            load(plain, **paths, graders=", ".join(OWN))
+
+
+def test_graders_that_the_config_names_are_looked_at_whether_rows_name_them_or_not(jsonl, plain):
+    for graders in ("mathematics", "nowhere.py:f", "http://", "match,package.module:"):
+        with pytest.raises(ConfigError, match="^data.graders: grader "):
+            load(plain, jsonl(GOOD), graders=graders)
+    with pytest.raises(ConfigError, match="data.graders = 'match' does nothing: the built-in task hailstone"):
+        load(plain, "hailstone", graders="match")
 
 
 def test_every_field_of_a_row_reaches_the_grader(jsonl, plain):

@@ -34,10 +34,17 @@ def test_the_new_loss_and_the_new_policy_train(settings, tmp_path) -> None:
         shutil.copy(path, tmp_path)
     apply(diff, tmp_path)
     grader = f"{ROOT}/tests/graders.py:share_of_digits"
-    rows = [{"prompt": "1" * (i + 1), "answer": "", "task": grader} for i in range(4)]
+    rows = [{"prompt": "1" * (i + 1), "answer": ""} for i in range(4)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     new = settings(loss__name="unclipped", scheduler__policy="longest_first", data__train="data.jsonl", run__steps=1)
-    command = [sys.executable, "train.py", *new, "--data.eval_prompts=0", "--run.dump_rollouts=true"]
+    command = [
+        sys.executable,
+        "train.py",
+        *new,
+        "--data.eval_prompts=0",
+        f"--data.task={grader}",
+        "--run.dump_rollouts=true",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     [record] = steps_of(tmp_path / "run")

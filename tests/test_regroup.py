@@ -166,9 +166,10 @@ def train_on(world: World, settings: list[str], switches: bool) -> None:
 
 @pytest.fixture
 def settings(settings, tmp_path: Path):
-    rows = [{"prompt": f"say {i}", "answer": str(i), "task": "tests/graders.py:share_of_digits"} for i in range(40)]
+    rows = [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return partial(settings, run__steps=5, data__train=tmp_path / "data.jsonl")
+    grader = "tests/graders.py:share_of_digits"
+    return partial(settings, run__steps=5, data__train=tmp_path / "data.jsonl", data__task=grader)
 
 
 SYNCHRONOUS = {"scheduler__policy": "synchronous"}  # the rule keeps short and long rounds apart

@@ -155,10 +155,11 @@ def test_a_split_that_does_not_divide_is_refused_with_what_is_possible() -> None
 
 
 def test_a_run_with_tensor_parallel_rollout_has_the_same_trajectory(settings, tmp_path, torchrun) -> None:
-    rows = [{"prompt": f"say {i}", "answer": str(i), "task": "tests/graders.py:share_of_digits"} for i in range(24)]
+    rows = [{"prompt": f"say {i}", "answer": str(i)} for i in range(24)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data__train": tmp_path / "data.jsonl", "data__task": "tests/graders.py:share_of_digits"}
     for size in (1, 2):
-        own = settings(str(size), rollout__tensor_parallel=size, data__train=tmp_path / "data.jsonl", run__steps=3)
+        own = settings(str(size), rollout__tensor_parallel=size, run__steps=3, **data)
         torchrun(2 * size, *own)
     runs = {size: steps_of(tmp_path / str(size)) for size in (1, 2)}
     for mine, alone in zip(runs[2], runs[1], strict=True):
