@@ -24,10 +24,12 @@ import time
 from dataclasses import dataclass, replace
 
 import box
+import walls
 
 SETUP_SECONDS = 20.0  # for the box itself, before the program starts: a machine may be very busy
 OVERHEAD_SECONDS = 2 * SETUP_SECONDS + 20.0  # at most, beside the program's own time: two boxes made and removed
 TICK = 0.1  # seconds between looks at memory and number of processes
+REMEDY = "allow user namespaces or install bubblewrap"
 KEEPER = "import sys; sys.path.append({folder!r}); import box; box.main({spec})"  # imported: a script is compiled again
 
 
@@ -65,14 +67,14 @@ class Isolation:
     prefix: str  # of the interpreter
 
     def __str__(self) -> str:
-        return {
-            "namespaces": "namespaces: own files, processes and network, and resource limits",
-            "bubblewrap": "bubblewrap: own files, processes and network, and resource limits",
-            "limits": "resource limits and a throw-away user: network and world-readable files can be reached"
-            if os.geteuid() == 0
-            else "resource limits ONLY: programs can reach your files, processes and network; allow user namespaces "
-            "or install bubblewrap",
-        }[self.kind]
+        if self.kind != "limits":
+            return f"{self.kind}: own files, processes and network, and resource limits"
+        version, is_root = walls.landlock_version(box.LIBC), os.geteuid() == 0
+        text = f"resource limits and {'a throw-away user' if is_root else 'no user of their own'}; "
+        if version:
+            reached = "" if is_root or version >= walls.SEES_SIGNALS else "; programs can end your processes"
+            return f"{text}Landlock keeps them to their own files{reached}"
+        return f"{text}programs can reach {'world-readable files' if is_root else 'YOUR FILES AND PROCESSES'}; {REMEDY}"
 
 
 KINDS = ("namespaces", "bubblewrap", "limits")
@@ -87,7 +89,7 @@ def isolation() -> Isolation:
         if found:
             return found
         causes.append(f"{kind}: {cause}")
-    raise SandboxError(f"cannot run programs here ({'; '.join(causes)}); allow user namespaces or install bubblewrap")
+    raise SandboxError(f"cannot run programs here ({'; '.join(causes)}); {REMEDY}")
 
 
 def try_isolation(kind: str) -> tuple[Isolation | None, str]:
@@ -198,6 +200,7 @@ class _Box:
                 "files": files,
                 "command": command,
                 "limits": _rlimits(limits),
+                "system_calls": _system_calls(how.kind),
             }
             keeper = KEEPER.format(folder=os.path.dirname(box.__file__), spec=spec)
             _fill(spec, marshal.dumps(description))
@@ -254,11 +257,23 @@ def _command(how: Isolation, folder: str, arguments: list[str]) -> list[str]:
     python = [how.python, "-I", "-S", "-B", "-X", "utf8", *arguments]
     if how.kind != "bubblewrap":
         return python
-    options = "--unshare-all --die-with-parent --new-session --cap-drop ALL --dev /dev --chdir /tmp".split()
+    options = "--unshare-all --die-with-parent --new-session --cap-drop ALL --chdir /tmp".split()
     options += ["--bind", folder, "/tmp"]
+    for path in box.DEVICES:
+        options += ["--dev-bind", path, path]
     for path in box.box_paths(how.prefix):
         options += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    options += ["--remount-ro", "/"]  # it lies in memory, without a limit
     return [str(shutil.which("bwrap")), *options, "--", *python]
+
+
+@functools.cache
+def _system_calls(kind: str) -> bytes:
+    """Return the filter of system calls. Raises SandboxError where there is none."""
+    try:  # the network and sockets of others are in reach where there are no namespaces
+        return walls.system_calls((walls.UNIX, walls.INET, walls.INET6) if kind != "limits" else ())
+    except OSError as error:
+        raise SandboxError(error.strerror) from None
 
 
 def _rlimits(limits: Limits) -> dict[str, int]:

@@ -1,0 +1,101 @@
+"""The filter of system calls, evaluated here for machines that this one is not; Landlock, tried on folders."""
+
+import ctypes
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+import box
+import walls
+
+REFUSED = walls.REFUSE | errno.EPERM
+
+
+def decide(code: bytes, machine: str, number: int, *arguments: int) -> int:
+    """Return what the kernel would do about a system call: run the filter's instructions on it."""
+    data = number.to_bytes(4, "little") + walls.MACHINES[machine][0].to_bytes(4, "little") + bytes(8)
+    data += b"".join(value.to_bytes(8, "little") for value in (*arguments, *[0] * (6 - len(arguments))))
+    at = held = 0
+    while True:
+        kind, value = int.from_bytes(code[at : at + 2], "little"), int.from_bytes(code[at + 4 : at + 8], "little")
+        if kind == walls.RETURN:
+            return value
+        if kind == walls.LOAD:
+            held = int.from_bytes(data[value : value + 4], "little")
+            at += 8
+            continue
+        true = {walls.EQUAL: held == value, walls.AT_LEAST: held >= value, walls.ANY_BIT: bool(held & value)}[kind]
+        at += 8 * (1 + code[at + 2 if true else at + 3])
+
+
+@pytest.mark.parametrize("machine", walls.MACHINES)
+def test_what_the_filter_refuses(machine, monkeypatch):
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "", "", "", machine)))
+    code, column = walls.system_calls((walls.UNIX, walls.INET)), walls.MACHINES[machine][1]
+    for name, numbers in walls.CALLS.items():
+        assert decide(code, machine, numbers[column]) == REFUSED, name
+    assert decide(code, machine, walls.CLONE3[column]) == walls.REFUSE | errno.ENOSYS
+    assert decide(code, machine, walls.CLONE[column], 0x10000000) == REFUSED
+    assert decide(code, machine, walls.CLONE[column], 0x3D0F00) == walls.ALLOW  # a thread
+    for family, answer in ((1, walls.ALLOW), (2, walls.ALLOW), (10, walls.REFUSE | 97), (40, walls.REFUSE | 97)):
+        assert decide(code, machine, walls.SOCKET[column], family) == answer
+    assert decide(code, machine, walls.SOCKETPAIR[column], walls.UNIX) == walls.ALLOW
+    assert decide(code, machine, walls.SOCKETPAIR[column], walls.INET) != walls.ALLOW
+    for flags, answer in (
+        (0x22, walls.ALLOW),
+        (0x1, walls.ALLOW),
+        (0x21, REFUSED),
+        (0x23, REFUSED),
+        (0x40022, REFUSED),
+    ):
+        assert decide(code, machine, walls.MMAP[column], 0, 4096, 3, flags) == answer, hex(flags)
+    for number in set(range(500)) - {numbers[column] for numbers in walls.CALLS.values()} - {435}:
+        if number not in (walls.SOCKET[column], walls.SOCKETPAIR[column]):
+            assert decide(code, machine, number) == walls.ALLOW, number
+    other = next(name for name in walls.MACHINES if name != machine)
+    assert decide(code, other, 0) == walls.KILL
+    if machine == "x86_64":
+        assert decide(code, machine, walls.X32 | 319) == walls.KILL
+
+
+def test_a_machine_without_a_filter_is_an_error(monkeypatch):
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "", "", "", "vax")))
+    with pytest.raises(OSError, match="no filter of system calls for vax"):
+        walls.system_calls(())
+
+
+@pytest.mark.skipif(not walls.landlock_version(box.LIBC), reason="the kernel has no Landlock")
+def test_landlock_shows_only_what_it_is_told(tmp_path):
+    for name in ("own", "shown", "hidden"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("")
+    program = f"""
+import ctypes, os, sys
+sys.path.insert(0, {os.path.dirname(walls.__file__)!r})
+import walls
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(38, 1, 0, 0, 0)
+os.chdir({str(tmp_path)!r})
+walls.show_only(libc, "own", ["shown"], ("/dev/null",))
+for path, mode in [(f"{{name}}/{{file}}", mode) for name in ("own", "shown", "hidden")
+                   for file, mode in (("file", "r"), ("file", "w"), ("new", "w"))] + [("/dev/null", "w")]:
+    try:
+        open(path, mode).close()
+        print(path, mode)
+    except PermissionError:
+        pass
+os.mkdir("own/folder")
+os.rename("own/new", "own/folder/new")
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines() == ["own/file r", "own/file w", "own/new w", "shown/file r", "/dev/null w"], ran
+
+
+def test_an_error_of_landlock_is_told():
+    if not walls.landlock_version(box.LIBC):
+        pytest.skip("the kernel has no Landlock")
+    with pytest.raises(OSError, match="Landlock"):
+        walls._checked(ctypes.CDLL(None, use_errno=True), walls.RESTRICT_SELF, -1, 0)

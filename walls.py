@@ -1,0 +1,149 @@
+"""The walls that a program's process puts around itself before it starts: system calls (seccomp) and files (Landlock).
+
+Namespaces and resource limits leave gaps. Memory that no process maps is seen by no limit; key rings, some families of
+sockets and nested namespaces cross every namespace. A filter refuses the system calls that lead there. Landlock stands
+in for a root of one's own where there are no namespaces. Both need no rights and no package. Linux only.
+"""
+
+import ctypes
+import errno
+import os
+import sys
+
+SET_SECCOMP, FILTER_MODE = 22, 2  # of prctl
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000  # REFUSE | error number
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of a classic BPF program
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where `struct seccomp_data` has them
+X32 = 0x40000000  # this and higher numbers are the same calls once more, on x86_64
+UNIX, INET, INET6 = 1, 2, 10  # socket families
+SHARED, ANONYMOUS, HUGE_PAGES = 0x01, 0x20, 0x40000  # flags of mmap
+NEW_NAMESPACES = 0x7E020000  # flags of clone
+
+# machine -> its audit number, and the column of CALLS
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+CALLS = {
+    # memory that no process maps: no limit counts it, and some of it outlives the program
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "bpf": (321, 280),
+    "listen": (50, 201),  # what was sent to connections that nobody accepts stays: 200 KiB each
+    # key rings have no namespace
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # namespaces of its own would let it mount a file system in memory of any size
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "fsopen": (430, 430),
+    # does what a filter refuses, unseen by it
+    "io_uring_setup": (425, 425),
+    # other processes of the same user
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+}
+CLONE, CLONE3, MMAP, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (41, 198), (53, 199)
+
+
+def system_calls(families: tuple[int, ...]) -> bytes:
+    """Return a filter that lets a program make sockets of these families only. Raises OSError on unknown machines."""
+    machine = os.uname().machine
+    if machine not in MACHINES or sys.maxsize < 2**32:
+        raise OSError(errno.ENOSYS, f"no filter of system calls for {machine} and this interpreter")
+    audit, column = MACHINES[machine]
+    refused = REFUSE | errno.EPERM
+    code = [_step(LOAD, ARCHITECTURE), _step(EQUAL, audit, 1, 0), _step(RETURN, KILL), _step(LOAD, NUMBER)]
+    if machine == "x86_64":
+        code += [_step(AT_LEAST, X32, 0, 1), _step(RETURN, KILL)]
+    for numbers in CALLS.values():
+        code += _when(numbers[column], [_step(RETURN, refused)])
+    # libc makes threads by `clone` where there is no `clone3`, whose flags a filter cannot read.
+    code += _when(CLONE3[column], [_step(RETURN, REFUSE | errno.ENOSYS)])
+    flags = _step(LOAD, ARGUMENTS)
+    code += _when(CLONE[column], [flags, _step(ANY_BIT, NEW_NAMESPACES, 0, 1), _step(RETURN, refused)])
+    for number, allowed in ((SOCKET, families), (SOCKETPAIR, (UNIX,))):
+        family = [_step(LOAD, ARGUMENTS)]
+        for known in allowed:
+            family += [_step(EQUAL, known, 0, 1), _step(RETURN, ALLOW)]
+        code += _when(number[column], [*family, _step(RETURN, REFUSE | errno.EAFNOSUPPORT)])
+    # Pages that two processes could share stay when they are no longer mapped.
+    flags = _step(LOAD, ARGUMENTS + 3 * 8)
+    pages = [flags, _step(ANY_BIT, HUGE_PAGES, 2, 0), _step(ANY_BIT, ANONYMOUS, 0, 2), _step(ANY_BIT, SHARED, 0, 1)]
+    code += _when(MMAP[column], [*pages, _step(RETURN, refused)])
+    return b"".join([*code, _step(RETURN, ALLOW)])
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """Return one instruction; the last two say how many to skip."""
+    return code.to_bytes(2, "little") + bytes((if_true, if_false)) + value.to_bytes(4, "little")
+
+
+def _when(number: int, steps: list[bytes]) -> list[bytes]:
+    """Return steps for one system call; what they do not decide is allowed."""
+    return [_step(EQUAL, number, 0, len(steps) + 1), *steps, _step(RETURN, ALLOW)]
+
+
+def load(libc: ctypes.CDLL, code: bytes) -> None:
+    """Have the kernel filter this thread's system calls from now on, and its children's. Raises OSError."""
+    kept = ctypes.create_string_buffer(code, len(code))
+    program = (len(code) // 8).to_bytes(8, "little") + ctypes.addressof(kept).to_bytes(8, "little")
+    arguments = (ctypes.c_ulong(FILTER_MODE), program, ctypes.c_ulong(0), ctypes.c_ulong(0))
+    if libc.prctl(SET_SECCOMP, *arguments) == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"the kernel takes no filter of system calls (seccomp): {os.strerror(number)}")
+
+
+# ---- files: Landlock -------------------------------------------------------------------------------------------
+
+CREATE_RULES, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every machine
+TELL_VERSION, BENEATH = 1, 1
+EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER, TRUNCATE = 1, 2, 4, 8, 1 << 14
+SEES_SIGNALS = 6  # the first version that keeps signals, and sockets without a file, inside
+
+
+def landlock_version(libc: ctypes.CDLL) -> int:
+    """Return the kernel's version of Landlock, or 0 where there is none."""
+    return max(libc.syscall(CREATE_RULES, None, ctypes.c_size_t(0), TELL_VERSION), 0)
+
+
+def show_only(libc: ctypes.CDLL, folder: str, paths: list[str], devices: tuple[str, ...]) -> None:
+    """Let this process and its children change `folder` only, and read `paths`. Does nothing without Landlock."""
+    version = landlock_version(libc)
+    if not version:
+        return
+    every = (1 << min(12 + version, 15)) - 1  # rights that this version knows; IOCTL_DEV is none of ours
+    network = 3 if version >= 4 else 0  # to bind and to connect TCP; older kernels do not know the field
+    scoped = 3 if version >= SEES_SIGNALS else 0
+    fields = (every, network, scoped)[: 1 + (version >= 4) + (version >= SEES_SIGNALS)]
+    rules = _checked(libc, CREATE_RULES, _words(*fields), ctypes.c_size_t(8 * len(fields)), 0)
+    seen = EXECUTE | READ_FILE | READ_FOLDER
+    allowed = [(folder, every), *((path, seen) for path in paths)]
+    allowed += [(path, WRITE_FILE | READ_FILE | TRUNCATE) for path in devices]
+    for path, rights in allowed:
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        if not os.path.isdir(path):
+            rights &= EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
+        _checked(libc, ADD_RULE, rules, BENEATH, _words(rights & every) + handle.to_bytes(4, sys.byteorder), 0)
+        os.close(handle)
+    _checked(libc, RESTRICT_SELF, rules, 0)
+    os.close(rules)
+
+
+def _words(*values: int) -> bytes:
+    return b"".join(value.to_bytes(8, sys.byteorder) for value in values)
+
+
+def _checked(libc: ctypes.CDLL, call: int, *arguments: object) -> int:
+    result = libc.syscall(call, *arguments)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"Landlock: {os.strerror(number)}")
+    return result
