@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +16,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def gpu() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
+def load(name: str) -> Iterator[ModuleType]:
+    """Import a script of benchmarks/ as a module, and forget it at the end."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["gpu"]
+    del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[ModuleType]:
+    yield from load("gpu")
 
 
 def test_the_gpu_script_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path) -> None:
@@ -81,13 +87,8 @@ def test_what_raises_crashes_or_hangs_becomes_a_row(gpu: ModuleType, capsys: pyt
 
 
 @pytest.fixture(scope="module")
-def tail_batching() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tail_batching", ROOT / "benchmarks" / "tail_batching.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tail_batching"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["tail_batching"]
+def tail_batching() -> Iterator[ModuleType]:
+    yield from load("tail_batching")
 
 
 def test_tail_batching_on_the_smallest_shape(tmp_path: Path) -> None:
@@ -141,16 +142,35 @@ def test_rewards_on_the_smallest_shape(tmp_path: Path) -> None:
     assert all(value > 0 for name, value in metrics.items() if name.startswith("speedup"))
 
 
+@pytest.fixture
+def soak() -> Iterator[ModuleType]:
+    yield from load("soak")
+
+
+def test_a_soak_fails_on_whatever_grows(soak: ModuleType) -> None:
+    flat = dict.fromkeys(soak.LIMITS, 0.001)
+    assert not soak.grown(flat) and {"step_time_slope", "cpu_slope", "memory_slope"} <= flat.keys()
+    for name in flat:
+        [line] = soak.grown(flat | {name: 0.04})
+        assert line.startswith(f"{name}: 4.0% in 1,000 steps")
+
+
+def test_step_time_that_grows_in_one_kind_of_round_is_seen(soak: ModuleType) -> None:
+    def records(growth: float) -> list[dict]:
+        """Steps of which every fifth is long and takes ten times as long; short ones grow."""
+        steps = [(step, "long" if step % 5 == 0 else "short") for step in range(1, 2001)]
+        seconds = {"long": lambda step: 10.0, "short": lambda step: 1 + growth * step / 1000}
+        return [{"step": s, "round": {"kind": kind}, "seconds": {"step": seconds[kind](s)}} for s, kind in steps]
+
+    assert soak.step_time_slope(records(0.0)) < 0.001 < 0.04 < soak.step_time_slope(records(0.05))
+
+
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results", ROOT / "benchmarks" / "results.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "results", module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def results() -> Iterator[ModuleType]:
+    yield from load("results")
 
 
 def test_results_are_of_the_code_as_it_is_or_say_why_not(results: ModuleType) -> None:
