@@ -1,11 +1,12 @@
-"""Rollout time with the tensor-parallel size fixed and chosen by each rule, on four CPU ranks that run out of pages.
+"""Rollout time with the tensor-parallel size fixed and chosen by each rule, on CPU ranks that run out of pages.
 
-    python benchmarks/elastic_tp.py [--quick]
+    python benchmarks/elastic_tp.py [--quick] [--ranks 4]
 
-Short rounds (many sequences) and long ones (few, long) take turns while lengths grow, as in training. All runs are
-replayed on one set of measurements: each round is decoded once at every size, the best of `--turns`, and a rule is
-charged for the size that it chose, and for the regroup when it changed. (A round starts from an idle engine and its
-tokens do not depend on the size, so this is what a run of its own would take.) Planners learn of their own rounds only.
+Short rounds (many sequences) and long ones (few, long) take turns while lengths grow, as in training. Contenders take
+turns round by round on one engine; each has a planner of its own, which learns of its own rounds only. What is timed is
+what a run does: the planner chooses, the engine regroups when that is another size than the contender's last, and
+decodes the round. Before, the engine is brought to the contender's last size, untimed. Every contender plays all rounds
+several times, each time with a new planner; its time with the middle total counts.
 
     regret_vs_best_fixed            time of `predict` over that of the best fixed size in hindsight, less 1
     preemption_ratio                preemptions of `predict` over those of the fixed size 1
@@ -16,21 +17,16 @@ tokens do not depend on the size, so this is what a run of its own would take.) 
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-os.environ["OMP_NUM_THREADS"] = "1"  # four ranks; before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from tqdm import tqdm
+from tail_batching import in_turn, on_ranks, progress_bar
 
 import parallel
 from model import Model, parse_shape
@@ -41,7 +37,6 @@ from rollout import Engine, EngineStats, RolloutConfig
 from sampling import SamplingConfig
 from sequence import Sequence
 
-RANKS = 4
 PROMPT = 16  # tokens
 RESPONSES = 4  # of one prompt
 SHAPE = {
@@ -69,21 +64,50 @@ class Round:
 
 @dataclass(frozen=True)
 class Played:
-    """What one round came to at one size."""
+    """What one round came to."""
 
-    seconds: float  # of the slowest rank
+    size: int
+    seconds: float  # of choosing, regrouping and decoding, on the slowest rank
     preemptions: int
 
 
-def rounds(count: int, longest: int) -> list[Round]:
+@dataclass
+class Contender:
+    """A rule with what its planner knows, and what its rounds came to."""
+
+    name: str
+    planner: ParallelismPlanner
+    size: int
+    rounds: list[Played] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(played.seconds for played in self.rounds)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(played.preemptions for played in self.rounds)
+
+
+@dataclass(frozen=True)
+class Scale:
+    rounds: int
+    longest: int  # tokens
+    turns: int  # of all rounds
+
+
+FULL, QUICK = Scale(12, 512, 3), Scale(4, 128, 1)
+
+
+def rounds(scale: Scale, ranks: int) -> list[Round]:
     """Return short and long rounds in turns; their lengths double over the run."""
-    rng, result = Random(0), []
-    for step in range(count):
-        limit = longest // 2 + longest // 2 * step // max(count - 1, 1)
+    rng, result, half = Random(0), [], scale.longest // 2
+    for step in range(scale.rounds):
+        limit = half + half * step // (scale.rounds - 1)
         if step % 2:
-            lengths = [rng.randint(limit // 2, limit) for _ in range(2 * RANKS)]
+            lengths = [rng.randint(limit // 2, limit) for _ in range(2 * ranks)]
         else:
-            lengths = [min(int(limit / 8 * rng.lognormvariate(0, 0.9)) + 1, limit) for _ in range(20 * RANKS)]
+            lengths = [min(int(limit / 8 * rng.lognormvariate(0, 0.9)) + 1, limit) for _ in range(20 * ranks)]
         result.append(Round(("short", "long")[step % 2], tuple(lengths)))
     return result
 
@@ -91,11 +115,33 @@ def rounds(count: int, longest: int) -> list[Round]:
 # ---- on each rank ------------------------------------------------------------------------------------------------
 
 
-def play(engine: Engine, world: World, current: Round) -> Played:
-    """Decode a round's share, prompt by prompt as training deals them."""
-    tp, engine.stats = engine.parallel, EngineStats()
+def play(contender: Contender, engine: Engine, groups: Groups, world: World, current: Round) -> None:
+    """Let a contender choose its size and decode a round. Collective."""
+    move(engine, groups, contender.size)
+    engine.stats = EngineStats()
     parallel.barrier(world)
     start = time.perf_counter()
+    size = contender.planner.choose(current.kind, current.launch).size
+    move(engine, groups, size)
+    moved = time.perf_counter()
+    decode(engine, current)
+    end = time.perf_counter()
+    own = end - start, end - moved, engine.stats.preemptions
+    seconds, decoding, preemptions = zip(*parallel.gather_objects(world, own), strict=True)
+    played = Played(size, max(seconds), sum(preemptions[::size]))
+    contender.planner.observe(current.kind, Report(played.preemptions, max(decoding), current.lengths))
+    contender.rounds.append(played)
+    contender.size = size
+
+
+def move(engine: Engine, groups: Groups, size: int) -> None:
+    if engine.parallel.size != size:
+        engine.regroup(groups[size])
+
+
+def decode(engine: Engine, current: Round) -> None:
+    """Decode this replica's share, prompt by prompt as training deals them."""
+    tp = engine.parallel
     for i, length in enumerate(current.lengths):
         prompt = i // RESPONSES
         if prompt % tp.num_replicas == tp.replica:
@@ -103,9 +149,6 @@ def play(engine: Engine, world: World, current: Round) -> Played:
             engine.add(Sequence(prompt, i % RESPONSES, 0, ids, i, length, ignore_eos=True))
     while not engine.is_idle:
         engine.step()
-    own = time.perf_counter() - start, engine.stats.preemptions
-    seconds, preemptions = zip(*parallel.gather_objects(world, own), strict=True)
-    return Played(max(seconds), sum(preemptions[:: tp.size]))
 
 
 def regroup_seconds(engine: Engine, groups: Groups, world: World, turns: int) -> dict[int, float]:
@@ -133,15 +176,12 @@ def broadcast_seconds(model: Model, world: World, turns: int) -> float:
     return best
 
 
-def run_rank(rank: int, store: str, out: str, largest: int, count: int, longest: int, turns: int) -> None:
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    world = World(rank, RANKS, torch.device("cpu"), dist.group.WORLD, node_size=RANKS)
+def build(longest: int, world: World) -> tuple[Engine, Groups]:
+    """Return an engine whose ranks alone hold one and a half of the longest sequences, and the groups of every size."""
     torch.manual_seed(0)
     model = Model(parse_shape(SHAPE, "benchmark")).requires_grad_(False)
+    largest = min(world.size, SHAPE["num_key_value_heads"])
     groups = Groups(world, [n for n in (1, 2, 4) if n <= largest])
-    # A rank alone holds one and a half of the longest sequences.
     token_bytes = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
     config = RolloutConfig(
         max_prompt_tokens=PROMPT,
@@ -150,102 +190,94 @@ def run_rank(rank: int, store: str, out: str, largest: int, count: int, longest:
         page_size=32,
         kv_gib=1.5 * (PROMPT + longest) * token_bytes / 2**30,
     )
-    engine = Engine(model, config, SamplingConfig(), (), parallel=groups[1], sizes=groups.by_size)
-    sizes = measure(engine, groups, world)
-    work = rounds(count, longest)
-    played: list[dict[int, Played]] = [{} for _ in work]
-    for turn in range(turns):
-        bar = tqdm(work, desc=f"turn {turn + 1} of {turns}", unit="round", disable=None if world.is_main else True)
-        for current, own in zip(bar, played):
-            for size in groups.by_size:
-                engine.regroup(groups[size])
-                own[size] = min(play(engine, world, current), own.get(size, Played(1e9, 0)), key=lambda p: p.seconds)
-    regroup = regroup_seconds(engine, groups, world, turns + 2)
+    return Engine(model, config, SamplingConfig(), (), parallel=groups[1], sizes=groups.by_size), groups
+
+
+def contenders(limits: Limits, profile: Profile) -> list[Contender]:
+    """Return every fixed size and both rules, which start at size 1; `paper` without a profile."""
+    rules = [(f"fixed {n}", "fixed", n, None) for n in limits.pages]
+    rules += [("paper", "paper", 1, None), ("predict", "predict", 1, profile)]
+    return [
+        Contender(name, ParallelismPlanner(PlannerConfig(rule), limits, start, known), start)
+        for name, rule, start, known in rules
+    ]
+
+
+def run(scale: Scale, world: World) -> None:
+    engine, groups = build(scale.longest, world)
+    config, model, work = engine.config, engine.weights.model, rounds(scale, world.size)
+    profile = Profile({}, measure(engine, groups, world))
+    limits = Limits(world.size, engine.num_pages, config.page_size, config.max_running, scale.longest)
+    turns = [contenders(limits, profile) for _ in range(scale.turns)]
+    total = scale.turns * len(work) * len(turns[0])
+    with progress_bar("elastic", total, world) as bar:
+        for turn, sides in enumerate(turns):
+            for i, current in enumerate(work):
+                for side in in_turn(sides, turn + i):
+                    bar.set_postfix_str(side.name)
+                    play(side, engine, groups, world, current)
+                    bar.update()
+    costs = {"copies packed for a CPU": regroup_seconds(engine, groups, world, 4)}
     plain = replace(config, prepack=False)
     engine = Engine(model, plain, SamplingConfig(), (), parallel=groups[1], sizes=groups.by_size)
-    views = regroup_seconds(engine, groups, world, turns + 2)
-    broadcast = broadcast_seconds(model, world, turns + 2)
+    costs["views"] = regroup_seconds(engine, groups, world, 4)
+    broadcast = broadcast_seconds(model, world, 4)
     if world.is_main:
-        limits = Limits(RANKS, engine.num_pages, config.page_size, config.max_running, longest)
-        Path(out).write_text(json.dumps(report(work, played, limits, Profile({}, sizes), regroup, views, broadcast)))
-    parallel.stop(world)
+        print(json.dumps(report(turns, work, costs, broadcast)))
 
 
-# ---- what the rules would have done ------------------------------------------------------------------------------
-
-
-def replay(
-    rule: str,
-    start: int,
-    work: list[Round],
-    played: list[dict[int, Played]],
-    limits: Limits,
-    profile: Profile | None,
-    regroup: dict[int, float],
-) -> tuple[float, int, list[int]]:
-    """Return (seconds, preemptions, sizes) of one rule over all rounds."""
-    planner = ParallelismPlanner(PlannerConfig(rule), limits, start, profile)
-    seconds, preemptions, chosen = 0.0, 0, []
-    for current, by_size in zip(work, played, strict=True):
-        size = planner.choose(current.kind, current.launch).size
-        if chosen and size != chosen[-1]:
-            seconds += regroup[size]
-        result = by_size[size]
-        planner.observe(current.kind, Report(result.preemptions, result.seconds, current.lengths))
-        seconds, preemptions = seconds + result.seconds, preemptions + result.preemptions
-        chosen.append(size)
-    return seconds, preemptions, chosen
+# ---- results -----------------------------------------------------------------------------------------------------
 
 
 def report(
-    work: list[Round],
-    played: list[dict[int, Played]],
-    limits: Limits,
-    profile: Profile,
-    regroup: dict[int, float],
-    views: dict[int, float],
-    broadcast: float,
+    turns: list[list[Contender]], work: list[Round], costs: dict[str, dict[int, float]], broadcast: float
 ) -> dict:
     """Print the table; return the metrics."""
-    for i, (current, by_size) in enumerate(zip(work, played)):
-        row = "   ".join(f"TP {n} {p.seconds:6.2f} s {p.preemptions:4d} preempted" for n, p in by_size.items())
+    by_name = {same[0].name: sorted(same, key=lambda c: c.seconds) for same in zip(*turns)}
+    middle = {name: same[len(same) // 2] for name, same in by_name.items()}
+    fixed = [side for name, side in middle.items() if name.startswith("fixed")]
+    for i, current in enumerate(work):
+        played = ((side.name, side.rounds[i]) for side in middle.values())
+        row = "   ".join(f"{name} {p.seconds:5.2f} s, TP {p.size}, {p.preemptions:3d} preempted" for name, p in played)
         print(f"round {i:2d} {current.kind:5} {len(current.lengths):3d} x at most {max(current.lengths):4d}   {row}")
-    contenders = {f"fixed {n}": ("fixed", n, None) for n in limits.pages}
-    contenders |= {"paper": ("paper", 1, None), "predict": ("predict", 1, profile)}
-    results = {
-        name: replay(rule, start, work, played, limits, known, regroup)
-        for name, (rule, start, known) in contenders.items()
-    }
-    for name, (seconds, preemptions, chosen) in results.items():
-        print(f"{name:8} {seconds:8.2f} s   {preemptions:5d} preemptions   sizes {''.join(map(str, chosen))}")
-    hindsight = sum(min(p.seconds for p in by_size.values()) for by_size in played)
-    print(f"best size of every round in hindsight {hindsight:.2f} s")
-    for name, costs in (("copies packed for a CPU", regroup), ("views", views)):
-        row = ", ".join(f"{1000 * seconds:.2f} ms to {n}" for n, seconds in costs.items())
+    rows = []
+    for name, side in middle.items():
+        sizes, seconds = " ".join(str(p.size) for p in side.rounds), [same.seconds for same in by_name[name]]
+        print(
+            f"{name:8} {side.seconds:8.2f} s ({min(seconds):.2f} .. {max(seconds):.2f})   "
+            f"{side.preemptions:5d} preemptions   sizes {sizes}"
+        )
+        times = {"seconds": round(side.seconds, 2), "least": round(min(seconds), 2), "most": round(max(seconds), 2)}
+        rows.append({"contender": name, **times, "preemptions": side.preemptions, "sizes": sizes})
+    hindsight = sum(min(p.seconds for p in played) for played in zip(*(side.rounds for side in fixed)))
+    print(f"best fixed size of every round in hindsight {hindsight:.2f} s")
+    for name, regroup in costs.items():
+        row = ", ".join(f"{1000 * seconds:.2f} ms to {n}" for n, seconds in regroup.items())
         print(f"regroup, {name}: {row}; broadcast of all weights {1000 * broadcast:.1f} ms")
-    best_fixed = min(results[f"fixed {n}"][0] for n in limits.pages)
+    best_fixed = min(side.seconds for side in fixed)
+    packed, views = (max(regroup.values()) / broadcast for regroup in costs.values())
+    preemptions = max(middle["fixed 1"].preemptions, 1)
     return {
         "name": "elastic_tp",
-        "regret_vs_best_fixed": round(results["predict"][0] / best_fixed - 1, 4),
-        "regret_of_paper_vs_best_fixed": round(results["paper"][0] / best_fixed - 1, 4),
-        "preemption_ratio": round(results["predict"][1] / max(results["fixed 1"][1], 1), 3),
-        "preemption_ratio_of_paper": round(results["paper"][1] / max(results["fixed 1"][1], 1), 3),
-        "regroup_seconds_over_broadcast": round(max(regroup.values()) / broadcast, 3),
-        "regroup_views_seconds_over_broadcast": round(max(views.values()) / broadcast, 5),
-        **{f"seconds_{name.replace(' ', '_')}": round(seconds, 2) for name, (seconds, _, _) in results.items()},
+        "ranks": turns[0][0].planner.limits.num_ranks,
+        "regret_vs_best_fixed": round(middle["predict"].seconds / best_fixed - 1, 4),
+        "regret_of_paper_vs_best_fixed": round(middle["paper"].seconds / best_fixed - 1, 4),
+        "preemption_ratio": round(middle["predict"].preemptions / preemptions, 3),
+        "preemption_ratio_of_paper": round(middle["paper"].preemptions / preemptions, 3),
+        "regroup_seconds_over_broadcast": round(packed, 3),
+        "regroup_views_seconds_over_broadcast": round(views, 5),
+        "seconds_in_hindsight": round(hindsight, 2),
+        "contenders": rows,
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: under 2 minutes on 2 cores")
-    quick = parser.parse_args().quick
-    scale = (2, 4, 128, 1) if quick else (4, 12, 512, 3)  # largest size, rounds, tokens of the longest, turns
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "report.json"
-        mp.spawn(run_rank, (f"{folder}/store", str(out), *scale), nprocs=RANKS)
-        print(out.read_text())
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=4, help="processes of one thread (default 4)")
+    arguments = parser.parse_args()
+    return on_ranks(arguments.ranks, lambda world: run(QUICK if arguments.quick else FULL, world))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
