@@ -1,6 +1,6 @@
 """The whole system, really run: parts are added one by one, and all contenders take turns step by step in one run.
 
-    python benchmarks/end_to_end.py [--quick] [--ranks 4]
+    python benchmarks/end_to_end.py [--quick] [--ranks 2]
 
 synchronous         every step waits for its longest response; grading starts when the last has ended
 + tail batching     short rounds that race, a queue, long rounds; eta 1.25 on both
@@ -12,11 +12,14 @@ Ranks have one thread each and take the steps of train.py: rounds, grading in th
 Responses have given lengths, those of the paper's 32k scaled to an eighth (`configs/simulate/qwen2.5-32b.toml`), and
 given texts. A third of the prompts are graded by running code, as in the paper, the others by comparing: programs of
 the expression task, 5 % of which never end (limits 0.1 to 1 s, for steps take seconds). All contenders train the same
-prompts, and equally many samples. `speedup_all` is step time of the first over that of the last, all steps together.
+prompts, and equally many samples. A step's time includes the wait for programs that run on though nobody wants their
+result any more: in a run of its own they would take time from the next step. `speedup_all` is step time of the first
+over that of the last, all steps together.
 
 Before them TRL's GRPOTrainer takes the first period's steps: same model, prompts, lengths, texts, graders and cores, as
-many processes. `ratio_trl` is its step time over that of all parts, for as many samples of the same prompts: all parts
-race, so theirs are shorter. It runs before, not in turns.
+many processes, with the micro-batch that was fastest of several in the first step. `ratio_trl` is its step time over
+that of all parts, for as many samples of the same prompts: all parts race, so theirs are shorter. It runs before, not
+in turns, and grades in its own processes, as TRL does.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -59,7 +63,14 @@ PARTS = (
     ("+ planner", {"planner.rule": "predict", "planner.margin": 0.25}, False),  # rounds of equal work differ by that
     ("+ stream trainer", {"stream.policy": "estimate"}, False),
 )
-PAPER = "the paper, cumulative: 7B 1.30, 2.01, 2.01, 2.03; 14B 1.48, 1.99, 2.02, 2.22; 32B 2.21, 2.48, 2.52, 2.56"
+# Step speed-up over veRL, cumulative (Table 2): 7B/8k, 14B/16k, 32B/32k.
+PAPER = {
+    "synchronous": (1.0, 1.0, 1.0),
+    "+ tail batching": (1.30, 1.48, 2.21),
+    "+ reward scheduler": (2.01, 1.99, 2.48),
+    "+ planner": (2.01, 2.02, 2.52),
+    "+ stream trainer": (2.03, 2.22, 2.56),
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ class Size:
 
 
 CASE_SECONDS = 1.0  # the longest that a test case may take
-TRL_MICRO_BATCH = 2  # a step with a longest response took 74, 77, 90, 103 s with 1, 2, 4, 16; without, 7.9, 7.5, 8.5 s
+TRL_MICRO_BATCHES = (1, 2, 4, 16)
 FULL, QUICK = Size(128, 4, 1 / 8, 8, 8), Size(128, 4, 1 / 64, 8, 8)
 
 
@@ -113,7 +124,6 @@ def settings(size: Size, folder: Path, index: int, periods: int) -> Config:
         "rollout.max_response_tokens": size.trace.limit,
         "trainer.lr": 1e-5,
         "trainer.tokens_per_microbatch": 1024,
-        "reward.num_workers": 1,
         "reward.max_failures": 0,
         "reward.case_min_seconds": 0.1,
         "reward.case_max_seconds": CASE_SECONDS,
@@ -184,10 +194,15 @@ def play(size: Size, periods: int, world: World) -> list[Side]:
             for side in in_turn(sides, turn + turn // PERIOD):  # else one side would begin every long round
                 bar.set_postfix_str(side.name)
                 parallel.barrier(world)
+                start = time.perf_counter()
                 record = train.take_step(side.run, Clock())
+                stepped = time.perf_counter()
                 side.run.pool.settle()
+                end = time.perf_counter()
+                took, waited = zip(*parallel.gather_objects(world, (end - start, end - stepped)), strict=True)
+                record["seconds"]["settle"] = max(waited)
                 side.records.append(record)
-                side.seconds.append(max(parallel.gather_objects(world, record["seconds"]["step"])))
+                side.seconds.append(max(took))
                 bar.update()
         for side in sides if world.is_main else ():
             for path in (side.run.folder / "rollouts").glob("*.jsonl"):
@@ -197,26 +212,39 @@ def play(size: Size, periods: int, world: World) -> list[Side]:
     return sides
 
 
+def part_row(side: Side, base: Side, before: Side) -> dict[str, Any]:
+    """Return mean seconds of a step and of its stages, and how much faster it is, over all steps and by period."""
+    stages = ("rollout", "reward", "train", "settle")
+    mean = {k: round(statistics.mean(r["seconds"].get(k, 0.0) for r in side.records), 2) for k in stages}
+    starts = range(0, len(base.seconds), PERIOD)
+    periods = [sum(base.seconds[i : i + PERIOD]) / sum(side.seconds[i : i + PERIOD]) for i in starts]
+    return {
+        "part": side.name,
+        "step": round(statistics.mean(side.seconds), 2),
+        **mean,
+        "faster": round(sum(base.seconds) / sum(side.seconds), 3),
+        "least": round(min(periods), 2),
+        "most": round(max(periods), 2),
+        "over_before": round(sum(before.seconds) / sum(side.seconds), 3),
+        "paper": ", ".join(f"{ratio:.2f}" for ratio in PAPER[side.name]),
+    }
+
+
 def report(sides: list[Side], title: str) -> dict[str, Any]:
     base, steps = sides[0], len(sides[0].seconds)
     print(f"\n{title}; {steps} steps each; seconds of a step, means; in brackets the periods' least and most")
-    print(f"{'':20} step s  rollout  of it rewards   train   times as fast         over the part before")
-    speedups: list[float] = []
+    print(
+        f"{'':20} step s  rollout  of it rewards   train  programs   times as fast     over the one before   the paper"
+    )
+    rows: list[dict[str, Any]] = []
     for side, before in zip(sides, (base, *sides)):
-        mean = {
-            k: statistics.mean(r["seconds"].get(k, 0.0) for r in side.records) for k in ("rollout", "reward", "train")
-        }
-        faster = sum(base.seconds) / sum(side.seconds)
-        periods = [
-            sum(base.seconds[i : i + PERIOD]) / sum(side.seconds[i : i + PERIOD]) for i in range(0, steps, PERIOD)
-        ]
-        speedups.append(faster)
+        row = part_row(side, base, before)
+        rows.append(row)
         print(
-            f"{side.name:20}{sum(side.seconds) / steps:7.2f}{mean['rollout']:9.2f}{mean['reward']:15.2f}"
-            f"{mean['train']:8.2f}   {faster:5.2f} ({min(periods):5.2f} ..{max(periods):5.2f})"
-            f"{sum(before.seconds) / sum(side.seconds):12.2f}"
+            f"{side.name:20}{row['step']:7.2f}{row['rollout']:9.2f}{row['reward']:15.2f}{row['train']:8.2f}"
+            f"{row['settle']:10.2f}   {row['faster']:5.2f} ({row['least']:5.2f} ..{row['most']:5.2f})"
+            f"{row['over_before']:12.2f}           {row['paper']}"
         )
-    print(PAPER)
     for side in sides[3:]:
         chosen = ((r["planner"], r["seconds"]["generate"]) for r in side.records)
         rounds = (f"{p['kind']} {p['size']} ({p['predicted'][str(p['size'])]:.1f}, {took:.1f})" for p, took in chosen)
@@ -224,11 +252,13 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
     scaled = sum("projected" in r["round"].get("stream", {}) for r in sides[-1].records)
     print(f"{sides[-1].name}: rounds that replicas left to train: {scaled}")
     names = ("tail_batching", "reward_scheduler", "planner", "stream_trainer")
-    ratios = [sum(a.seconds) / sum(b.seconds) for a, b in zip(sides, sides[1:])]
     return {
         "name": "end_to_end",
-        "speedup_all": round(speedups[-1], 3),
-        **{f"speedup_{name}": round(ratio, 3) for name, ratio in zip(names, ratios, strict=True)},
+        "ranks": sides[0].run.world.size,
+        "steps": steps,
+        "speedup_all": rows[-1]["faster"],
+        **{f"speedup_{name}": row["over_before"] for name, row in zip(names, rows[1:], strict=True)},
+        "parts": rows,
         "prompts_lost": sum(len(base.trained - s.trained) for s in sides),
         "prompts_doubled": sum(n - 1 for s in sides for n in s.trained.values()),
     }
@@ -252,25 +282,36 @@ def trl_row(prompt: Prompt, epoch: int, size: Size, short: bool) -> dict[str, An
     }
 
 
-def play_trl(size: Size, ranks: int) -> list[float]:
-    """Let TRL take the steps of the first period, after a short one to warm up; return their seconds."""
-    python = trl.trl_python()
-    with tempfile.TemporaryDirectory() as name, tqdm(total=1 + PERIOD, desc="TRL", unit="step", leave=False) as bar:
+def play_trl(size: Size, ranks: int) -> dict[str, Any]:
+    """Let TRL take the first period's steps; return their seconds and the micro-batch, the fastest in the first."""
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(size, folder, World(0, 1, torch.device("cpu")))
         config = settings(size, folder, 0, 1)
-        tokenizer = load_tokenizer(config.model.path)
-        prompts, _ = load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
+        prompts, _ = load_prompts(config.data, load_tokenizer(config.model.path), config.rollout.max_prompt_tokens)
         taken = PromptStream(prompts, config.run.seed).take(PERIOD * size.prompts)
         warm_up = [trl_row(prompt, epoch, size, short=True) for epoch, prompt in taken[: size.prompts]]
         rows = warm_up + [trl_row(prompt, epoch, size, short=False) for epoch, prompt in taken]
-        arguments = trl.trl_arguments(config, ranks, TRL_MICRO_BATCH) | {"max_steps": 1 + PERIOD}
+        tried = {n: trl_steps(config, rows, ranks, n, 1)[0] for n in TRL_MICRO_BATCHES}
+        print(
+            f"TRL: first step with {', '.join(f'micro-batches of {n}: {s:.1f} s' for n, s in tried.items())}",
+            flush=True,
+        )
+        best = min(tried, key=tried.__getitem__)
+        seconds = trl_steps(config, rows, ranks, best, PERIOD)
+    print(f"TRL: steps of {', '.join(f'{s:.1f}' for s in seconds)} s with micro-batches of {best}", flush=True)
+    return {"seconds": seconds, "micro_batch": best, "tried": {n: round(s, 1) for n, s in tried.items()}}
+
+
+def trl_steps(config: Config, rows: list[dict], ranks: int, micro_batch: int, count: int) -> list[float]:
+    """Return the seconds of TRL's first `count` steps, after one that warms up."""
+    with tempfile.TemporaryDirectory() as name, tqdm(total=1 + count, desc="TRL", unit="step", leave=False) as bar:
+        arguments = trl.trl_arguments(config, ranks, micro_batch) | {"max_steps": 1 + count}
         arguments["transformers_continuous_batching_config"] |= {"num_blocks": 4096}
-        spec = folder / "spec.json"
+        spec = Path(name) / "spec.json"
         spec.write_text(json.dumps({"model": config.model.path, "rows": rows, "arguments": arguments}))
-        side = trl.Side("TRL", ranks, 1, warm_up=1)
-        trl.take_turn(side, [python, trl.__file__, "--trl-worker", str(spec)], folder, bar)
-    print(f"TRL: steps of {', '.join(f'{s:.1f}' for s in side.seconds)} s", flush=True)
+        side = trl.Side(f"TRL, micro-batch {micro_batch}", ranks, 1, warm_up=1)
+        trl.take_turn(side, [trl.trl_python(), trl.__file__, "--trl-worker", str(spec)], Path(name), bar)
     return side.seconds
 
 
@@ -279,10 +320,10 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="one period, an eighth of the lengths, no TRL: under 2 minutes"
     )
-    parser.add_argument("--ranks", type=int, default=4, help="processes (default 4)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of one thread (default 2)")
     arguments = parser.parse_args()
     if "RANK" not in os.environ and not arguments.quick:
-        os.environ["TRL_SECONDS"] = json.dumps(play_trl(FULL, arguments.ranks))
+        os.environ["TRL"] = json.dumps(play_trl(FULL, arguments.ranks))
 
     def run(world: World) -> None:
         size = QUICK if arguments.quick else FULL
@@ -292,8 +333,9 @@ def main() -> int:
             samples = f"{size.prompts} x {size.responses} samples of {lengths}"
             metrics = report(sides, f"{world.size} ranks, {size.layers} layers of {size.hidden}, {samples}")
             if not arguments.quick:
-                theirs = json.loads(os.environ["TRL_SECONDS"])
-                metrics["ratio_trl"] = round(sum(theirs) / sum(sides[-1].seconds[: len(theirs)]), 2)
+                theirs = json.loads(os.environ["TRL"])
+                metrics["ratio_trl"] = round(sum(theirs["seconds"]) / sum(sides[-1].seconds[:PERIOD]), 2)
+                metrics["trl"] = theirs | {"step": round(statistics.mean(theirs["seconds"]), 1)}
             print(json.dumps(metrics))
 
     return on_ranks(arguments.ranks, run)

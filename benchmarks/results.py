@@ -58,7 +58,7 @@ class Benchmark:
 # In the order in which they run: what the README claims first comes first.
 BENCHMARKS = {
     "end_to_end": Benchmark(
-        "benchmarks/end_to_end.py --ranks 2",
+        "benchmarks/end_to_end.py",
         (*ROUND, *TRAINING, *REWARDS, *STREAM, "planner.py", "train.py", "benchmarks/texts.py"),
         "all parts added one by one ([table](#all-parts-together-measured)), on {cores} cores: {speedup_all:.1f} x; "
         "TRL's GRPOTrainer, on the same prompts, lengths, graders and cores, took {ratio_trl:.0f} times as long as "
