@@ -349,22 +349,29 @@ import sys
 frame = sys._getframe()
 while frame:
     wire = frame.f_locals.get('wire')
-    if wire: wire.send = lambda _: (wire.writes.write('[true, true]\\n'), wire.writes.flush())
+    if wire: wire.send = lambda _: (wire.writes.write('[[0], [["list", true, true]]]\\n'), wire.writes.flush())
     frame = frame.f_back
 def mul(a, b): return 1""",
     "answers of its own": """
 import os
 for fd in range(3, 256):
-    for text in (b'{"dict": [["mul", {"mine": 0}], ["abs", {"mine": 0}], ["__builtins__", {"dict": []}]]}',
-                 b'{"list": [true, true]}', b'[true, true]', b'{"list": [true, {"yours": 0}]}'):
+    for text in (b'[[0], [["dict", "mul", [1], "abs", [1], "__builtins__", [2]], ["mine", 0], ["dict"]]]',
+                 b'[[0], [["list", true, true]]]', b'[true, []]', b'[[0], [["list", true, [1]], ["yours", 0]]]'):
         try: os.write(fd, text + b'\\n')
         except OSError: pass
 def mul(a, b): return 1""",
     "names of its own": """
 import os
 for fd in range(3, 256):
-    try: os.write(fd, b'{"dict": [["mul", 1], ["AssertionError", 1], [1, 2]]}\\n')
+    try: os.write(fd, b'[[0], [["dict", "mul", 1, "AssertionError", 1, 1, 2]]]\\n')
     except OSError: pass""",
+    "answers that are none": """
+import os
+def mul(a, b):
+    for fd in range(3, 256):
+        for text in (b'[[0], [["tuple", [0]]]]', b'[[0], [["list"]]]', b'[[0], [["list", true]]]', b'[[7], []]'):
+            try: os.write(fd, text + b'\\n')
+            except OSError: pass""",
     "endless answer": """
 import os
 def mul(a, b):
@@ -379,6 +386,7 @@ class mul:
     def __init__(self, a, b): pass
     def __eq__(self, other): return True""",
     "raises the test's error": "def mul(a, b): raise AssertionError",
+    "ends an iteration": "def mul(a, b): raise StopIteration",
     "raises an exit": "def mul(a, b): raise KeyboardInterrupt",
     "error that cannot be told": """
 class Bad(Exception):

@@ -150,6 +150,93 @@ def test_programs_with_assertions(how, clean, program, test, passes):
     assert bool(outcome.cause) != passes
 
 
+@pytest.mark.parametrize(
+    "program, test",
+    [
+        ("def f(): return 10**5000", "assert f() == 10**5000 and f() - 1 == 10**5000 - 1"),
+        ("def f(x): return -x", "assert f(10**5000) == -10**5000 and f(True) == -1 and f(2**63) == -2**63"),
+        (
+            "def f(n):\n    x = ()\n    for _ in range(n): x = (x,)\n    return x",
+            "x = ()\nfor _ in range(600): x = (x,)\nassert f(600) == x\nx, n = f(10_000), 0\n"
+            "while x: [x], n = x, n + 1\nassert n == 10_000",
+        ),
+        (
+            "graph = {'a': [], 'b': ({1, (2, 3)},)}\ngraph['a'].append(graph)\ndef f(): return [len(graph)]",
+            "assert f() == [2] and graph['a'][0] is graph and graph['b'] == ({(2, 3), 1},)",
+        ),
+        ("import sys\nown = sys.modules\ndef f(x): return [x, x, [x]]", "assert f(()) == [(), (), [()]]"),
+        ("def f(): return {'a'}['b']", "try: f()\nexcept TypeError as e: assert 'not subscriptable' in e.args[0]"),
+        ("def f(): return {}['a']", "try: f()\nexcept KeyError as e: assert e.args == ('a',) and str(e) == \"'a'\""),
+        ("def f(): return b'\\xff'.decode()", "try: f()\nexcept UnicodeDecodeError as e: assert e.start == 0"),
+        (
+            "class E(ValueError): pass\ndef f(): raise E(3, f)",
+            "try: f()\nexcept ValueError as e: assert e.args[0] == 3",
+        ),
+        ("def f(): raise StopIteration(1)", "try: next(map(lambda _: f(), [1]))\nexcept RuntimeError: pass"),
+    ],
+)
+def test_right_programs_pass_whatever_their_data(how, clean, program, test):
+    assert run(program, {"test": test}, LIMITS, how).passed
+    outcome = run(program, {"test": test + "\nassert 0"}, LIMITS, how)
+    assert not outcome.passed and "AssertionError" in outcome.cause, outcome
+
+
+TOLD = {  # what the test can catch on purpose
+    **{f"raises {name}": f"def f(x): raise {name}" for name in ("StopIteration", "StopAsyncIteration", "Exception")},
+    "a stop of its own": "class E(StopIteration): pass\ndef f(x): raise E",
+    "no data": "class f:\n    def __init__(self, x): pass\n    def __next__(self): raise StopIteration",
+}
+GONE = {  # what ends the program, and the test with it
+    **{f"raises {name}": f"def f(x): raise {name}" for name in ("GeneratorExit", "KeyboardInterrupt", "SystemExit(0)")},
+    "exits": "import os\ndef f(x): os._exit(0)",
+    "closes its pipes": "import os\ndef f(x): os.closerange(3, 256)",
+}
+# Each holds for a function that doubles. All but the last must not hold for one that gives no number.
+TESTS = {
+    "map": "assert all(map(lambda pair: f(pair[0]) == pair[1], [(1, 2)]))",
+    "filter": "assert list(filter(lambda x: f(x) != 2 * x, [1, 2])) == []",
+    "loop": "for x in map(f, [1, 1]): assert x == 2",
+    "next": "assert next(map(f, [1]), 2) == 2",
+    "sentinel": "assert list(iter(lambda: f(1), 2)) == []",
+    "zip": "assert all(x == y for x, y in zip(map(f, [1, 2]), [2, 4]))",
+    "generator": "assert sum(f(x) - 2 * x for x in [1, 2]) == 0",
+    "yield from": "def g(): yield from map(f, [1])\nassert all(x == 2 for x in g())",
+    "async": """
+import asyncio
+class It:
+    def __aiter__(self): return self
+    async def __anext__(self): return f(1)
+async def go():
+    async for x in It():
+        assert x == 2
+        return
+asyncio.run(go())""",
+    "close": "def g():\n    try: yield\n    finally: assert f(1) == 2\nx = g(); next(x); x.close()",
+    "thread": """
+from threading import Thread
+out = []
+thread = Thread(target=lambda: out.append(f(1)))
+thread.start(); thread.join()
+assert out == [2]""",
+    "error": "try: f(1)\nexcept BaseException: pass",
+}
+HELD = f"""
+held = []
+for name, text in {TESTS}.items():
+    try: exec(text, dict(globals()))
+    except BaseException: continue
+    held.append(name)
+assert held == """
+
+
+def test_what_a_program_raises_cannot_end_the_tests_own_iteration():
+    assert run("def f(x): return 2 * x", {"test": HELD + str([*TESTS])}, LIMITS).passed
+    for name, program in TOLD.items():
+        assert run(program, {"test": HELD + "['error']"}, LIMITS).passed, name
+    for name, program in GONE.items():
+        assert "no answer" in run(program, {"test": HELD + "held"}, LIMITS).cause, name
+
+
 def test_the_cause_is_told(how):
     assert run("x = 1 / 0", stdin_case("", ""), LIMITS, how).cause == "exit code 1: ZeroDivisionError: division by zero"
     cause = run("def f(): return {}['k']", {"test": "assert f() == 1"}, LIMITS, how).cause
