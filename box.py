@@ -289,7 +289,7 @@ PLAIN = (bool, int, float, str)  # a subclass before its class
 CONTAINERS = (list, tuple, set, frozenset)
 MUTABLE = {"list": list, "set": set, "dict": dict}
 ENDS = (StopIteration, StopAsyncIteration)  # a GeneratorExit ends the program, as all that is no Exception does
-VERBS = {"getattr": getattr, "getitem": operator.getitem, "len": len, "list": list}
+VERBS = {"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "len": len, "list": list}
 VERBS["call"] = lambda function, args, kwargs: function(*args, **kwargs)
 
 
@@ -301,6 +301,9 @@ class Remote:
 
     def __getattr__(self, name: str) -> object:
         return self._wire.ask(["getattr", self, name])
+
+    def __setattr__(self, name: str, value) -> None:
+        self._wire.ask(["setattr", self, name, value])
 
     def __call__(self, *args, **kwargs) -> object:
         return self._wire.ask(["call", self, args, kwargs])

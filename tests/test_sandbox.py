@@ -138,6 +138,8 @@ limit = 7
         (STACK, "s = Stack((1, 'a'), {2: {3.5}}, b'x', None, 1j)\nassert s.items[1] == {2: {3.5}}", True),
         (STACK, "assert total(Stack(1, 2)) == 3 and limit == 7 and keys(a=1) == {'a': 1}", True),
         (STACK, "assert list(up(3)) == [0, 1, 2]", True),
+        (STACK, "s = Stack()\ns.items = [2, 3]\nassert total(s) == 5 and s.pop() == 3", True),
+        ("class A:\n    x = property(lambda _: 1, lambda *_: None)\na = A()", "a.x = 5\nassert a.x == 5", False),
         (STACK, "assert Stack(1) == Stack(1)", False),
         (STACK, "assert Stack(1)", False),
         (STACK, "x = [float('inf'), -0.0, '\\ud800', (1, [2, (3,)]), frozenset({1}), {(1, 2): None}, True]\n"
