@@ -26,7 +26,7 @@ from config import check_options
 from core import Sample, SampleId
 from graphs import DecodeGraphs, Flight, upload
 from kv_memory import RolloutConfig, kv_budget, kv_page_bytes, num_pages_for
-from model import Model, Shard
+from model import Model, Shard, check_split
 from pages import Pages, compact
 from parallel import TensorParallel, World
 from sampling import SamplingConfig, sample, sample_key, uniforms
@@ -51,10 +51,13 @@ class Engine:
         """Only `stop` texts and text prompts need the `tokenizer`.
 
         With `parallel`, all its ranks make the same calls in the same order and get the same samples. `sizes` are the
-        tensor-parallel sizes, besides its own, that `regroup` may ask for.
+        tensor-parallel sizes, besides its own, that `regroup` may ask for. Raises ValueError when settings are outside
+        their limits, a size does not divide the model, or the memory does not hold one full sequence.
         """
         check_options(config, "rollout")
         check_options(sampling, "sampling")
+        for size in {parallel.size, *sizes}:
+            check_split(model.shape, size)
         self.config, self.sampling, self.tokenizer = config, sampling, tokenizer
         self.version, self.stats = 0, EngineStats()  # the version is the weights', stamped on finished samples
         self.waiting: deque[Sequence] = deque()

@@ -29,11 +29,15 @@ from sampling import SamplingConfig, score
 @dataclass(frozen=True)
 class TrainerConfig:
     lr: float = option(1e-4, "peak learning rate of AdamW", min=0.0, max=1.0)
-    lr_schedule: str = option("constant", "after the warm-up: constant, or linear to 0", choices=("constant", "linear"))
-    lr_warmup_updates: int = option(5, "updates over which the learning rate rises from 0", min=0)
+    lr_schedule: str = option(
+        "constant", "after the warm-up: constant, or linear to 0 at the run's end", choices=("constant", "linear")
+    )
+    lr_warmup_updates: int = option(5, "updates over which the learning rate rises from 0 to lr", min=0)
     beta1: float = option(0.9, "AdamW beta1", min=0.0, max=0.9999)
     beta2: float = option(0.95, "AdamW beta2", min=0.0, max=0.99999)
-    weight_decay: float = option(0.0, "AdamW weight decay", min=0.0, max=1.0)
+    weight_decay: float = option(
+        0.0, "AdamW weight decay of matrices and embeddings; norms and biases have none", min=0.0, max=1.0
+    )
     grad_clip: float = option(1.0, "largest norm of the gradient; 0 is no clipping", min=0.0, max=1e6)
     updates_per_step: int = option(
         1, "split a step's prompts into this many parts, one update each (1 is strictly on-policy)", min=1
@@ -109,9 +113,9 @@ class Trainer:
                     param.register_post_accumulate_grad_hook(_add_to(master))
         self.learner.recompute = config.recompute
         betas = (config.beta1, config.beta2)
-        self.optimizer = torch.optim.AdamW(
-            self.masters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True
-        )
+        matrices = {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": config.weight_decay}
+        others = {"params": [m for m in self.masters if m.dim() < 2], "weight_decay": 0.0}  # norms and biases
+        self.optimizer = torch.optim.AdamW([matrices, others], lr=config.lr, betas=betas, fused=True)
         self.host: list[tuple[Tensor, Tensor]] = []  # offloaded: (emptied tensor, its copy in host memory)
         self.num_updates = 0
         self.bad_updates = 0  # in a row
@@ -126,9 +130,12 @@ class Trainer:
             master.grad = None if self.mesh else torch.zeros_like(master)
 
     def lr_at(self, update: int) -> float:
-        warm = min(1.0, (update + 1) / self.config.lr_warmup_updates) if self.config.lr_warmup_updates else 1.0
-        left = 1.0 - update / max(self.total_updates, 1) if self.config.lr_schedule == "linear" else 1.0
-        return self.config.lr * warm * max(left, 0.0)
+        """Return the learning rate of an update, counted from 0: up to the peak in the warm-up's last, then down."""
+        warm_up = max(self.config.lr_warmup_updates, 1)
+        rise, fall = (update + 1) / warm_up, 1.0
+        if self.config.lr_schedule == "linear":
+            fall = (self.total_updates - update) / max(self.total_updates - warm_up + 1, 1)
+        return self.config.lr * max(min(rise, fall, 1.0), 0.0)
 
     # ---- gradient sums ---------------------------------------------------------------------------------------
 
@@ -329,11 +336,11 @@ class Trainer:
             tensor = sharding.whole(tensor.detach())
             return tensor.to("cpu", copy=self.config.offload_optimizer) if self.world.is_main else None
 
-        with self._optimizer_state():
-            state = self.optimizer.state_dict()
-            moments = {i: {k: keep(x) for k, x in s.items()} for i, s in state["state"].items()}
+        state = self.optimizer.state
+        with self._optimizer_state():  # by place among all masters: how they are grouped may change
+            moments = {i: {k: keep(x) for k, x in state[m].items()} for i, m in enumerate(self.masters) if m in state}
         return {
-            "optimizer": {"state": moments, "param_groups": state["param_groups"]},
+            "optimizer": {"state": moments},
             "masters": [keep(master) for master in self._own_masters()],
             "num_updates": self.num_updates,
             "bad_updates": self.bad_updates,
@@ -341,12 +348,12 @@ class Trainer:
 
     def load_state_dict(self, state: dict) -> None:
         """Take over what `state_dict` returned. The model holds the weights of that moment."""
-        optimizer = state["optimizer"]
-        moments = {
-            i: {k: sharding.part_like(x.clone(), self.masters[i]) if x.dim() else x for k, x in s.items()}
-            for i, s in optimizer["state"].items()
-        }
-        self.optimizer.load_state_dict({**optimizer, "state": moments})
+        for i, moments in state["optimizer"]["state"].items():
+            master = self.masters[i]
+            self.optimizer.state[master] = {
+                k: sharding.part_like(x.clone(), master) if x.dim() else x.to(master.device, copy=True)
+                for k, x in moments.items()
+            }
         with torch.no_grad(), self._optimizer_state():  # offloads what was loaded
             for master, saved in zip(self._own_masters(), state["masters"], strict=True):
                 master.copy_(sharding.part_like(saved, master))

@@ -151,6 +151,12 @@ def test_a_split_that_does_not_divide_is_refused_with_what_is_possible() -> None
     check_split(shape, 4)
     with pytest.raises(ConfigError, match=r"8 ranks .* 4 heads, 2 KV heads .* possible here: \[1, 2, 4\]"):
         check_split(shape, 8)
+    parallel, model = TensorParallel(World(0, 1, torch.device("cpu"))), random_model("qwen2")
+    with pytest.raises(ValueError, match=r"3 ranks .* possible here: \[1, 2, 4\]"):  # before any memory is taken
+        Engine(model, CONFIG, SamplingConfig(), (), parallel=parallel, sizes=(2, 3))
+    parallel.size = 8
+    with pytest.raises(ValueError, match=r"8 ranks .* possible here: \[1, 2, 4\]"):
+        Engine(model, CONFIG, SamplingConfig(), (), parallel=parallel)
     assert Split(shape, 3, 4).num_kv_heads == 1 and Split(shape, 3, 4).groups == 1
 
 

@@ -370,9 +370,14 @@ def test_the_learning_rate_warms_up_and_falls(tiny_model, examples) -> None:
 
     assert rates() == [0.5] * 12
     assert rates(lr_warmup_updates=4)[:6] == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5])
-    linear = [0.5 * (1 - i / 10) for i in range(10)] + [0.0, 0.0]  # 10 updates in all
-    assert rates(lr_schedule="linear") == pytest.approx(linear)
-    assert rates(lr_schedule="linear", lr_warmup_updates=2)[:3] == pytest.approx([0.25, 0.45, 0.4])
+    tenth = 0.5 / 10  # 10 updates in all; what comes after them has nothing left
+    assert rates(lr_schedule="linear") == pytest.approx([i * tenth for i in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 0)])
+    assert rates(lr_schedule="linear", lr_warmup_updates=1) == rates(lr_schedule="linear")
+    sixth = 0.5 / 6  # the peak is reached by the fifth, and six are left with it
+    rise, fall = [0.1, 0.2, 0.3, 0.4], [i * sixth for i in (6, 5, 4, 3, 2, 1, 0, 0)]
+    assert rates(lr_schedule="linear", lr_warmup_updates=5) == pytest.approx(rise + fall)
+    assert max(rates(lr_schedule="linear", lr_warmup_updates=5)) == 0.5
+    assert rates(lr_schedule="linear", lr_warmup_updates=20)[:10] == rates(lr_warmup_updates=20)[:10]  # never at it
     trainer = make_trainer(tiny_model, lr=1e-3, lr_warmup_updates=2)
     moved = []
     for _ in range(2):
@@ -381,6 +386,24 @@ def test_the_learning_rate_warms_up_and_falls(tiny_model, examples) -> None:
         assert trainer.update()["lr"] == pytest.approx(5e-4 * (len(moved) + 1))
         moved.append((weights(trainer) - before).abs().max().item())
     assert moved == pytest.approx([5e-4, 1e-3], rel=0.05)  # AdamW moves a steady weight by the rate
+
+
+def decay_only(world: World, folder: Path, examples: list[Example], shard: int, dtype: torch.dtype) -> None:
+    """One update without a gradient: matrices shrink by lr * weight_decay, norms and biases stay."""
+    trainer = make_trainer(load_model(folder, CPU, dtype), world=world, lr=0.1, weight_decay=0.5, shard=shard)
+    before = [sharding.whole(m.detach()).clone() for m in trainer.masters]
+    trainer.accumulate([replace(e, advantage=0.0) for e in examples])
+    assert trainer.update()["grad_norm"] == 0.0
+    for old, master in zip(before, trainer.masters, strict=True):
+        torch.testing.assert_close(sharding.whole(master.detach()), old * (0.95 if old.dim() > 1 else 1.0))
+    assert {m.dim() for m in before} == {1, 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_and_biases_do_not_decay(run_ranks, tiny_folder, examples, dtype: torch.dtype) -> None:
+    decay_only(ALONE, tiny_folder, examples, 1, dtype)
+    if dtype == torch.float32:
+        run_ranks(2, decay_only, tiny_folder, examples, 2, dtype)
 
 
 # ---- bf16 --------------------------------------------------------------------------------------------------------
@@ -444,10 +467,12 @@ def test_a_restored_trainer_continues_bit_by_bit(tiny_model, examples, dtype: to
     torch.save(straight.model.state_dict(), model_file)
     expected = train(straight, 3)
 
+    saved = torch.load(io.BytesIO(trainer_file.getvalue()))
+    saved["optimizer"]["param_groups"] = [{"lr": 7.0, "params": list(range(len(straight.masters)))}]  # older files
     model = Model(tiny_model.shape).to(dtype)
     model.load_state_dict(torch.load(io.BytesIO(model_file.getvalue())))
     resumed = make_trainer(model, **settings)
-    resumed.load_state_dict(torch.load(io.BytesIO(trainer_file.getvalue())))
+    resumed.load_state_dict(saved)
     assert train(resumed, 3) == expected
     assert torch.equal(weights(resumed), weights(straight))
     assert all(torch.equal(a, b) for a, b in zip(resumed.masters, straight.masters, strict=True))
@@ -472,7 +497,8 @@ def train_and_save(world: World, model_folder: Path, examples: list[Example], re
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_run_goes_on_with_another_sharding(run_ranks, tiny_folder, examples, tmp_path, dtype: torch.dtype) -> None:
-    plain, sharded = {"dtype": dtype}, {"dtype": dtype, "shard": 2, "offload_optimizer": True}
+    plain = {"dtype": dtype, "weight_decay": 0.5}
+    sharded = {**plain, "shard": 2, "offload_optimizer": True}
     first, second = tmp_path / "first", tmp_path / "second"
     run_ranks(2, train_and_save, tiny_folder, examples, first, dict(sharded))
     second.with_suffix(".before").write_bytes(first.read_bytes())
