@@ -93,7 +93,7 @@ class Profile:
         part.replace(path)
 
 
-REMEDY = "make it by: torchrun --nproc_per_node=N profiler.py, with the settings and the ranks of this run"
+REMEDY = "make it by profiler.py, started as this run is: with its settings and its ranks, by python or by torchrun"
 
 
 def load_profile(path: Path, made_on: dict[str, Any], sizes: Sequence[int]) -> Profile:

@@ -1,4 +1,4 @@
-"""Measure the rollout for the parallelism planner: `torchrun --nproc_per_node=4 profiler.py --config FILE.toml ...`
+"""Measure the rollout for the parallelism planner: `python profiler.py --ranks=4 --config FILE.toml ...`
 
 Takes the settings and the ranks of the run it is made for. Writes `planner.profile`, or rollout_profile.json in the
 model folder: seconds of prefill and decode over tensor-parallel size, sequences and context. (RollPacker, section 4.2)
@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import launcher
 import parallel
 from config import ConfigError, load_config
 from parallel import Groups, World
@@ -126,13 +127,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--ranks", help="processes on this machine, as for the run")
     parser.add_argument(
         "--config", help="TOML file of the run; --section.key=value as for train.py, whose --help has all"
     )
+    asked, argv = launcher.parse(argv)
     flags, overrides = parser.parse_known_args(argv)
     world = None
     try:
         config = load_config(Config, flags.config, overrides)
+        if launcher.is_wanted(asked):
+            return launcher.launch(__file__, asked, argv)
         folder = model_source(config)
         if not folder.exists():
             raise ConfigError(f"{folder}: no such model; a run of train.py makes the small one, or give model.path")

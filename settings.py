@@ -148,7 +148,7 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
         near = max(c.scheduler.num_prompts // (world_size // tp), 1) * (world_size // tp)
         raise ConfigError(
             f"scheduler.num_prompts = {c.scheduler.num_prompts} is not a multiple of the {replicas}; "
-            f"take {near} prompts, or another --nproc_per_node"
+            f"take {near} prompts, or another number of ranks"
         )
     if world_size % c.trainer.shard:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Train: `torchrun --nproc_per_node=2 train.py --config configs/tiny.toml --section.key=value ...`
+"""Train: `python train.py --ranks=2 --config configs/tiny.toml --section.key=value ...`
 
 The composition of all rooms and the step loop; formulas and heuristics live elsewhere.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import checkpoint
+import launcher
 import parallel
 import sandbox
 from config import ConfigError, describe, dump_toml, flatten, load_config
@@ -367,10 +368,10 @@ def save(run: Run) -> None:
 
 
 class StopSignal:
-    """SIGTERM or Ctrl-C ends the run after the current step. Without torchrun a second Ctrl-C ends it at once."""
+    """SIGTERM or Ctrl-C ends the run after the current step; a second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.first = 0  # signal; 0: none
 
     def __enter__(self) -> "StopSignal":
         self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -381,13 +382,13 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: Any) -> None:
-        if self.is_set and number == signal.SIGINT:
+        if self.first and signal.SIGINT in (self.first, number):  # torchrun passes the second one on as SIGTERM
             raise KeyboardInterrupt
-        self.is_set = True
+        self.first = self.first or number
 
     def agreed(self, world: World) -> bool:
         """Whether any rank was signalled. Signals come at different moments; all act on this answer. Collective."""
-        return any(parallel.gather_objects(world, self.is_set))
+        return any(parallel.gather_objects(world, self.first))
 
 
 # ---- command line ------------------------------------------------------------------------------------------------
@@ -400,6 +401,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--resume", action="store_true")
+    asked, argv = launcher.parse(argv)
     flags, overrides = parser.parse_known_args(argv)
     if flags.help:
         print(USAGE + describe(Config()))
@@ -411,6 +413,10 @@ def main(argv: list[str]) -> int:
         if len(flags.config) > 1:
             raise ConfigError(f"--config is given {len(flags.config)} times; put all settings in one file")
         config = load_config(Config, flags.config[0] if flags.config else None, overrides)
+        if launcher.is_wanted(asked):
+            if not flags.check:
+                return launcher.launch(__file__, asked, argv)
+            size = launcher.pretend(asked)
         check(config, size, flags.resume, is_main=rank == 0)
     except (ConfigError, OSError) as error:  # of the system: a name that is too long, a folder that may not be read
         time.sleep(10.0 if rank else 0.0)  # rank 0 speaks; torchrun ends the others before they repeat it
@@ -418,7 +424,8 @@ def main(argv: list[str]) -> int:
         return 2
     if flags.check:
         if rank == 0:
-            print("config, data, graders and model folder are fine")
+            ranks = "1 rank (--ranks=N checks for N)" if size == 1 else f"{size} ranks"
+            print(f"config, data, graders and model folder are fine for {ranks}")
         return 0
     return train_on_ranks(config, flags.resume)
 
@@ -503,10 +510,13 @@ def write_settings(config: Config, folder: Path) -> None:
 
 USAGE = """plainroll: on-policy RL of language models
 
-usage: torchrun --nproc_per_node=N train.py [--config FILE.toml] [--section.key=value ...]
+usage: python train.py [--ranks=N] [--config FILE.toml] [--section.key=value ...]
+       torchrun --nproc_per_node=N train.py [--config FILE.toml] [--section.key=value ...]
 
+  --ranks N       processes on this machine, one a GPU (default 1); starts torchrun, whose options, such as
+                  --nnodes=4 or --max-restarts=3, are taken too
   --config FILE   settings from a TOML file; see configs/
-  --check         validate config, data, graders and model folder, then exit
+  --check         validate config, data, graders and model folder for these ranks, then exit
   --resume        continue the run in run.dir from its newest checkpoint, or begin it if there is none
   --help          this text
 

@@ -338,7 +338,7 @@ def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_profile_of_other_conditions_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    with pytest.raises(ConfigError, match="cannot read .* make it by: torchrun"):
+    with pytest.raises(ConfigError, match="cannot read .* make it by profiler.py"):
         load_profile(path, {}, [1])
     profile_of({1: 1e-3}).save(path)
     with pytest.raises(ConfigError, match=r"made on \{'device': 'cpu'\}, this run is on \{'device': 'H100'\}"):

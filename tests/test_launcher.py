@@ -1,0 +1,105 @@
+"""Ranks started by `--ranks`: what torchrun is told, what a check sees, and no traceback of torchrun's."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+import launcher
+import train
+from config import ConfigError
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Let a test change what a launcher changes: the environment and the number of threads."""
+    for name in ("RANK", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    threads = torch.get_num_threads()
+    yield monkeypatch
+    torch.set_num_threads(threads)
+
+
+def test_options_of_torchrun_are_kept_apart_from_settings(alone) -> None:
+    settings = ["--config", "a.toml", "--run.steps=3", "--resume"]
+    flags, rest = launcher.parse(["--nproc-per-node=8", "--nnodes", "4", "--rdzv-backend=c10d", *settings])
+    assert rest == settings and flags.ranks == "8" and launcher.is_wanted(flags)
+    assert launcher.given(flags) == ["--nnodes=4", "--rdzv_backend=c10d"]
+    assert not launcher.is_wanted(launcher.parse(settings)[0])
+    assert not launcher.is_wanted(launcher.parse(["--ranks=1"])[0])
+    alone.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="--ranks=2: .* give it to torchrun"):
+        launcher.is_wanted(launcher.parse(["--ranks=2"])[0])
+
+
+@pytest.mark.parametrize("wrong", ["--ranks=0", "--ranks=two", "--ranks=1025", "--nnodes=x", "--nnodes=0"])
+def test_numbers_that_are_none_are_refused(alone, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        launcher.pretend(launcher.parse([wrong])[0])
+
+
+def test_the_cores_are_divided_unless_the_user_did(alone) -> None:
+    torch.set_num_threads(6)
+    assert launcher.pretend(launcher.parse(["--ranks=3", "--nnodes=1:4"])[0]) == 12
+    assert os.environ["OMP_NUM_THREADS"] == "2" and os.environ["LOCAL_WORLD_SIZE"] == "3"
+    assert torch.get_num_threads() == 2
+    launcher.divide_cores(6)
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+    del os.environ["OMP_NUM_THREADS"]
+    launcher.divide_cores(64)
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_check_sees_the_ranks_that_it_is_told(alone, settings, capsys) -> None:
+    assert train.main([*settings(), "--check"]) == 0 and "fine for 1 rank (--ranks=N" in capsys.readouterr().out
+    assert train.main([*settings(), "--check", "--ranks=2"]) == 0 and "fine for 2 ranks" in capsys.readouterr().out
+    assert train.main([*settings(), "--check", "--ranks=3"]) == 2
+    assert "not a multiple of the 3 ranks" in capsys.readouterr().err
+    whole = settings(rollout__tensor_parallel=2)
+    assert train.main([*whole, "--check"]) == 2 and "does not divide 1 ranks" in capsys.readouterr().err
+    assert train.main([*whole, "--check", "--ranks=2"]) == 0
+
+
+SCRIPT = """
+import os, signal, sys, time
+rank, how = os.environ["RANK"], sys.argv[1]
+if how == "refuse":
+    if rank == "0":
+        sys.exit(print("error: no", file=sys.stderr) or 2)
+elif how == "die" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif how == "stop":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(print("saved", flush=True)))
+    print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
+time.sleep(120)
+"""
+
+
+def start(folder, how: str) -> subprocess.Popen:
+    (folder / "script.py").write_text(SCRIPT)
+    code = "import sys, launcher; f, r = launcher.parse(sys.argv[1:]); sys.exit(launcher.launch('script.py', f, r))"
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, "--ranks=2", how]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
+
+
+@pytest.mark.parametrize("how, code, line", [("refuse", 2, "error: no"), ("die", 137, "error: SIGKILL ended rank 1 ")])
+def test_a_failure_is_one_line(tmp_path, how: str, code: int, line: str) -> None:
+    process = start(tmp_path, how)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == code and said.startswith(line) and len(said.splitlines()) == 1, said
+
+
+def test_an_interrupt_reaches_the_ranks_and_leaves_no_traceback(tmp_path) -> None:
+    process = start(tmp_path, "stop")
+    ready = [process.stdout.readline() for _ in range(2)]
+    assert all(line.startswith("threads ") for line in ready)
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=120)
+    assert (process.returncode, out, said) == (130, "saved\nsaved\n", "")
