@@ -18,7 +18,10 @@ from config import option
 
 
 def grpo(rewards: Tensor) -> Tensor:
-    """(r - mean) / std of the group; equal rewards give zeros. (DeepSeekMath, arXiv 2402.03300, section 4.1.2)"""
+    """(r - mean) / std of the group; equal rewards give zeros. (DeepSeekMath, arXiv 2402.03300, section 4.1.2)
+
+    The std is the population's, plus 1e-6; TRL's is the sample's, plus 1e-4. docs/losses.md lists such differences.
+    """
     return dr_grpo(rewards) / (rewards.std(-1, keepdim=True, correction=0) + 1e-6)
 
 
@@ -34,7 +37,7 @@ def rloo(rewards: Tensor) -> Tensor:
 
 
 def reinforce_baseline(rewards: Tensor) -> Tensor:
-    """(r - group mean) / std of the batch. (REINFORCE++-baseline, arXiv 2501.03262, section 3)"""
+    """(r - group mean) / std of these over the batch, each sample once. (REINFORCE++-baseline, arXiv 2501.03262)"""
     centred = dr_grpo(rewards)
     return centred / (centred.std(correction=0) + 1e-6)
 
@@ -82,7 +85,10 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: "LossConfig") -> tuple[T
 
 
 def cispo(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
-    """REINFORCE with a clipped, detached importance weight: no token loses its gradient. (MiniMax-M1, 2506.13585)"""
+    """REINFORCE with a clipped, detached importance weight: no token loses its gradient. (MiniMax-M1, 2506.13585)
+
+    The paper, and TRL, have no lower bound: `clip_low` = 1.
+    """
     ratio = (t.logprobs - t.old_logprobs).exp().detach()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return -weight * t.advantages * t.logprobs, weight != ratio
@@ -128,24 +134,29 @@ class LossConfig:
     )
     advantage: str = option(
         "dr_grpo",
-        "advantage: grpo (mean and std of the group), dr_grpo (mean), rloo (mean of the others), reinforce_baseline "
-        "(group mean, batch std)",
+        "advantage: grpo (mean and population std of the group), dr_grpo (mean), rloo (mean of the others), "
+        "reinforce_baseline (group mean, batch std of what is left)",
         choices=tuple(ADVANTAGES),
     )
     normalisation: str = option(
         "token",
-        "what one update averages over: token (all response tokens), sequence (mean of sequence means), constant "
-        "(sequence sums over rollout.max_response_tokens)",
+        "what one update averages over: token (all response tokens), sequence (mean of sequence means; gspo wants it), "
+        "constant (sequence sums over rollout.max_response_tokens)",
         choices=("token", "sequence", "constant"),
     )
-    clip_low: float = option(0.2, "ratio may fall to 1 - clip_low (gspo wants about 3e-4)", min=0.0, max=1.0)
+    clip_low: float = option(0.2, "ratio may fall to 1 - clip_low (gspo wants about 3e-4, cispo 1)", min=0.0, max=1.0)
     clip_high: float = option(
         0.28, "ratio may rise to 1 + clip_high (gspo wants about 4e-4, cispo 4)", min=0.0, max=1e6
     )
     kl_coef: float = option(
         0.0, "weight of the KL term to the reference (the model at the start); 0 is off", min=0.0, max=1e6
     )
-    mask_truncated: bool = option(False, "leave samples cut at the length limit out of the loss (DAPO, section 3.4)")
+    entropy_coef: float = option(
+        0.0, "weight of a bonus for the entropy of the sampled distribution; 0 is off", min=0.0, max=1e6
+    )
+    mask_truncated: bool = option(
+        False, "leave samples cut at the length limit out of the loss and of its divisor (DAPO, section 3.4)"
+    )
     old_logprobs: str = option(
         "rollout",
         "the ratio's denominator: rollout (as sampled) or trainer (recomputed; for bf16)",

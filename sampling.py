@@ -5,6 +5,7 @@ distribution it was really drawn from, temperature, top-k, top-p and min-p inclu
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -128,10 +129,13 @@ def _invert(cdf: Tensor, target: Tensor) -> Tensor:
     return torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)  # not a number: any token
 
 
-def score(logits: Tensor, targets: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+def score(
+    logits: Tensor, targets: Tensor, config: SamplingConfig, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of the sampled distribution. [n, V], [n] -> [n], [n] float32
 
     The target always belongs to the support: it was drawn, even where rounding now puts it just outside top-p.
+    Entropies have a gradient only with `entropy_gradient`: it keeps one more tensor of the logits' size.
     """
     kept = filter_logits(logits, config)
     if config.truncates:
@@ -139,6 +143,6 @@ def score(logits: Tensor, targets: Tensor, config: SamplingConfig) -> tuple[Tens
         own = logits.float().gather(-1, targets[:, None]) / scale
         kept = kept.scatter(-1, targets[:, None], own)
     logprobs = kept.log_softmax(-1)
-    with torch.no_grad():
+    with nullcontext() if entropy_gradient else torch.no_grad():
         entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy

@@ -182,7 +182,7 @@ class Trainer:
 
     def _add_gradients(self, batch: Sequence[Example]) -> None:
         device = self.world.device
-        logprobs, entropy = self._score(self.learner, batch)  # [T], [T]
+        logprobs, entropy = self._score(self.learner, batch, bool(self.loss.entropy_coef))  # [T], [T]
         lengths = torch.tensor([len(e.token_ids) for e in batch], device=device)
         sample = torch.repeat_interleave(torch.arange(len(batch), device=device), lengths)
         advantages = torch.tensor([e.advantage for e in batch], device=device)[sample]
@@ -197,6 +197,8 @@ class Trainer:
                 ref_logprobs, _ = self._score(self.reference, batch)
             kl = kl_to_reference(logprobs, ref_logprobs)
             values = values + self.loss.kl_coef * kl
+        if self.loss.entropy_coef:
+            values = values - self.loss.entropy_coef * entropy
         total, count = weighted_sum(values, tokens, self.loss.normalisation, self.max_response_tokens)
         total.backward()
         with torch.no_grad():
@@ -217,7 +219,7 @@ class Trainer:
             return rollout, current
         return rollout, torch.tensor([x for e in batch for x in e.old_logprobs or ()], device=self.world.device)
 
-    def _score(self, model: Model, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    def _score(self, model: Model, batch: Sequence[Example], entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return log-probs (with gradient) and entropies of all response tokens of `batch`, [T] each."""
         device = self.world.device
         lengths = [e.num_tokens for e in batch]
@@ -233,7 +235,7 @@ class Trainer:
         targets = token_ids[predicts + 1]
 
         def score_part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return score(model.logits(hidden), targets, self.sampling)
+            return score(model.logits(hidden), targets, self.sampling, entropy_gradient)
 
         size = self.config.tokens_per_logits
         if len(targets) <= size:

@@ -215,6 +215,12 @@ def test_the_gradient_of_a_score_is_that_of_log_softmax(config):
     (plain.gather(-1, targets[:, None])[:, 0] * weights).sum().backward()
     torch.testing.assert_close(found.grad, wanted.grad, atol=1e-6, rtol=1e-5)
     assert found.grad.abs().max() > 0.1
+    found, wanted = random_logits().requires_grad_(), random_logits().double().requires_grad_()
+    entropy = score(found, targets, config, entropy_gradient=True)[1]
+    (entropy * weights).sum().backward()
+    probs = (wanted / config.temperature).masked_fill(outside, -torch.inf).softmax(-1)
+    (-torch.xlogy(probs, probs + outside).sum(-1) * weights).sum().backward()
+    torch.testing.assert_close(found.grad.double(), wanted.grad, atol=1e-5, rtol=1e-4)
 
 
 @EVERY

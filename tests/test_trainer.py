@@ -20,7 +20,7 @@ from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
 from parallel import World
 from sampling import SamplingConfig, score
-from trainer import Example, NonFiniteError, Trainer, TrainerConfig, pack
+from trainer import SUMS, Example, NonFiniteError, Trainer, TrainerConfig, pack
 
 CPU = torch.device("cpu")
 NORMALISATIONS = ("token", "sequence", "constant")
@@ -113,6 +113,12 @@ def test_logits_in_parts_change_nothing(tiny_model, reference, examples, size: i
 
 def padded_logprobs(theirs, examples: Sequence[Example]) -> Tensor:
     """Log-probs of all response tokens by transformers' model on one padded batch."""
+    targets = torch.tensor([i for e in examples for i in e.token_ids])
+    return padded_distributions(theirs, examples).gather(1, targets[:, None])[:, 0]
+
+
+def padded_distributions(theirs, examples: Sequence[Example]) -> Tensor:
+    """Log-probs of the whole vocabulary at all response tokens. [T, V]"""
     width = max(e.num_tokens for e in examples)
     ids = torch.zeros(len(examples), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -120,12 +126,7 @@ def padded_logprobs(theirs, examples: Sequence[Example]) -> Tensor:
         ids[row, : e.num_tokens] = torch.tensor([*e.prompt_ids, *e.token_ids])
         mask[row, : e.num_tokens] = 1
     logprobs = theirs(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
-    return torch.cat(
-        [
-            logprobs[row, len(e.prompt_ids) - 1 : e.num_tokens - 1].gather(1, torch.tensor(e.token_ids)[:, None])[:, 0]
-            for row, e in enumerate(examples)
-        ]
-    )
+    return torch.cat([logprobs[row, len(e.prompt_ids) - 1 : e.num_tokens - 1] for row, e in enumerate(examples)])
 
 
 @pytest.mark.parametrize("name, normalisation", ALL)
@@ -162,6 +163,36 @@ def test_gradients_equal_transformers_on_a_padded_batch(tiny_model, tiny_folder,
     stats = trainer.update()
     assert stats["loss"] == pytest.approx(mean.item(), rel=1e-4, abs=1e-6)
     assert stats["grad_norm"] == pytest.approx(torch.cat([b.flatten() for _, b in named]).norm().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("normalisation, part", [("token", 8192), ("sequence", 7)])
+def test_the_entropy_bonus_has_the_gradient_of_the_full_distribution(
+    tiny_model, tiny_folder, examples, normalisation: str, part: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = []
+    for coef in (0.0, 3.0):
+        loss = LossConfig(entropy_coef=coef, normalisation=normalisation)
+        trainer = make_trainer(tiny_model, loss, tokens_per_logits=part)
+        trainer.accumulate(examples)
+        found.append((gradient(trainer).clone(), trainer.sums))
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    logprobs = padded_distributions(theirs, examples)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    lengths = torch.tensor([len(e.token_ids) for e in examples])
+    share = torch.repeat_interleave(1.0 / lengths, lengths) if normalisation == "sequence" else torch.ones(len(entropy))
+    (-3.0 * entropy * share).sum().backward()
+    named = dict(theirs.named_parameters())
+    wanted = Model(tiny_model.shape).double()  # holds gradients where weights belong
+    for name, view, _ in wanted.hf_tensors():
+        view.copy_(named[name].grad.view(view.shape))
+    wanted_gradient = torch.cat([p.detach().flatten() for p in wanted.parameters()])
+    (plain, plain_sums), (bonus, sums) = found
+    assert_same_gradient((bonus - plain).double(), wanted_gradient, 1e-4)
+    places = [SUMS.index(name) for name in ("loss", "entropy")]
+    assert (sums - plain_sums)[places].tolist() == pytest.approx([(-3.0 * entropy * share).sum().item(), 0.0], rel=1e-5)
+    assert sums[places[1]].item() == pytest.approx(entropy.sum().item(), rel=1e-5)
 
 
 # ---- over ranks --------------------------------------------------------------------------------------------------
