@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -118,6 +119,11 @@ BENCHMARKS = {
         "lost, {prompts_doubled} doubled; the slowest took {slowest_seconds:.1f} s, 8 of them the configured time-out"
         " ([all of it](benchmarks/results/faults_cpu.md))",
     ),
+    "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, "train.py", "warm_start.py", "configs/tiny.toml")),
+    "accuracy": Benchmark(
+        "figures/accuracy.py",
+        (*ROUND, *TRAINING, *STREAM, "planner.py", "train.py", "warm_start.py", "configs/tiny.toml"),
+    ),
     "soak": Benchmark(
         "benchmarks/soak.py --steps 4000",
         ("train.py", *ROUND, *TRAINING, *REWARDS, *STREAM),
@@ -181,6 +187,13 @@ def git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def committed(files: Sequence[str]) -> str:
+    """Return the commit that `files` are of. Raises RuntimeError when they have changed since."""
+    if dirty := git("status", "--porcelain", "--", *files):
+        raise RuntimeError(f"commit what is measured first: {', '.join(dirty.split()[1::2])}")
+    return git("rev-parse", "HEAD") or "unknown"
+
+
 def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
@@ -197,9 +210,8 @@ def machine() -> dict[str, Any]:
 def run(name: str, quick: bool) -> None:
     """Run a benchmark and keep its result. Raises RuntimeError when it fails or the code is not the commit's."""
     files = BENCHMARKS[name].files
-    if not quick and (dirty := git("status", "--porcelain", "--", *files)):
-        raise RuntimeError(f"{name}: commit what it measures first: {', '.join(dirty.split()[1::2])}")
-    before, commit, here = fingerprints(name), git("rev-parse", "HEAD") or "unknown", machine()
+    commit = "quick" if quick else committed(files)
+    before, here = fingerprints(name), machine()
     command = BENCHMARKS[name].command + " --quick" * quick
     print(f"---- python {command}", flush=True)
     start, lines = time.time(), []
@@ -208,9 +220,9 @@ def run(name: str, quick: bool) -> None:
             lines.append(line.rstrip())
             print(lines[-1], flush=True)
     if process.returncode:
-        raise RuntimeError(f"{name}: exit code {process.returncode}, nothing is kept")
+        raise RuntimeError(f"exit code {process.returncode}, nothing is kept")
     if fingerprints(name) != before:
-        raise RuntimeError(f"{name}: what it measures changed while it ran, nothing is kept")
+        raise RuntimeError("what it measures changed while it ran, nothing is kept")
     kept = {
         "command": f"python {command}",
         "commit": commit,
@@ -339,8 +351,8 @@ def main() -> int:
             try:
                 run(name, arguments.quick)
             except RuntimeError as error:
-                failed.append(str(error))
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                failed.append(f"{name}: {error}")
+                print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
     if arguments.what == "write" or (arguments.what == "run" and not arguments.quick):
         write()
     if arguments.what == "check":

@@ -1,7 +1,13 @@
-"""Tail batching against the synchronous baseline: held-out accuracy after equal numbers of trained samples (Figure 8).
+"""Tail batching against the synchronous baseline: held-out accuracy over trained samples (Figure 8) and over seconds.
 
 python figures/accuracy.py            trains what is missing in runs/ (twelve runs, 2 to 4 minutes each), then draws
 python figures/accuracy.py --draw     draws again from figures/accuracy.json
+python figures/accuracy.py --quick    a few steps of one seed, drawn in runs/quick: to see that it works
+
+All runs must be of one code; one that was stopped goes on where it was. Seconds are those of the steps, without
+evaluations and checkpoints, so they need a quiet machine. In the background:
+
+nohup python benchmarks/results.py run accuracy > accuracy.log 2>&1 &
 """
 
 import argparse
@@ -18,7 +24,7 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_runs import CONFIG, run
+from training_runs import CONFIG, ROOT, of_run, refuse_mixed, run
 
 from metrics import read_records
 
@@ -31,16 +37,18 @@ CURVES = {
 EVERY = 20  # steps between evaluations: whole periods of 4 short rounds and a long one, so both have trained the same
 
 
-def evaluations(curve: str, seed: int) -> list[dict]:
-    """Return the evaluations of one run, each with the samples and prompts that were trained before it."""
+def evaluations(curve: str, seed: int, quick: bool) -> list[dict]:
+    """Return the evaluations of one run, each with the samples that were trained and the seconds of steps before it."""
     settings = [*CURVES[curve][1], f"run.seed={seed}", f"warm_start.seed={seed}", f"run.eval_every={EVERY}"]
-    records = read_records(run(f"accuracy-{curve}-seed{seed}", *settings) / "steps.jsonl")
-    points, samples = [], 0
-    for record in records:
+    folder = run(f"accuracy-{curve}-seed{seed}", *settings, quick=quick)
+    own = {"curve": curve, "seed": seed, **of_run(folder)}
+    points, samples, seconds = [], 0, 0.0
+    for record in read_records(folder / "steps.jsonl"):
         samples += record.get("samples", 0)
+        seconds += record["seconds"].get("step", 0.0)
         if record.get("eval"):
             queue = record["round"]["queue"] if record["step"] else 0
-            points.append({"curve": curve, "seed": seed, "samples": samples, "queue": queue, **record["eval"]})
+            points.append(own | {"samples": samples, "step_seconds": seconds, "queue": queue, **record["eval"]})
     return points
 
 
@@ -53,55 +61,86 @@ def by_samples(points: list[dict], curve: str, value) -> tuple[list[int], list[l
 
 def draw(points: list[dict], path: Path) -> None:
     plt.style.use(HERE / "plainroll.mplstyle")
-    figure, (left, right) = plt.subplots(1, 2)
-    panels = ((left, lambda p: 100 * p["avg@4"]), (right, lambda p: p["length"]["mean"]))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10.5, 3.4))
     for i, (curve, (label, _)) in enumerate(CURVES.items()):
-        for axes, value in panels:
-            samples, values = by_samples(points, curve, value)
-            axes.plot(samples, [statistics.mean(v) for v in values], color=f"C{i}", label=label)
-            axes.fill_between(samples, [min(v) for v in values], [max(v) for v in values], color=f"C{i}", alpha=0.2)
+        samples, accuracy = by_samples(points, curve, lambda p: 100 * p["avg@4"])
+        _, lengths = by_samples(points, curve, lambda p: p["length"]["mean"])
+        _, seconds = by_samples(points, curve, lambda p: p["step_seconds"])
+        for axes, x, values in (
+            (left, samples, accuracy),
+            (middle, [statistics.mean(s) for s in seconds], accuracy),
+            (right, samples, lengths),
+        ):
+            axes.plot(x, [statistics.mean(v) for v in values], color=f"C{i}", label=label)
+            axes.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=f"C{i}", alpha=0.2)
+        for axes in (left, right):
             axes.set(xlabel="trained samples", xticks=samples[:: len(samples) // 3 or 1])
-    left.set(title="Held-out accuracy", ylabel="avg@4 at temperature 1 (%)", ylim=(40, 90))
+    left.set(title="Accuracy over samples", ylabel="avg@4 at temperature 1 (%)", ylim=(40, 90))
+    middle.set(title="Accuracy over time", xlabel="seconds of steps", ylim=(40, 90), xlim=(0, None))
     right.set(title="Length of held-out responses", ylabel="mean tokens", ylim=(0, None))
-    left.legend(loc="lower right")
+    left.legend(loc="lower right", fontsize=7.5)
     seeds, count = len({p["seed"] for p in points}), points[0]["num_prompts"]
     data = f"{CONFIG}, hailstone, {count} held-out prompts x 4"
-    caption = f"python figures/accuracy.py: {data}; mean and range of {seeds} seeds"
+    made = f"commit {points[0]['commit'][:7]} of {points[0]['date']}"
+    caption = f"python figures/accuracy.py ({made}): {data}; mean and range of {seeds} seeds"
     figure.supxlabel(caption, fontsize=7, color="0.4")
     figure.savefig(path)
 
 
-def compare(points: list[dict]) -> None:
-    """Print whether each curve overlaps the baseline's, and the difference of the seeds' pairs beside its noise."""
+def compare(points: list[dict]) -> dict:
+    """Print whether each curve overlaps the baseline's, and the difference of the seeds' pairs beside its noise.
+
+    Return the differences after the start, in points of accuracy, and how many times as fast the steps were.
+    """
     at = {(p["curve"], p["seed"], p["samples"]): p for p in points}
-    seeds = sorted({p["seed"] for p in points})
+    seeds, counts = sorted({p["seed"] for p in points}), sorted({p["samples"] for p in points})
     base, *others = CURVES
+    rows = []
     for other in others:
         print(f"\n{'samples':>7}   {base + ' min mean max':>30}   {other + ' min mean max':>30}   overlap   difference")
-        for samples in sorted({p["samples"] for p in points}):
+        differences, overlaps, errors = [], [], []
+        for samples in counts:
             pairs = [(at[base, seed, samples], at[other, seed, samples]) for seed in seeds]
             a, b = ([pair[i]["avg@4"] for pair in pairs] for i in (0, 1))
-            overlap = max(min(a), min(b)) <= min(max(a), max(b))
-            error = sum(p["standard_error"] ** 2 for pair in pairs for p in pair) ** 0.5 / len(seeds)
+            overlaps.append(max(min(a), min(b)) <= min(max(a), max(b)))
+            errors.append(sum(p["standard_error"] ** 2 for pair in pairs for p in pair) ** 0.5 / len(seeds))
+            differences.append(statistics.mean(b) - statistics.mean(a))
             ranges = [f"{min(v):.3f} {statistics.mean(v):.3f} {max(v):.3f}" for v in (a, b)]
             print(
-                f"{samples:7}   {ranges[0]:>30}   {ranges[1]:>30}   {'yes' if overlap else 'NO':>7}   "
-                f"{statistics.mean(b) - statistics.mean(a):+.3f} (standard error {error:.3f})"
+                f"{samples:7}   {ranges[0]:>30}   {ranges[1]:>30}   {'yes' if overlaps[-1] else 'NO':>7}   "
+                f"{differences[-1]:+.3f} (standard error {errors[-1]:.3f})"
             )
+        seconds = [sum(at[curve, seed, counts[-1]]["step_seconds"] for seed in seeds) for curve in (base, other)]
+        rows.append(
+            {
+                "curve": CURVES[other][0],
+                "least": round(100 * min(differences[1:]), 1),
+                "most": round(100 * max(differences[1:]), 1),
+                "standard_error": round(100 * max(errors), 1),
+                "overlaps": f"{sum(overlaps[1:])} of {len(overlaps) - 1}",
+                "faster": round(seconds[0] / seconds[1], 2) if seconds[1] else None,
+            }
+        )
+    return {"name": "accuracy", "seeds": len(seeds), "curves": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
     parser.add_argument("--draw", action="store_true", help="only draw, from figures/accuracy.json")
+    parser.add_argument("--quick", action="store_true", help="a few steps of one seed, drawn in runs/quick")
     args = parser.parse_args()
-    data = HERE / "accuracy.json"
+    out = ROOT / "runs" / "quick" if args.quick else HERE
+    out.mkdir(parents=True, exist_ok=True)
+    data, seeds = out / "accuracy.json", range(1 if args.quick else args.seeds)
     if not args.draw:
-        points = [p for seed in range(args.seeds) for curve in CURVES for p in evaluations(curve, seed)]
+        points = [p for seed in seeds for curve in CURVES for p in evaluations(curve, seed, args.quick)]
+        refuse_mixed(points)
         data.write_text(json.dumps(points, indent=1), encoding="utf-8")
     points = json.loads(data.read_text(encoding="utf-8"))
-    draw(points, HERE / "accuracy.png")
-    compare(points)
+    refuse_mixed(points)
+    draw(points, out / "accuracy.png")
+    print(json.dumps(compare(points)))
 
 
 if __name__ == "__main__":

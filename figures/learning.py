@@ -2,6 +2,9 @@
 
 python figures/learning.py            trains what is missing in runs/ (about 4 minutes a seed), then draws
 python figures/learning.py --draw     draws again from figures/learning.json
+python figures/learning.py --quick    a few steps of one seed, drawn in runs/quick: to see that it works
+
+The default run is configs/tiny.toml as it is; only the seeds of warm start and run differ.
 """
 
 import argparse
@@ -17,18 +20,18 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_runs import CONFIG, run
+from training_runs import CONFIG, ROOT, of_run, refuse_mixed, run
 
 from metrics import read_records
 
 LENGTHS = {"p50": ":", "mean": "-", "p99": "--"}
 
 
-def run_seed(seed: int) -> list[dict]:
+def run_seed(seed: int, quick: bool) -> list[dict]:
     """Return the evaluations of one seed's run, training it first when its folder is not there."""
-    settings = [f"run.seed={seed}", f"warm_start.seed={seed}", "scheduler.policy=synchronous"]
-    records = read_records(run(f"learning-seed{seed}", *settings) / "steps.jsonl")
-    return [{"seed": seed, "step": r["step"], **r["eval"]} for r in records if r.get("eval")]
+    folder = run(f"learning-seed{seed}", f"run.seed={seed}", f"warm_start.seed={seed}", quick=quick)
+    records = read_records(folder / "steps.jsonl")
+    return [{"seed": seed, "step": r["step"], **of_run(folder), **r["eval"]} for r in records if r.get("eval")]
 
 
 def draw(points: list[dict], path: Path) -> None:
@@ -51,27 +54,44 @@ def draw(points: list[dict], path: Path) -> None:
     right.legend(loc="upper right", ncols=len(LENGTHS))
     left.legend(loc="lower right")
     count = points[0]["num_prompts"]
-    caption = f"python figures/learning.py: {CONFIG}, hailstone, {count} held-out prompts x 4, bars: 95 % interval"
+    made = f"commit {points[0]['commit'][:7]} of {points[0]['date']}"
+    data = f"{CONFIG}, hailstone, {count} held-out prompts x 4, bars: 95 % interval"
+    caption = f"python figures/learning.py ({made}): {data}"
     figure.supxlabel(caption, fontsize=7, color="0.4")
     figure.savefig(path)
+
+
+def summary(points: list[dict]) -> dict:
+    """Print what each seed gained; return it."""
+    gained: dict[str, list[float]] = {"first": [], "last": [], "standard_errors": []}
+    seeds = sorted({p["seed"] for p in points})
+    for seed in seeds:
+        first, *_, last = [p for p in points if p["seed"] == seed]
+        rise = last["avg@4"] - first["avg@4"]
+        error = (first["standard_error"] ** 2 + last["standard_error"] ** 2) ** 0.5
+        print(f"seed {seed}: {first['avg@4']:.3f} -> {last['avg@4']:.3f}, {rise / error:.0f} standard errors")
+        for name, value in zip(gained, (first["avg@4"], last["avg@4"], rise / error), strict=True):
+            gained[name].append(round(value, 3))
+    return {"name": "learning", "seeds": len(seeds), "steps": max(p["step"] for p in points), **gained}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
     parser.add_argument("--draw", action="store_true", help="only draw, from figures/learning.json")
+    parser.add_argument("--quick", action="store_true", help="a few steps of one seed, drawn in runs/quick")
     args = parser.parse_args()
-    data = HERE / "learning.json"
+    out = ROOT / "runs" / "quick" if args.quick else HERE
+    out.mkdir(parents=True, exist_ok=True)
+    data = out / "learning.json"
     if not args.draw:
-        points = [point for seed in range(args.seeds) for point in run_seed(seed)]
+        points = [point for seed in range(1 if args.quick else args.seeds) for point in run_seed(seed, args.quick)]
+        refuse_mixed(points)
         data.write_text(json.dumps(points, indent=1), encoding="utf-8")
     points = json.loads(data.read_text(encoding="utf-8"))
-    draw(points, HERE / "learning.png")
-    for seed in sorted({p["seed"] for p in points}):
-        first, *_, last = [p for p in points if p["seed"] == seed]
-        rise = last["avg@4"] - first["avg@4"]
-        error = (first["standard_error"] ** 2 + last["standard_error"] ** 2) ** 0.5
-        print(f"seed {seed}: {first['avg@4']:.3f} -> {last['avg@4']:.3f}, {rise / error:.0f} standard errors")
+    refuse_mixed(points)
+    draw(points, out / "learning.png")
+    print(json.dumps(summary(points)))
 
 
 if __name__ == "__main__":

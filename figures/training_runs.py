@@ -1,27 +1,73 @@
-"""Runs of train.py that the figures are drawn from; what is there already is continued or taken as it is."""
+"""Runs of train.py that the figures are drawn from; what is there already is continued, but never by other code."""
 
+import hashlib
+import json
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/tiny.toml"
+QUICK = ("run.steps=5", "run.eval_every=5", "data.eval_prompts=16", "warm_start.steps=20")
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: a benchmark may have the name of a room
+
+from results import committed, fingerprint
 
 
-def run(name: str, *settings: str, ranks: int = 2) -> Path:
+def stamp(quick: bool) -> dict[str, str]:
+    """Return commit and date, and a hash of all rooms and the config: `code`. Raises RuntimeError when uncommitted."""
+    files = [*sorted(path.name for path in ROOT.glob("*.py")), CONFIG]
+    code = hashlib.sha256("".join(fingerprint(ROOT / file) for file in files).encode()).hexdigest()[:16]
+    commit = "quick" if quick else committed(files)
+    return {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()), "code": code}
+
+
+def run(name: str, *settings: str, ranks: int = 2, quick: bool = False) -> Path:
     """Train `configs/tiny.toml` with `--settings` in runs/`name`, unless that is done; return the run's folder.
 
-    A profile is measured first where the planner needs one.
+    A profile is measured first where the planner needs one. With `quick` a few steps, in a folder made anew.
     """
-    folder = ROOT / "runs" / name
-    begun = (folder / "config.toml").exists()
-    keys = [f"--{setting}" for setting in (*settings, f"run.dir={folder}")]
+    folder = ROOT / "runs" / (f"quick-{name}" if quick else name)
+    if quick:
+        shutil.rmtree(folder, ignore_errors=True)
+    begun, now = (folder / "config.toml").exists(), stamp(quick)
+    if begun and (then := of_run(folder))["code"] != now["code"]:
+        what = f"{folder.relative_to(ROOT)} was trained by other code (commit {then['commit'][:7]} of {then['date']})"
+        raise SystemExit(f"error: {what}: remove that folder, or check that commit out to go on")
+    if not begun:
+        folder.parent.mkdir(exist_ok=True)
+        beside(folder).write_text(json.dumps(now), encoding="utf-8")
+    keys = [f"--{setting}" for setting in (*settings, *(QUICK if quick else ()), f"run.dir={folder}")]
     if "planner.rule=predict" in settings and not begun:
         launch(ranks, "profiler.py", *keys)
     launch(ranks, "train.py", *keys, *(["--resume"] if begun else []))
     return folder
 
 
+def beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.code.json")
+
+
+def of_run(folder: Path) -> dict[str, str]:
+    """Return the stamp of the code that a run began with."""
+    path = beside(folder)
+    unknown = {"commit": "unknown", "date": "unknown", "code": "unknown"}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else unknown
+
+
+def refuse_mixed(points: Sequence[dict[str, Any]]) -> None:
+    """Raise SystemExit when points come from runs of different code."""
+    if len({point["code"] for point in points}) > 1:
+        runs = sorted({f"{point['commit'][:7]} of {point['date']}" for point in points})
+        raise SystemExit(f"error: the points come from runs of different code ({', '.join(runs)}): train them again")
+
+
 def launch(ranks: int, script: str, *arguments: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
-    subprocess.run([*command, "--config", CONFIG, *arguments], cwd=ROOT, check=True)
+    # The run's lines are progress: standard output is for results.
+    subprocess.run([*command, "--config", CONFIG, *arguments], cwd=ROOT, check=True, stdout=sys.stderr)

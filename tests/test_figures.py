@@ -67,14 +67,36 @@ def test_seeds_are_compared_in_pairs(load, capsys: pytest.CaptureFixture) -> Non
     accuracy = load("accuracy")
     scores = {"synchronous": (0.5, 0.6), "tail_batching": (0.55, 0.7), "all": (0.5, 0.6), "eta_on_prompts": (0.7, 0.8)}
     points = [
-        {"curve": curve, "seed": seed, "samples": 256, "avg@4": score, "standard_error": 0.01}
+        {"curve": curve, "seed": seed, "samples": n, "step_seconds": n * score, "avg@4": score, "standard_error": 0.01}
         for curve, pair in scores.items()
         for seed, score in enumerate(pair)
+        for n in (0, 256)
     ]
-    accuracy.compare(points)
+    result = {row["curve"]: row for row in accuracy.compare(points)["curves"]}
     rows = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("256")]
     assert ["yes" in rows[0], "yes" in rows[1], "NO" in rows[2]] == [True, True, True]
     assert "+0.075 (standard error 0.010)" in rows[0] and "+0.000" in rows[1] and "+0.200" in rows[2]
+    tail = result["tail batching, eta 1.25 on both"]
+    assert (tail["least"], tail["overlaps"], tail["faster"]) == (7.5, "1 of 1", round(1.1 / 1.25, 2))
+
+
+def test_runs_of_different_code_are_not_mixed(load, tmp_path: Path, monkeypatch) -> None:
+    runs = load("training_runs")
+    of_one = [{"code": "a", "commit": "1" * 40, "date": "2026-01-01", "seed": seed} for seed in (0, 1)]
+    runs.refuse_mixed(of_one)
+    with pytest.raises(SystemExit, match="1111111 of 2026-01-01, 2222222 of 2026-01-02.*train them again"):
+        runs.refuse_mixed([*of_one, {"code": "b", "commit": "2" * 40, "date": "2026-01-02", "seed": 2}])
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / runs.CONFIG).write_text("a = 1")
+    (tmp_path / "room.py").write_text("A = 1")
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").touch()  # a run that began
+    runs.beside(folder).write_text(json.dumps(runs.stamp(quick=True)))
+    (tmp_path / "room.py").write_text("A = 2")
+    with pytest.raises(SystemExit, match="runs/one was trained by other code"):
+        runs.run("one", quick=False)
 
 
 @pytest.mark.parametrize("ended", [True, False])
