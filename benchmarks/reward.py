@@ -178,10 +178,18 @@ def programs(shape: Shape, periods: int) -> dict[str, Any]:
         f"programs cut off took {fixed.cut_off:.1f} s, with adaptive limits {adaptive.cut_off:.1f} s"
     )
     return {
-        "speedup_async": round(statistics.median(speedup(late, fixed)), 2),
-        "speedup_adaptive": round(statistics.median(speedup(fixed, adaptive)), 2),
+        **spread("async", speedup(late, fixed)),
+        **spread("adaptive", speedup(fixed, adaptive)),
         "rewards_changed": wrong,
+        "seconds_cut_off": round(fixed.cut_off, 1),
+        "seconds_cut_off_adaptive": round(adaptive.cut_off, 1),
     }
+
+
+def spread(name: str, ratios: list[float]) -> dict[str, float]:
+    """Return the median, least and most of the periods."""
+    of = {"": statistics.median, "_least": min, "_most": max}
+    return {f"speedup_{name}{suffix}": round(function(ratios), 2) for suffix, function in of.items()}
 
 
 def judge(shape: Shape, periods: int, folder: Path) -> dict[str, Any]:
@@ -196,7 +204,7 @@ def judge(shape: Shape, periods: int, folder: Path) -> dict[str, Any]:
     for side in sides:
         side.graders.graders.close()
     table("judge", sides)
-    return {"speedup_async_judge": round(statistics.median(speedup(*sides)), 2)}
+    return spread("async_judge", speedup(*sides))
 
 
 def actor_shape(shape: Shape) -> WarmStartConfig:
@@ -244,7 +252,12 @@ def layers(width: int, depth: int, sizes: Sequence[int], rounds: int, folder: Pa
         tqdm.write(f"{tokens:6} tokens, ms: {shown}  serial / pipeline {speedups[tokens]:.2f}")
     pipeline.close()
     balanced = min(sizes, key=lambda tokens: abs(math.log(best[tokens]["resident"] / copying)))
-    return {"balanced_tokens": balanced, "speedup_layer_pipeline": round(speedups[balanced], 2)}
+    return {
+        "balanced_tokens": balanced,
+        "speedup_layer_pipeline": round(speedups[balanced], 2),
+        "most_tokens": sizes[-1],
+        "speedup_layer_pipeline_most_tokens": round(speedups[sizes[-1]], 2),
+    }
 
 
 def forwards(model: JudgeModel, copies: Any, resident: int, texts: list[list[int]], turns: int) -> list[float]:

@@ -51,6 +51,7 @@ CONTENDERS = {
     "adaptive (paper)": StreamConfig("paper"),
     "adaptive (ours)": StreamConfig("estimate"),
 }
+FREED = ("samples", "train_seconds", "wait_seconds", "switch_seconds")  # of what a round records
 PAPER = (
     "the paper, 7B/8k long rounds (Table 4): off 124.2 s, 20 % 122.7, 30 % 118.2, 40 % 119.8, adaptive 115.2 (1.08x)"
 )
@@ -192,6 +193,21 @@ def ratios(base: Side, other: Side) -> list[float]:
     return [b.seconds / o.seconds for b, o in zip(base.steps, other.steps, strict=True)]
 
 
+def contender_row(side: Side, base: Side) -> dict[str, Any]:
+    """Return mean seconds of a step, how much faster it is, and what freed ranks did in the rounds that they left."""
+    names, faster = ("seconds", "rollout", "train"), ratios(base, side)
+    left = [p.stream for p in side.steps if p.stream.get("projected")]
+    return {
+        "contender": side.name,
+        **{name: round(statistics.mean(getattr(p, name) for p in side.steps), 2) for name in names},
+        "faster": round(statistics.median(faster), 3),
+        "least": round(min(faster), 2),
+        "most": round(max(faster), 2),
+        "left": len(left),
+        **{key: round(statistics.mean(s[key] for s in left), 2) if left else None for key in FREED},
+    }
+
+
 def report(sides: Sequence[Side], error: float, title: str) -> None:
     """Print the table and, as the last line, the metrics in JSON."""
     base = sides[0]
@@ -201,17 +217,13 @@ def report(sides: Sequence[Side], error: float, title: str) -> None:
     print(
         f"{'':18} step s  rollout    train   times as fast         scaled down   streamed   train s   wait s   switch s"
     )
-    for side in sides:
-        mean = {n: statistics.mean(getattr(p, n) for p in side.steps) for n in ("seconds", "rollout", "train")}
-        faster = ratios(base, side)
-        line = f"{side.name:18}{mean['seconds']:7.2f}{mean['rollout']:9.2f}{mean['train']:9.2f}"
-        line += f"   {statistics.median(faster):5.2f} ({min(faster):5.2f} ..{max(faster):5.2f})"
-        streamed = [p.stream for p in side.steps if p.stream.get("projected")]
-        line += f"{len(streamed):8d}/{len(side.steps)}"
-        if streamed:
-            keys = ("samples", "train_seconds", "wait_seconds", "switch_seconds")
-            samples, *seconds = (statistics.mean(s[key] for s in streamed) for key in keys)
-            line += f"{samples:13.0f}" + "".join(f"{value:10.2f}" for value in seconds)
+    rows = [contender_row(side, base) for side in sides]
+    for row in rows:
+        line = f"{row['contender']:18}{row['seconds']:7.2f}{row['rollout']:9.2f}{row['train']:9.2f}"
+        line += f"   {row['faster']:5.2f} ({row['least']:5.2f} ..{row['most']:5.2f})"
+        line += f"{row['left']:8d}/{len(base.steps)}"
+        if row["left"]:
+            line += f"{row['samples']:13.0f}" + "".join(f"{row[key]:10.2f}" for key in FREED[1:])
         print(line)
     print("\nprojected when it scaled down, and what came true (means)")
     for side in sides:
@@ -229,6 +241,8 @@ def report(sides: Sequence[Side], error: float, title: str) -> None:
         "speedup_fixed": max(v for name, v in speedups.items() if name.startswith("fixed")),
         "train_share": round(train_share, 3),
         "gradient_rel_error": error,
+        "rounds": len(base.steps),
+        "contenders": rows,
         "samples_lost": sum(p.lost for s in sides for p in s.steps),
     }
     print(json.dumps(metrics))

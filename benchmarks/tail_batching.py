@@ -376,6 +376,22 @@ def profile(results: Sequence[Result]) -> None:
             )
 
 
+def trace_row(result: Result, base: Result) -> dict[str, Any]:
+    """Return what the README shows of a contender: of a period, but for the longest response."""
+    faster = ratios(base, result, lambda r: r.seconds)
+    short = [r.round["longest"] for r in result.rounds if r.round["kind"] == "short"]
+    return {
+        "contender": result.contender.name,
+        "faster": round(statistics.median(faster), 2),
+        "least": round(min(faster), 2),
+        "most": round(max(faster), 2),
+        "fewer_steps": round(base.total(lambda r: r.steps) / result.total(lambda r: r.steps), 2),
+        "longest_short": max(short, default=None),
+        "tokens": round(statistics.mean(result.per_period(lambda r: r.tokens))),
+        "window_wait": round(result.wait_fraction, 3),
+    }
+
+
 def report(task: Sequence[Result], trace: Sequence[Result], shape: str) -> None:
     """Print the tables and, as the last line, the metrics in JSON."""
     metrics: dict[str, Any] = {"name": "tail_batching", "shape": shape}
@@ -399,6 +415,8 @@ def report(task: Sequence[Result], trace: Sequence[Result], shape: str) -> None:
     fewer = trace[0].total(lambda r: r.steps) / by_name["eta on both"].total(lambda r: r.steps)
     metrics["engine_step_ratio_trace"] = round(fewer, 2)
     metrics["window_wait_fraction"] = round(by_name["eta on both"].wait_fraction, 3)
+    metrics["periods"] = len(trace[0].per_period(lambda r: 1))
+    metrics["contenders"] = [trace_row(result, trace[0]) for result in trace]
     lost, doubled = map(sum, zip(*(lost_and_doubled(part) for part in (task, trace) if part)))
     print(json.dumps(metrics | {"prompts_lost": lost, "prompts_doubled": doubled}))
 

@@ -12,7 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/tiny.toml"
-QUICK = ("run.steps=5", "run.eval_every=5", "data.eval_prompts=16", "warm_start.steps=20")
+QUICK = ("run.steps=5", "run.eval_every=5", "data.eval_prompts=16", "warm_start.steps=20", "scheduler.num_prompts=4")
+QUICK += ("rollout.max_response_tokens=64",)
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: a benchmark may have the name of a room
 
