@@ -27,6 +27,7 @@ from metrics import Recorder, read_records
 from parallel import World
 from scheduler import POLICIES, SchedulerConfig
 from settings import Config, check, check_scheduler
+from timeouts import AdaptiveTimeouts
 
 GRADERS = ROOT / "tests" / "graders.py"
 TRAJECTORY = ("loss", "grad_norm", "entropy", "kl")
@@ -255,19 +256,25 @@ def test_ranks_killed_in_a_short_and_in_a_long_round_are_restarted_and_lose_noth
 
 
 def train_until(world: World, settings: list[str], step: int) -> None:
-    """Begin or resume, and stop after `step` as on a signal."""
-    config, agreed = load_config(Config, None, settings), train.StopSignal.agreed
+    """Begin or resume, and stop after `step` as on a signal. Every rank learns a time limit before each step."""
+    config, build, take_step = load_config(Config, None, settings), train.build, train.take_step
     check(config, world.size, resume=True, is_main=world.is_main)
     if world.is_main:
         Path(config.run.dir).mkdir(exist_ok=True)
         train.write_settings(config, Path(config.run.dir))
     first = max((int(folder.name[-6:]) for folder in list_checkpoints(Path(config.run.dir))), default=0)
     stops = iter([False] * (step - first) + [True])
-    train.StopSignal.agreed = lambda *_: next(stops)
-    try:
+
+    def learn(run, when: str):
+        limits = run.pool.timeouts
+        limits.observe(limits.plan(f"{when} on rank {world.rank}", 1, 0), [(1.0, True, False)], correct=True)
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.StopSignal, "agreed", lambda *_: next(stops))
+        patch.setattr(train, "build", lambda *args: learn(build(*args), f"start {first}"))
+        patch.setattr(train, "take_step", lambda run, clock: take_step(learn(run, f"step {run.step}"), clock))
         train.train(config, world, resume=True)
-    finally:
-        train.StopSignal.agreed = agreed
 
 
 def test_a_run_of_four_ranks_goes_on_with_two_and_then_alone(settings, run_ranks, tmp_path):
@@ -283,6 +290,12 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_then_alone(settings, run_ranks
     for mine, theirs in zip(trajectory(elastic), trajectory(straight), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
     assert trained_samples(elastic) == trained_samples(straight)
+    ranks = {"start 0": 4, "step 0": 4, "step 1": 4, "start 2": 2, "step 2": 2, "step 3": 2}
+    ranks |= {"start 4": 1, "step 4": 1, "step 5": 1}
+    prompts = [f"{when} on rank {rank}" for when, count in ranks.items() for rank in range(count)]
+    known = torch.load(list_checkpoints(elastic)[-1] / "state.pt", weights_only=True)["timeouts"]
+    names = AdaptiveTimeouts(1.5, 2.0, 30.0, 0.0, 0.99)
+    assert known.keys() == {names.plan(prompt, 1, 0).names[0] for prompt in prompts}, "what every rank has learned"
 
 
 def trained_samples(folder: Path) -> list[tuple]:
