@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import io
 import json
 import math
 import numbers
@@ -9,9 +10,10 @@ import socket
 import threading
 import time
 import urllib.parse
+from typing import Any
 
 FIRST_PAUSE = 0.25  # seconds before the second attempt; each further pause is twice as long
-MAX_REPLY = 2**20  # bytes
+MAX_REPLY = 2**20  # bytes, with status line, headers and chunk sizes
 
 
 class RemoteError(RuntimeError):
@@ -22,10 +24,40 @@ def is_address(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
+class _Bounded(io.BufferedReader):
+    """What a service sends, at most MAX_REPLY bytes of it: it may announce any length, and none is refused elsewhere.
+
+    Raises HTTPException beyond them, and for a negative length, which means "all there is" to Python.
+    """
+
+    left = MAX_REPLY
+
+    def read(self, size: int | None = None) -> bytes:
+        if size is not None and size < 0:
+            raise http.client.HTTPException(f"a chunk of {size} bytes")
+        return self._count(super().read(self.left + 1 if size is None else min(size, self.left + 1)))
+
+    def readline(self, size: int | None = -1) -> bytes:
+        return self._count(super().readline(size))
+
+    def _count(self, data: bytes) -> bytes:
+        self.left -= len(data)
+        if self.left < 0:
+            raise http.client.HTTPException(f"a reply over {MAX_REPLY} bytes")
+        return data
+
+
+class _Reply(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any):
+        super().__init__(sock, *args, **kwargs)
+        self.fp.close()
+        self.fp = _Bounded(sock.makefile("rb", 0))
+
+
 def ask(address: str, body: bytes, seconds: float, retries: int, closing: threading.Event) -> float:
     """Return the service's reward. Raises RemoteError when there is none within `seconds` and `retries`.
 
-    What may pass is tried again: no connection, a connection cut off, status 408, 429 and 5xx.
+    What may pass is tried again: no connection, a connection cut off, a reply cut short, status 408, 429 and 5xx.
     """
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
     for attempt in range(retries + 1):
@@ -54,7 +86,7 @@ def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
     deadline, parts = time.monotonic() + seconds, urllib.parse.urlsplit(address)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=max(seconds, 0.001))
-
+    connection.response_class = _Reply
     connection.connect()
     sock = connection.sock  # the connection forgets it when the reply is the last
 
@@ -70,7 +102,7 @@ def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
         path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
-        return response.status, response.read(MAX_REPLY)
+        return response.status, response.read()  # all of it: less than was announced raises IncompleteRead
     finally:
         timer.cancel()
         connection.close()

@@ -1,6 +1,8 @@
 """Reward services: asked again when that may help, never for longer than the limit, never believed blindly."""
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +11,8 @@ import pytest
 
 import remote
 from reward import GraderError, RewardConfig, RewardPool
+
+CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"
 
 
 class Service(BaseHTTPRequestHandler):
@@ -90,6 +94,56 @@ def test_a_second_attempt_may_succeed(service):
 
     service.act = act
     assert ask(service) == 0.75 and len(service.seen) == 3
+
+
+CUT_OR_ENDLESS = {
+    "cut off": b"Content-Length: 6\r\n\r\n12",
+    "nothing of it": b"Content-Length: 6\r\n\r\n",
+    "cut in a chunk": b"Transfer-Encoding: chunked\r\n\r\n6\r\n12",
+    "cut between chunks": b"Transfer-Encoding: chunked\r\n\r\n2\r\n12\r\n",
+    "cut in a chunk's size": b"Transfer-Encoding: chunked\r\n\r\n",
+    "a negative chunk": b"Transfer-Encoding: chunked\r\n\r\n-5\r\n" + b"1" * 2**21,
+    "a chunk of 8 EiB": b"Transfer-Encoding: chunked\r\n\r\n7fffffffffffffff\r\n" + b"1" * 2**21,
+    "a chunk beyond all numbers": b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 99 + b"\r\n" + b"1" * 2**21,
+    "a chunk without size": b"Transfer-Encoding: chunked\r\n\r\nmuch\r\n1",
+    "many chunks": b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n1\r\n" * 2**18,
+    "8 EiB": b"Content-Length: 9223372036854775807\r\n\r\n" + b"1" * 2**21,
+    "beyond all numbers": b"Content-Length: " + b"9" * 99 + b"\r\n\r\n" + b"1" * 2**21,
+    "no length": b"\r\n" + b"1" * 2**21,
+    "a long header": b"X: " + b"1" * 2**21,
+    "many headers": b"X: 1\r\n" * 2**18,
+    "go on for ever": b"\r\n" + b"HTTP/1.1 100 Continue\r\n\r\n" * 2**17,
+}
+
+
+@pytest.mark.parametrize("name", CUT_OR_ENDLESS)
+def test_a_reply_that_is_cut_short_or_too_long_is_a_failure_and_asked_for_again(name, service):
+    status, read = b"HTTP/1.1 " + (b"100 Continue" if name == "go on for ever" else b"200 OK") + b"\r\n", []
+
+    def act(handler, _):
+        if len(service.seen) > 1:
+            return handler.reply(200, "0.75")
+        with contextlib.suppress(OSError):  # the client has enough
+            handler.connection.sendall(status + CUT_OR_ENDLESS[name])
+
+    def count(self, buffer):
+        assert len(buffer) <= remote.MAX_REPLY + 1
+        read.append(original(self, buffer))
+        return read[-1]
+
+    service.act, original = act, socket.SocketIO.readinto
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.SocketIO, "readinto", count)
+        assert ask(service) == 0.75 and len(service.seen) == 2
+    assert sum(read) < 1.1 * remote.MAX_REPLY
+
+
+@pytest.mark.parametrize(
+    "framing", ["Content-Length: 4\r\n\r\n0.75", "\r\n0.75", CHUNKED + "2\r\n0.\r\n2\r\n75\r\n0\r\n\r\n"]
+)
+def test_whole_replies_of_every_framing_are_read(framing, service):
+    service.act = lambda handler, _: handler.connection.sendall(f"HTTP/1.1 200 OK\r\n{framing}".encode())
+    assert ask(service) == 0.75 and len(service.seen) == 1
 
 
 def test_no_service_is_an_error():
