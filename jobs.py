@@ -1,6 +1,7 @@
 """Gradings that wait for a worker, and what a record tells of them."""
 
 import math
+import numbers
 import threading
 import time
 from collections import Counter, deque
@@ -9,6 +10,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from timeouts import TimeoutStats
+
+LARGEST_REWARD = 1e9  # float32 squares it and sums over all weights
+
+
+def reward_number(value: Any) -> float | None:
+    """Return a grader's number, or None for what a step cannot train on: no number, or none of a sensible size."""
+    if isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD:  # nan is not
+        return float(value)
+    return None
 
 
 @dataclass

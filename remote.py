@@ -4,13 +4,13 @@ import contextlib
 import http.client
 import io
 import json
-import math
-import numbers
 import socket
 import threading
 import time
 import urllib.parse
 from typing import Any
+
+from jobs import LARGEST_REWARD, reward_number
 
 FIRST_PAUSE = 0.25  # seconds before the second attempt; each further pause is twice as long
 MAX_REPLY = 2**20  # bytes, with status line, headers and chunk sizes
@@ -112,8 +112,10 @@ def _reward(reply: bytes) -> float:
     try:
         value = json.loads(reply)
         value = value["reward"] if isinstance(value, dict) else value
-        if isinstance(value, numbers.Real) and math.isfinite(value):
-            return float(value)
-    except (ValueError, KeyError, OverflowError, RecursionError):
+        if (number := reward_number(value)) is not None:
+            return number
+    except (ValueError, KeyError, RecursionError):
         pass
-    raise RemoteError(f"the service replied {reply[:80]!r}, not a finite number or {{'reward': number}}")
+    raise RemoteError(
+        f"the service replied {reply[:80]!r}, not a finite number of at most {LARGEST_REWARD:g} or {{'reward': number}}"
+    )

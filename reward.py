@@ -14,7 +14,6 @@ import itertools
 import json
 import logging
 import math
-import numbers
 import os
 import queue
 import re
@@ -35,9 +34,10 @@ import remote
 import sandbox
 from config import ConfigError, option
 from core import Prompt, Reward
-from jobs import Job, JobQueue, PoolStats
+from jobs import LARGEST_REWARD, Job, JobQueue, PoolStats, reward_number
 from timeouts import AdaptiveTimeouts, CasePlan
 
+KEEPER_SECONDS = 10.0  # the longest wait for a worker's keeper to end all below it
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 Grader = Callable[[str, str, dict], float | Reward]  # (response, answer, every field of the data row) -> reward
 
@@ -273,21 +273,23 @@ def _load(source: str) -> object:
 
 
 def grade(grader: Grader, response: str, answer: str, row: dict) -> Reward:
-    """Call the grader; whatever is not a finite number becomes an error."""
+    """Call the grader; whatever is no number that can be trained on becomes an error."""
     value, error, start = 0.0, "", time.perf_counter()
+    cases: tuple[tuple[float, bool, bool], ...] = ()
     try:
         result = grader(response, answer, row)
         if inspect.isawaitable(result):
             result = asyncio.run(_wait_for(result))
         if isinstance(result, Reward):
-            return replace(result, seconds=time.perf_counter() - start)
-        if isinstance(result, numbers.Real) and math.isfinite(result):
-            value = float(result)
-        else:
-            error = f"the grader returned {result!r}, not a finite number"
+            error, cases, result = str(result.error), result.cases if grader is code else (), result.value
+        number = reward_number(result)
+        if number is None:
+            error = f"the grader returned {repr(result)[:200]}, not a finite number of at most {LARGEST_REWARD:g}"
+        elif not error:
+            value = number
     except (Exception, SystemExit) as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return Reward(value, time.perf_counter() - start, error[:500])
+    return Reward(value, time.perf_counter() - start, error[:500], cases)
 
 
 async def _wait_for(result: Any) -> Any:
@@ -492,20 +494,31 @@ class _Worker:
 
     def _is_too_large(self) -> bool:
         try:
-            with open(f"/proc/{self._process.pid}/statm", "rb") as file:
+            keeper = self._process.pid
+            with open(f"/proc/{keeper}/task/{keeper}/children", "rb") as file:
+                worker = int(file.read().split()[0])  # its eldest
+            with open(f"/proc/{worker}/statm", "rb") as file:
                 return int(file.read().split()[1]) * resource.getpagesize() > self._config.worker_gib * 2**30
         except (OSError, IndexError):  # it is dying, or this is no Linux
             return False
 
     def kill(self) -> int:
-        """End the process and the children it left in its group; return its exit code."""
+        """End the process and all that it left; return its exit code."""
         if self._process is None:
             return 0
         with self._process as process:  # closes the pipes and reaps
-            with contextlib.suppress(PermissionError):  # macOS, when only a zombie is left
-                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # On Linux its keeper ends all below it (worker.py).
+                self._end(signal.SIGTERM if sys.platform == "linux" else signal.SIGKILL)
+                process.wait(KEEPER_SECONDS)
+            if process.returncode is None:
+                self._end(signal.SIGKILL)
         self._process = None
         return process.returncode
+
+    def _end(self, number: int) -> None:
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # macOS, when only a zombie is left
+            os.killpg(self._process.pid, number)
 
     def start(self, attempts: int = 3) -> None:
         """Have a fresh process with all graders loaded. Raises GraderError if there is none after `attempts`."""

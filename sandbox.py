@@ -33,6 +33,15 @@ REMEDY = "allow user namespaces or install bubblewrap"
 KEEPER = "import sys; sys.path.append({folder!r}); import box; box.main({spec})"  # imported: a script is compiled again
 
 
+def is_keeper(pid: int) -> bool:
+    """Whether a process is the keeper of a box. It ends all below it, and its folder, when its caller dies."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return KEEPER.rpartition(" ")[2].partition("{")[0].encode() in file.read()
+    except OSError:
+        return False
+
+
 @dataclass(frozen=True)
 class Limits:
     """What one program may use."""

@@ -1,36 +1,67 @@
 """The process below a `reward.RewardPool` that runs graders: reads requests, writes rewards, one line of JSON each."""
 
-import ctypes
+import contextlib
 import json
 import os
+import resource
 import signal
 import sys
+import time
 from dataclasses import astuple
 
+import box
+import sandbox
 from core import Reward
 from reward import WARM_UP, grade, resolve_grader
 
-PARENT_DEATH = 1  # of prctl: the signal to get when the parent dies
+
+def keep() -> None:
+    """Go on in a child. This process stays as its keeper, and neither the child's end nor the pool's leaves any behind.
+
+    Graders may have children, in sessions of their own too: the keeper is the one that orphans fall to.
+    """
+    keeper, prctl, signals = os.getpid(), box.LIBC.prctl, {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    prctl(box.PARENT_DEATH, signal.SIGTERM)
+    prctl(box.SUBREAPER, 1)
+    worker = os.fork()
+    if not worker:
+        os.setpgid(0, 0)
+        prctl(box.PARENT_DEATH, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        if os.getppid() != keeper:
+            os._exit(1)
+        return
+    os.closerange(0, 3)  # the trainer's ends of the pipes must see the worker's death
+    status = None
+    while status is None:
+        if signal.sigwait(signals) == signal.SIGTERM:
+            os.kill(worker, signal.SIGKILL)
+        while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = ended[1] if ended[0] == worker else None
+    end_all()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:  # die as it did
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(keeper, -code)
+    os._exit(code)
 
 
-def guard() -> None:
-    """Die with the parent, even when hung, and have this process group killed then: graders may have children."""
-    worker, prctl = os.getpid(), ctypes.CDLL(None).prctl
-    prctl(PARENT_DEATH, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    if not os.fork():
-        os.closerange(0, 3)  # the trainer's ends of the pipes must see the worker's death
-        prctl(PARENT_DEATH, signal.SIGTERM)
-        if os.getppid() == worker:
-            signal.sigwait({signal.SIGTERM})
-        os.killpg(0, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+def end_all() -> None:
+    """Kill and reap all below this process. A sandbox's keeper has heard of the end and clears up by itself."""
+    while live := box.descendants(os.getpid()).keys():
+        spared = set(filter(sandbox.is_keeper, live))
+        for pid in live - spared.union(*map(box.descendants, spared)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
 
 
 def work(tasks: list[str]) -> None:
     """Load the graders and say so, then grade until the requests end."""
     if sys.platform == "linux":
-        guard()
+        keep()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     # Graders read an empty stdin and print to stderr, so that they cannot break into the exchange.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -39,7 +70,7 @@ def work(tasks: list[str]) -> None:
     def reply(id: int, reward: Reward) -> None:
         try:
             os.write(replies, json.dumps([id, *astuple(reward)]).encode() + b"\n")
-        except BrokenPipeError:  # the parent was killed before `guard` could hear of it
+        except BrokenPipeError:  # the parent was killed before `keep` could hear of it
             sys.exit(1)
 
     graders, error = {}, ""

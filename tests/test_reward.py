@@ -50,6 +50,30 @@ def raises(response, answer, row): return row["no such field"]
 def quits(response, answer, row): sys.exit("enough")
 def nan(response, answer, row): return float("nan")
 def huge(response, answer, row): return 10**400
+def large(response, answer, row): return -1e39
+class Odd:
+    def __repr__(self): raise RuntimeError("no name")
+def nameless(response, answer, row): return Odd()
+def own(response, answer, row):
+    from core import Reward
+    import numpy
+    values = {"nan": float("nan"), "inf": float("inf"), "None": None, "text": "1", "10000": 10**400, "1e+39": 1e39}
+    values |= {"numpy": numpy.float32("inf"), "1j": 1j, "Reward": Reward(1.0), "right": numpy.float32(0.5)}
+    if response == "cases": return Reward(1.0, cases=object())
+    if response == "error": return Reward(float("nan"), error=Odd)
+    if response == "why": return Reward(1.0, seconds=object(), error="why")
+    return Reward(values[response], "soon")
+def session(response, answer, row): return subprocess.Popen(["sleep", "60"], start_new_session=True).pid
+def daemon(response, answer, row):
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.setsid()
+        if os.fork(): os._exit(0)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+        os.write(write, str(os.getpid()).encode())
+        time.sleep(60)
+    os.waitpid(child, 0)
+    return int(os.read(read, 99))
 def text(response, answer, row): return "1.0"
 def garbage(response, answer, row):
     for fd in range(3, 10):
@@ -92,11 +116,14 @@ BAD = {
     "raises": "KeyError: 'no such field'",
     "quits": "SystemExit: enough",
     "nan": "returned nan",
-    "huge": "OverflowError",
+    "huge": "returned 1000",
+    "large": "returned -1e+39",
+    "nameless": "RuntimeError: no name",
     "text": "returned '1.0'",
     "garbage": "instead of a reply",
     "alarm": "TimeoutError: alarm",
 }
+CHILDREN = ("child", "session", "daemon")  # graders that leave one behind
 CONFIG = RewardConfig(num_workers=2, timeout_seconds=1.0)
 # A selection for speed, and none that reaches for what mere resource limits leave open.
 NAMES = ("endless loop", "fork bomb", "memory bomb", "output of a gigabyte", "daemon", "os._exit", "fake verdict")
@@ -400,13 +427,21 @@ def test_workers_that_cannot_start_end_the_run(user, trouble, limit, cause):
 
 
 def test_close_leaves_no_process(user):
-    tasks = [user + name for name in ("pid", "child", "hangs")]
+    tasks = [user + name for name in ("pid", *CHILDREN, "hangs")]
     with RewardPool(RewardConfig(num_workers=1, timeout_seconds=30.0), tasks) as pool:
-        pids = [grade_one(pool, task).value for task in tasks[:2]]
-        pool.submit("hang", tasks[2], "", "", {})
+        pids = [grade_one(pool, task).value for task in tasks[:-1]]
+        pool.submit("hang", tasks[-1], "", "", {})
         time.sleep(0.2)
         assert all(map(is_running, pids))
-    assert wait_until_gone(pids)  # the worker is reaped; its child belongs to init
+    assert wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("how", ["exits", "killed", "hangs"])
+def test_a_worker_that_fails_leaves_no_process(user, how):
+    with RewardPool(RewardConfig(num_workers=1, timeout_seconds=1.0), [user + n for n in (*CHILDREN, how)]) as pool:
+        pids = [grade_one(pool, user + name).value for name in CHILDREN]
+        assert all(map(is_running, pids)) and BAD[how] in grade_one(pool, user + how).error
+        assert wait_until_gone(pids)
 
 
 @pytest.mark.parametrize("state", ["idle", "busy"])
@@ -415,12 +450,13 @@ def test_workers_and_their_children_die_with_a_killed_parent(user, state):
 import time
 from reward import RewardConfig, RewardPool
 config = RewardConfig(num_workers=1, timeout_seconds=60.0)
-pool = RewardPool(config, [{user!r} + "pid", {user!r} + "child", {user!r} + "hangs"])
-pool.submit(0, {user!r} + "pid", "", "", {{}})
-pool.submit(1, {user!r} + "child", "", "", {{}})
+tasks = [{user!r} + name for name in {("pid", *CHILDREN)!r}]
+pool = RewardPool(config, [*tasks, {user!r} + "hangs"])
+for task in tasks:
+    pool.submit(task, task, "", "", {{}})
 pids = [reward.value for _, reward in pool.drain()]
 if {state!r} == "busy":
-    pool.submit(2, {user!r} + "hangs", "", "", {{}})
+    pool.submit("hang", {user!r} + "hangs", "", "", {{}})
     time.sleep(0.2)
 print(*pids, flush=True)
 time.sleep(60)
@@ -429,7 +465,7 @@ time.sleep(60)
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
     try:
         pids = list(map(float, parent.stdout.readline().split()))
-        assert len(pids) == 2 and all(map(is_running, pids))
+        assert len(pids) == 4 and all(map(is_running, pids))
     finally:
         parent.kill()
         parent.wait()
@@ -446,6 +482,17 @@ def test_a_worker_whose_parent_is_gone_ends_without_a_word():
     done = subprocess.run(command, stdout=write, timeout=60, **options)
     os.close(write)
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize("response", ["nan", "inf", "None", "text", "10000", "1e+39", "numpy", "1j", "Reward", "error"])
+def test_a_reward_of_a_users_own_making_is_no_way_around_the_checks(user, response):
+    with RewardPool(RewardConfig(num_workers=1, timeout_seconds=30.0), [user + "own"]) as pool:
+        reward = grade_one(pool, user + "own", response)
+        said = {"text": "'1'", "numpy": "inf", "error": "nan"}.get(response, response)
+        assert reward.value == 0 and "the grader returned" in reward.error and said in reward.error
+        assert grade_one(pool, user + "own", "right").value == 0.5
+        assert grade_one(pool, user + "own", "cases").value == 1
+        assert grade_one(pool, user + "own", "why").error.startswith("why (task")
 
 
 # ---- waiting for some, forgetting others
