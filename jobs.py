@@ -16,9 +16,8 @@ LARGEST_REWARD = 1e9  # float32 squares it and sums over all weights
 
 def reward_number(value: Any) -> float | None:
     """Return a grader's number, or None for what a step cannot train on: no number, or none of a sensible size."""
-    if isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD:  # nan is not
-        return float(value)
-    return None
+    is_sound = isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD  # type: ignore[operator]  # nan is not
+    return float(value) if is_sound else None
 
 
 @dataclass

@@ -63,7 +63,8 @@ def test_a_number_or_an_object_with_one(service, body, value):
 
 
 @pytest.mark.parametrize(
-    "body", ["", "nan", "Infinity", "null", '"1"', "[1]", "{}", '{"reward": "1"}', "1e999", "1e39", "<html>", "[" * 10**5]
+    "body",
+    ["", "nan", "Infinity", "null", '"1"', "[1]", "{}", '{"reward": "1"}', "1e999", "1e39", "<html>", "[" * 10**5],
 )
 def test_anything_else_is_an_error_that_quotes_it(service, body):
     service.act = lambda handler, _: handler.reply(200, body)

@@ -330,7 +330,7 @@ def test_bad_graders_cost_only_their_own_sample(user, num_workers):
             pool.submit(key, task, response, answer, {"bonus": 0.5})
         rewards = dict(pool.drain())
         assert pool.num_pending == 0 and pool.poll() == [] and pool.drain() == []
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50  # not the 60 that `garbage` sleeps
     assert rewards.keys() == {job[0] for job in jobs}
     for (kind, name), graded in rewards.items():
         if kind == "bad":
