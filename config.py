@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,13 @@ def option(
     """A dataclass field with its meaning and limits. `min` and `max` are inclusive, `above` is not."""
     limits = {"min": min, "above": above, "max": max, "choices": choices}
     return dataclasses.field(default=default, metadata={"help": help, **limits})
+
+
+def entry(default: str, about: str, table: Mapping[str, Any]) -> Any:
+    """A field that names an entry of `table`; what `--help` says of each is the first sentence of its docstring."""
+    heads = {name: (value.__doc__ or "").partition("\n")[0] for name, value in table.items()}
+    said = "; ".join(f"{name}: {head.partition('. (')[0].rstrip('.')}" for name, head in heads.items())
+    return option(default, f"{about} ({said})", choices=tuple(table))
 
 
 def load_config(cls: type[T], path: str | None, overrides: list[str]) -> T:

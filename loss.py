@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from config import option
+from config import entry, option
 
 # ---- advantages: rewards [P, R] float -> [P, R] ------------------------------------------------------------------
 
 
 def grpo(rewards: Tensor) -> Tensor:
-    """(r - mean) / std of the group; equal rewards give zeros. (DeepSeekMath, arXiv 2402.03300, section 4.1.2)
+    """(r - mean) / population std of the group; equal rewards give zeros. (DeepSeekMath, arXiv 2402.03300, section 4.1.2)
 
     The std is the population's, plus 1e-6; TRL's is the sample's, plus 1e-4. docs/losses.md lists such differences.
     """
@@ -127,17 +127,8 @@ def weighted_sum(loss: Tensor, t: Tokens, normalisation: str, max_response_token
 
 @dataclass(frozen=True)
 class LossConfig:
-    name: str = option(
-        "ppo",
-        "policy loss: ppo (clipped ratio), gspo (sequence ratio), cispo (clipped weight), sft (likelihood)",
-        choices=tuple(LOSSES),
-    )
-    advantage: str = option(
-        "dr_grpo",
-        "advantage: grpo (mean and population std of the group), dr_grpo (mean), rloo (mean of the others), "
-        "reinforce_baseline (group mean, batch std of what is left)",
-        choices=tuple(ADVANTAGES),
-    )
+    name: str = entry("ppo", "policy loss", LOSSES)
+    advantage: str = entry("dr_grpo", "advantage", ADVANTAGES)
     normalisation: str = option(
         "token",
         "what one update averages over: token (all response tokens), sequence (mean of sequence means; gspo wants it), "

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from config import ConfigError, option
+from config import ConfigError, entry, option
 
 RISE = 1.05  # a rise of preemptions over this doubles (section 4.2)
 QUIET_ROUNDS = 4  # so many rounds without preemption halve (section 4.2)
@@ -301,7 +301,7 @@ def _resample(lengths: Sequence[int], count: int) -> list[int]:
 
 
 def fixed(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool) -> Choice:
-    """Stay at the size that the run was started with."""
+    """Stay at rollout.tensor_parallel, the size that the run was started with."""
     return Choice(planner.start, "fixed")
 
 
@@ -328,7 +328,7 @@ def paper(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool
 
 
 def predict(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool) -> Choice:
-    """Take the size that is predicted fastest, but leave the current one only for a gain of `margin`.
+    """Take the size that is fastest by profile and lengths, but leave the current one only for a gain of `margin`.
 
     Differs from the paper: page pressure counts as the time that it costs, and so does the number of replicas.
     """
@@ -351,11 +351,6 @@ RULES: dict[str, Callable[[ParallelismPlanner, str, Launch, bool], Choice]] = {
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    rule: str = option(
-        "fixed",
-        "tensor-parallel size of each round: fixed (rollout.tensor_parallel), paper (double when preemptions rise, "
-        "halve when there are none) or predict (the fastest by profile and lengths; needs a profile)",
-        choices=tuple(RULES),
-    )
+    rule: str = entry("fixed", "tensor-parallel size of each round", RULES)
     profile: str = option("", f"times measured by profiler.py; empty: {PROFILE_NAME} in the model folder")
     margin: float = option(0.05, "predict changes the size for a gain of this share of the time", min=0.0, max=0.9)

@@ -250,8 +250,7 @@ def try_graders(config: RewardConfig, rows: Mapping[str, Prompt]) -> None:
             row = rows[name]
             reward, _ = worker.grade(Job(1, name, (row.answer, row.answer, row.extra), config.timeout_seconds))
         except GraderError as error:
-            said = " ".join(str(error).split())
-            raise ConfigError(f"{said}; correct the name, or what the import runs") from None
+            raise ConfigError(" ".join(str(error).split())) from None
         finally:
             worker.kill()
         if reward.error:
@@ -260,11 +259,14 @@ def try_graders(config: RewardConfig, rows: Mapping[str, Prompt]) -> None:
 
 
 def _load(source: str) -> object:
-    """Import a module by its name or from a file."""
+    """Import a module by its name or from a file. For workers: it changes where they import from."""
     if not source.endswith(".py"):
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         return importlib.import_module(source)
+    folder = os.path.dirname(os.path.abspath(source))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as Python does with a script's: the file may import its neighbours
     name = f"grader:{source}"  # no import statement can spell it, so it stands in no other module's way
     spec = importlib.util.spec_from_file_location(name, source)
     sys.modules[name] = importlib.util.module_from_spec(spec)

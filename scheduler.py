@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from config import option
+from config import entry, option
 from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
 
 Take = Callable[[int], list[tuple[int, Prompt]]]
@@ -288,11 +288,7 @@ POLICIES: dict[str, type[RoundPolicy]] = {"tail_batching": TailBatching, "synchr
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    policy: str = option(
-        "tail_batching",
-        "tail_batching (short rounds race, what they abort is trained in long rounds) or synchronous (wait for all)",
-        choices=tuple(POLICIES),
-    )
+    policy: str = entry("tail_batching", "round policy", POLICIES)
     num_prompts: int = option(
         32, "prompts trained per step over all ranks (P0); a multiple of the number of ranks", min=1, max=2**20
     )

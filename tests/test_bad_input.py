@@ -318,13 +318,15 @@ GRADERS = {
     "unknown": ("mathematics", ""),
     "bad address": ("http://", ""),
 }
+ADVISED = ("lines at import", "does not compile", "does not import")
 
 
 @pytest.mark.parametrize("name", GRADERS)
 def test_a_bad_grader_is_refused_by_name(name, capsys, base) -> None:
     task, code = GRADERS[name]
     Path("mine.py").write_text(code + "\n")
-    assert task.partition(":")[0] in refused(capsys, base, data__task=task)
+    said = refused(capsys, base, data__task=task)
+    assert task.partition(":")[0] in said and said.count("correct the name, or") == (name in ADVISED)
 
 
 # ---- templates and run folders -----------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ import pytest
 
 import settings
 from config import ConfigError, describe, dump_toml, flatten, load_config, option
+from loss import ADVANTAGES, LOSSES
+from planner import RULES
+from scheduler import POLICIES
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,19 @@ def test_every_whole_number_takes_its_limits_and_nothing_beyond(key, default, li
         assert value_of(load_config(settings.Config, None, [f"--{key}={value}"]), key) == value
     for value in [low - 1] + ([] if high is None else [high + 1]):
         assert key in refusal(f"--{key}={value}", cls=settings.Config)
+
+
+@pytest.mark.parametrize(
+    "key, table",
+    [("loss.name", LOSSES), ("loss.advantage", ADVANTAGES), ("scheduler.policy", POLICIES), ("planner.rule", RULES)],
+)
+def test_an_entry_of_a_table_can_be_chosen_and_help_says_what_it_is(key: str, table: dict) -> None:
+    section, _, name = key.partition(".")
+    field = getattr(settings.Config(), section).__dataclass_fields__[name]
+    assert field.metadata["choices"] == tuple(table)
+    for entry_name, value in table.items():
+        assert f"{entry_name}: " in field.metadata["help"], f"{key}: {entry_name}"
+        assert value.__doc__, f"{key}: {entry_name} needs a docstring: --help prints its first sentence"
 
 
 @pytest.mark.parametrize("key, default, limit", [row for row in limits() if row[2]["choices"]])

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -273,10 +272,7 @@ def test_kl_estimate_has_the_true_kl_as_its_mean() -> None:
 # ---- tables ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("table, key", [(LOSSES, "name"), (ADVANTAGES, "advantage")])
-def test_a_config_can_name_every_entry_and_every_entry_names_its_source(table: dict[str, Callable], key: str) -> None:
-    field = LossConfig.__dataclass_fields__[key]
-    assert field.metadata["choices"] == tuple(table)
-    for name, function in table.items():
-        assert name in field.metadata["help"] and function.__name__ == name
-        assert name == "sft" or re.search(r"\d{4}\.\d{5}", function.__doc__)  # arXiv
+def test_published_losses_and_advantages_name_their_source() -> None:
+    published = ("ppo", "gspo", "cispo", "grpo", "dr_grpo", "rloo", "reinforce_baseline")
+    for name in published:
+        assert re.search(r"\d{4}\.\d{5}", (LOSSES | ADVANTAGES)[name].__doc__), name  # arXiv

@@ -99,7 +99,8 @@ def test_packed_logits_equal_transformers_one_by_one(name, tmp_path):
 
 
 def test_every_family_and_rope_type_is_compared():
-    assert {changes["model_type"] for changes in SHAPES.values()} == FAMILIES.keys()
+    compared = {changes["model_type"] for changes in SHAPES.values()}
+    assert compared == FAMILIES.keys(), "add a shape of each family to SHAPES: it is compared with transformers"
     assert {c.get("rope_parameters", THETA)["rope_type"] for c in SHAPES.values()} == ROPE_TYPES.keys()
 
 

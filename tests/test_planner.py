@@ -1,6 +1,5 @@
 """The planner's rules on made-up rounds, its simulator on counts that can be checked by hand, and its profile file."""
 
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -351,4 +350,4 @@ def test_a_profile_of_other_conditions_is_refused(tmp_path: Path) -> None:
 
 
 def test_rules_are_chosen_by_name() -> None:
-    assert replace(PlannerConfig(), rule="paper").rule in RULES and set(RULES) == {"fixed", "paper", "predict"}
+    assert {"fixed", "paper", "predict"} <= RULES.keys()

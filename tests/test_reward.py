@@ -195,6 +195,13 @@ def test_inline_graders(task, response, answer, value):
     assert graded.value == value and graded.error == ""
 
 
+def test_a_grader_file_imports_its_neighbours(user, tmp_path):
+    (tmp_path / "mine" / "loss.py").write_text("VALUE = 0.5")  # as a room of ours is called
+    (tmp_path / "mine" / "two.py").write_text("import loss\ndef f(response, answer, row): return loss.VALUE")
+    with RewardPool(CONFIG, ["mine/two.py:f"]) as pool:
+        assert grade_one(pool, "mine/two.py:f").value == 0.5
+
+
 def test_inline_names_are_graders():
     assert INLINE < GRADERS.keys()
 
