@@ -5,7 +5,7 @@ VENV := .venv
 
 .PHONY: train test lint figures results results-quick
 train: $(VENV)/ready
-	$(VENV)/bin/torchrun --shutdown-timeout=600 --nproc_per_node=$(RANKS) train.py --config configs/tiny.toml $(ARGS)
+	$(VENV)/bin/python train.py --ranks=$(RANKS) --config configs/tiny.toml $(ARGS)
 
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest $(TESTS)

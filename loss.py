@@ -18,7 +18,7 @@ from config import entry, option
 
 
 def grpo(rewards: Tensor) -> Tensor:
-    """(r - mean) / population std of the group; equal rewards give zeros. (DeepSeekMath, arXiv 2402.03300, section 4.1.2)
+    """(r - mean) / std of the group; equal rewards give zeros. (DeepSeekMath, arXiv 2402.03300, section 4.1.2)
 
     The std is the population's, plus 1e-6; TRL's is the sample's, plus 1e-4. docs/losses.md lists such differences.
     """

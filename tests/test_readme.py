@@ -1,12 +1,12 @@
 """What the README promises a stranger: its diffs apply and train, its keys and files are there."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 from conftest import ROOT, steps_of
 
@@ -17,22 +17,11 @@ from simulate import SimulationConfig
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def apply(diff: str, folder: Path) -> None:
-    """Apply a diff without line numbers: what it keeps and removes is one run of lines, once in the file."""
-    for name, hunk in re.findall(r"^--- a/(\S+)\n(.*?)(?=^---|\Z)", diff, re.MULTILINE | re.DOTALL):
-        lines = hunk.splitlines()
-        assert len(lines) < 30
-        before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] != sign) for sign in "+-")
-        text = (folder / name).read_text(encoding="utf-8")
-        assert text.count(before) == 1, f"{name}: {before}"
-        (folder / name).write_text(text.replace(before, after), encoding="utf-8")
-
-
 def test_the_new_loss_and_the_new_policy_train(settings, tmp_path) -> None:
-    [diff] = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    [diff] = re.findall(r"^git apply <<'END'\n(.*?^)END\n", README, re.DOTALL | re.MULTILINE)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
-    apply(diff, tmp_path)
+    subprocess.run(["git", "apply"], input=diff, text=True, cwd=tmp_path, check=True)
     grader = f"{ROOT}/tests/graders.py:share_of_digits"
     rows = [{"prompt": "1" * (i + 1), "answer": ""} for i in range(4)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,6 +38,16 @@ def test_the_new_loss_and_the_new_policy_train(settings, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     [record] = steps_of(tmp_path / "run")
     assert record["train"]["grad_norm"] > 0 and record["train"]["clip_fraction"] == 0
+
+
+def test_the_python_blocks_run(tiny_folder, tmp_path, monkeypatch) -> None:
+    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000100").symlink_to(tiny_folder)
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+        subprocess.run(
+            [sys.executable, "-c", block], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=240
+        )
 
 
 def test_keys_and_files_that_it_names_are_there() -> None:
