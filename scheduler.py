@@ -311,7 +311,9 @@ class SchedulerConfig:
         min=0.0,
         max=1e7,
     )
-    migrate: bool = option(True, "replicas that run dry take sequences over from others")
+    migrate: bool = option(
+        False, "replicas that run dry take sequences over from others; gains little, and only where a tail is long"
+    )
     dynamic_sampling: bool = option(
         False, "replace prompts whose rewards are all equal by new ones (DAPO, section 3.2)"
     )
@@ -334,10 +336,11 @@ def window(
     `streams`: replicas may leave the round to train what is complete, at a share of it that windows should not miss.
     `feeds`: others have left and wait for what is complete.
     """
-    races = kind == "short" or config.dynamic_sampling
-    if not races and not streams and not feeds and not (config.migrate and num_replicas > 1):
-        return math.inf, math.inf  # nothing is decided before the end
-    stretch = 1 if races or streams else RELAXED
+    decides_soon = kind == "short" or config.dynamic_sampling or streams
+    if num_replicas == 1 and not decides_soon and not feeds:
+        return math.inf, math.inf  # nobody to exchange with, nothing to decide before the end
+    # Of several replicas one may run dry long before the others: it must not wait for them until the time-out.
+    stretch = 1 if decides_soon else RELAXED
     if config.window_seconds:
         return math.inf, config.window_seconds * stretch
     return config.window_iterations * stretch, math.inf

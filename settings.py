@@ -19,7 +19,7 @@ from reward import TASK_OF_JUDGE, RewardConfig, check_rewards, try_graders
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig
-from streaming import StreamConfig
+from streaming import StreamConfig, half, replicas_together
 from trainer import TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
 
@@ -286,8 +286,7 @@ def check_stream(c: Config, num_ranks: int) -> None:
 
 def can_halve(num_ranks: int, tensor_parallel: int, shard: int) -> bool:
     """Whether half of the replicas, rounded down, are ranks of whole shard groups."""
-    kept = num_ranks // tensor_parallel // 2 * tensor_parallel
-    return kept > 0 and kept % shard == 0 and num_ranks % shard == 0
+    return half(num_ranks // tensor_parallel, replicas_together(shard, tensor_parallel)) > 0
 
 
 FREE_TO_CHANGE = (

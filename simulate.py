@@ -155,7 +155,8 @@ class Rollout:
     def _decode(self) -> list[Finished]:
         """Go on to the end of the first window in which anything happens. Windows begin together on all replicas."""
         streams = self.run.stream is not None and not self.run.stream.is_done
-        size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), streams)
+        given = self.run.config.scheduler, self.plan.kind, len(self.replicas)
+        size, _ = window(*given, streams=streams, feeds=bool(self.freed))
         windows = 1
         if size < math.inf:
             first = min(replica.next_event() for replica in self.replicas)
@@ -184,7 +185,7 @@ class Rollout:
 
     def _scale_down(self) -> None:
         total = self.plan.keep_prompts * self.plan.keep_responses
-        if not self.run.stream or self.run.stream.is_done or self.plan.audit:
+        if not self.run.stream or self.run.stream.is_done:
             return
         if len(self.lengths) / total < self.run.stream.milestone:  # seen before all that runs is looked through
             return
@@ -301,6 +302,7 @@ class Simulation:
         """Play one step: rollout, grading, training, weight sync."""
         c, e = self.config, self.model.efficiency
         plan = self.policy.begin(self.data.take, c.cluster.steps - step)
+        streams = self.stream is not None and self.stream.begin(plan.kind)
         rollout = Rollout(self, plan, step)
         rollout.play(self.policy)
         accepted = self.policy.accepted_ids()
@@ -315,7 +317,7 @@ class Simulation:
         rest = [n for id, n in lengths.items() if id[:2] not in streamed]
         train = self.costs.train(rest, c.cluster.gpus) + late + e.train_seconds
         self.typical_train_seconds = self.costs.train(list(lengths.values()), c.cluster.gpus)
-        if self.stream:
+        if streams:
             self.stream.close([rollout.lengths[id] for id in accepted])
         if self.planner:
             everything = (*rollout.lengths.values(), *rollout.aborted.values())

@@ -6,7 +6,6 @@ the ranks of the others add up gradient sums of complete, graded groups, which t
 rollout ends. What is left is learnt by all ranks as ever, in `learning.learn`: one reduction, one division, one update.
 """
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from placement import assign_by_load
 from rollout import Engine
 from rounds import Round
 from settings import Config
-from streaming import DecodeTimes, Progress, ScaleDown, StreamPolicy
+from streaming import DecodeTimes, Progress, ScaleDown, StreamPolicy, replicas_together
 from trainer import Example, Trainer
 
 POLL_SECONDS = 0.01  # between two looks for samples and for the end of the rollout
@@ -67,13 +66,10 @@ class StreamTraining:
 
     def begin(self, plan: RoundPlan) -> "StreamedRound | None":
         """Be ready for a round that ranks may leave: one that waits for every response. None for any other."""
-        if plan.kind != "long":
-            return None
         size = self.engine.parallel.size
         self.policy.profile = self.times[size]
-        self.policy.shard_replicas = math.lcm(self.config.trainer.shard, size) // size
-        self.policy.begin()
-        return StreamedRound(self, plan)
+        self.policy.shard_replicas = replicas_together(self.config.trainer.shard, size)
+        return StreamedRound(self, plan) if self.policy.begin(plan.kind) else None
 
     def state_dict(self) -> dict[str, Any]:
         times = {n: list(known.windows) for n, known in self.times.items()}

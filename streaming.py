@@ -2,10 +2,12 @@
 
 Every rank feeds its copy with the same progress after each window, so all come to the same decision:
 
+    policy.begin(kind)                    # whether replicas may leave this round at all
     decision = policy.observe(progress)   # None, or how many replicas go on decoding, and why
-    policy.close(lengths)                 # at the end of the round: the lengths that it came to
+    policy.close(lengths)                 # at the end of such a round: the lengths that it came to
 """
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -87,8 +89,19 @@ class ScaleDown:
     seconds_saved: float  # projected for the whole step
 
 
+def replicas_together(shard: int, size: int) -> int:
+    """Return how many replicas of `size` ranks each stay or leave together, so that no shard group is split."""
+    return math.lcm(shard, size) // size
+
+
+def half(replicas: int, together: int) -> int:
+    """Return how many replicas go on when half of them leave, rounded down; 0: that would split a shard group."""
+    keep = replicas // 2
+    return 0 if keep % together or replicas % together else keep
+
+
 class StreamPolicy:
-    """Tries at each milestone, scales down at most once in a step. `shard_replicas` stay or leave together."""
+    """Tries at each milestone, scales down at most once in a step. It is told to `begin` each round."""
 
     def __init__(
         self, config: StreamConfig, profile: Profile, limit: int, shard_replicas: int = 1, switch: float = 3.0
@@ -99,18 +112,20 @@ class StreamPolicy:
         self.history: deque[int] = deque(maxlen=HISTORY)
         self._sorted: list[int] = []
         self._above: list[float] = []  # sums of the i longest
-        self.begin()
+        self.milestone, self.is_done = 0.0, True  # no round is open
 
-    def begin(self) -> None:
+    def begin(self, kind: str) -> bool:
+        """Be ready for a round; return whether replicas may leave it: only one that waits for every response."""
         self.milestone = self.config.fixed_share if self.config.policy == "fixed" else self.config.first
-        self.is_done = self.config.policy == "off"
+        self.is_done = self.config.policy == "off" or kind != "long"
+        return not self.is_done
 
     def close(self, lengths: Sequence[int]) -> None:
-        """End the round: remember what its responses came to, be ready for the next."""
+        """End a round that replicas might leave: remember what its responses came to."""
+        self.is_done = True
         self.history.extend(lengths)
         self._sorted = sorted(self.history)
         self._above = [0, *accumulate(reversed(self._sorted))]
-        self.begin()
 
     def state_dict(self) -> dict[str, Any]:
         return {"lengths": list(self.history), "switch": self.switch}
@@ -130,8 +145,8 @@ class StreamPolicy:
                 return None
             while self.milestone <= share:
                 self.milestone += self.config.every
-        keep = p.replicas // 2
-        if not keep or (p.replicas - keep) % self.shard_replicas or keep % self.shard_replicas:
+        keep = half(p.replicas, self.shard_replicas)
+        if not keep:
             return None
         peak = sum(self.expected(tokens) + p.prompt_tokens for tokens in p.live)
         rest, saved = self.project(p, keep)

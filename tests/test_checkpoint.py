@@ -415,11 +415,17 @@ if mode == "random":
     random.seed(1)
     for attempt in range(10):
         first = max(check(0), default=0) + 1
-        pid = fork(lambda: [save(step) for step in range(first, 10**6)])
-        time.sleep(random.uniform(0.05, 0.2))
+        reader, writer = os.pipe()
+        pid = fork(lambda: [(save(step), os.write(writer, b".")) for step in range(first, 10**6)])
+        os.close(writer)
+        start = time.monotonic()
+        assert os.read(reader, 1)  # the first save, which says how long one takes on this machine, however busy
+        time.sleep(random.uniform(0, 3) * (time.monotonic() - start))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    check(1)
+        saved = first + len(os.read(reader, 10**6))
+        os.close(reader)
+        assert check(1)[-1] in (saved, saved + 1)  # killed before it could say so
 else:
     for step in (1, 2, 3)[-keep:]:
         save(step)
@@ -492,6 +498,6 @@ def test_a_kill_leaves_only_whole_checkpoints(mode, keep, tiny_folder, tmp_path)
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr

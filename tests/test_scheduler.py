@@ -1,6 +1,7 @@
 """Round policies on a toy engine: whatever the lengths, every prompt is trained once, and the right ones win."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ import pytest
 
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats
 from data import PromptStream
-from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, Synchronous, TailBatching
+from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, Synchronous, TailBatching, window
 
 PROMPTS = [Prompt(i, (i,), str(i), "", "match") for i in range(200)]
 
@@ -438,6 +439,18 @@ def test_a_bare_race_that_keeps_all_waits_for_all() -> None:
     race = Race(plan)
     assert Toy(1).play(plan, race.observe, 0) == {}
     assert sorted(race.accepted_ids()) == [(-1, i, r) for i in range(5) for r in range(3)]
+
+
+def test_windows_are_short_where_something_is_decided_and_never_endless_where_others_wait() -> None:
+    config = SchedulerConfig(window_iterations=16)
+    assert window(config, "short", 4) == window(config, "short", 1) == (16, math.inf)
+    assert window(config, "long", 4) == window(replace(config, migrate=True), "long", 4) == (128, math.inf)
+    assert window(config, "long", 4, streams=True) == (16, math.inf)  # at a share that windows should not miss
+    assert window(config, "long", 2, feeds=True) == window(config, "long", 1, feeds=True) == (128, math.inf)
+    assert window(config, "long", 1) == (math.inf, math.inf)
+    assert window(replace(config, dynamic_sampling=True), "long", 1) == (16, math.inf)
+    timed = replace(config, window_seconds=0.5)
+    assert [window(timed, kind, 2) for kind in ("short", "long")] == [(math.inf, 0.5), (math.inf, 4.0)]
 
 
 def test_the_baseline_is_tail_batching_without_its_race() -> None:

@@ -226,7 +226,7 @@ def test_replicas_may_differ_in_speed(slow: set[int]) -> None:
             twice = replace(self.hardware, bandwidth=self.hardware.bandwidth / 2)
             return Costs(twice, SHAPE, self.model.efficiency) if replica in slow else super().costs_at(replica, size)
 
-    c = config(steps=1, gpus=2, scheduler={"policy": "synchronous", "migrate": False})
+    c = config(steps=1, gpus=2, scheduler={"policy": "synchronous"})
     even, uneven = (kind(c, MODEL, Hardware()) for kind in (Simulation, Uneven))
     before, after = even.run()[0], uneven.run()[0]
     assert after["tokens"] == before["tokens"]
@@ -259,6 +259,15 @@ def test_work_is_kept_when_half_of_the_replicas_leave() -> None:
     assert all(0.5 <= r["stream"]["at"] < 0.6 for r in on.records)  # within a window or two
     decoded = [sum(r["engine"]["decoded_tokens"] for r in run.records) for run in (on, off)]
     assert decoded[0] == decoded[1]
+
+
+def test_replicas_leave_only_rounds_that_wait_for_all_and_windows_go_on_for_those_who_left() -> None:
+    run = simulate(config(gpus=2, stream={"policy": "fixed"}), MODEL)
+    for record in run.records:
+        assert ("at" in record["stream"]) == (record["round"]["kind"] == "long")
+    assert {record["round"]["kind"] for record in run.records} == {"short", "long"}
+    long = simulate(config(gpus=2, steps=1, scheduler={"policy": "synchronous"}, stream={"policy": "fixed"}), MODEL)
+    assert long.newest.freed and long.newest.iteration == long.newest.replicas[0].iteration
 
 
 def test_cost_grows_with_responses_not_with_tokens_and_about_linearly_with_gpus() -> None:
@@ -345,11 +354,16 @@ def test_what_freed_ranks_train_by_hand() -> None:
     assert late == 2.0 * 4 / 8 + 0.5 * 48 / 8
 
 
-def test_the_planner_is_told_of_every_sequence() -> None:
+def test_the_planner_is_told_of_every_sequence_and_preemption() -> None:
     sim = Simulation(config(planner={"rule": "predict"}), MODEL, Hardware())
     asked, choose = [], sim.planner.choose
+    told, observe = [], sim.planner.observe
     sim.planner.choose = lambda kind, launch: asked.append(launch) or choose(kind, launch)
+    sim.planner.observe = lambda kind, report: told.append(report.preemptions) or observe(kind, report)
+    for costs in sim.costs_of.values():
+        costs.capacity = 1000
     sim.step(0)
+    assert told == [sim.newest.preemptions] and told[0] > 0
     assert [(a.num_sequences, a.num_responses, a.prompt_tokens) for a in asked] == [(100, 10, 20)]
 
 
@@ -414,6 +428,7 @@ def told_by(folder, out, rows: int, size: int) -> Config:
             "--scheduler.num_prompts=8",
             "--scheduler.num_responses=3",
             "--scheduler.window_iterations=4",
+            "--scheduler.migrate=true",
             "--planner.rule=paper",
             "--rollout.max_prompt_tokens=32",
             "--sampling.temperature=1.5",

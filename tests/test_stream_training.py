@@ -81,6 +81,8 @@ def streamed_gradients(world: World, settings: list[str]) -> None:
             run.trainer.loss = LossConfig(name=name, kl_coef=0.1)
             plan = run.policy.begin(run.stream.take, 9)
             streaming = run.streaming.begin(plan)
+            size, shard = config.rollout.tensor_parallel, config.trainer.shard
+            assert run.streaming.policy.shard_replicas == max(shard // size, 1)
             groups, current = train.roll_out(run, plan, run.policy, Clock(), streaming)
             run.policy.close(current.aborted)
             done, record = streaming.settle(groups)

@@ -21,6 +21,7 @@ class Flat:
 def policy(name: str = "paper", profile: Flat | None = None, history=range(1, 101), **changes) -> StreamPolicy:
     made = StreamPolicy(StreamConfig(name), profile or Flat(), limit=100, **changes)
     made.close(list(history))
+    made.begin("long")
     return made
 
 
@@ -42,7 +43,14 @@ def test_at_most_one_scale_down_in_a_round_and_again_in_the_next() -> None:
     made = policy()
     assert made.observe(progress(0.3)) and made.observe(progress(0.4)) is None
     made.close([1, 2, 3])
-    assert made.observe(progress(0.3))
+    assert made.observe(progress(0.3)) is None  # between two rounds
+    assert made.begin("long") and made.observe(progress(0.3))
+
+
+def test_nobody_leaves_a_race() -> None:
+    made = policy()
+    assert not made.begin("short") and made.observe(progress(0.3)) is None
+    assert not policy("off").begin("long")
 
 
 def test_it_tries_once_at_each_milestone() -> None:
@@ -51,6 +59,14 @@ def test_it_tries_once_at_each_milestone() -> None:
     made.profile = Flat()
     assert made.observe(progress(0.24)) is None  # between two milestones
     assert made.observe(progress(0.25)).at == 0.25
+
+
+def test_milestones_that_one_window_jumps_over_are_one_try() -> None:
+    made = policy(profile=Flat(capacity=1))
+    assert made.observe(progress(0.34)) is None  # over those of 20, 25 and 30 %
+    made.profile = Flat()
+    assert made.observe(progress(0.34)) is None
+    assert made.observe(progress(0.36)).at == 0.36
 
 
 @pytest.mark.parametrize(
@@ -86,6 +102,12 @@ def test_what_a_free_scale_down_saves_is_what_the_freed_ranks_train() -> None:
     assert decision.seconds_saved == pytest.approx(20.0)  # the rest takes some 90 steps, half of the ranks have 45 s
 
 
+def test_freed_ranks_train_nothing_during_the_switch() -> None:
+    at_once, later = (policy("paper", Flat(), switch=switch).observe(progress(0.3)) for switch in (0.0, 10.0))
+    assert later.rest_seconds == at_once.rest_seconds + 10
+    assert later.seconds_saved == pytest.approx(at_once.seconds_saved - 10)  # the rollout's, none of training
+
+
 def test_fixed_and_off() -> None:
     assert policy("off").observe(progress(0.3)) is None
     fixed = policy("fixed", Flat(capacity=1))
@@ -113,6 +135,7 @@ def test_a_policy_goes_on_from_its_state() -> None:
     first, second = policy(history=[5, 20, 40]), policy(history=[])
     first.switch = 0.7
     second.load_state_dict(first.state_dict())
+    second.begin("long")
     assert second.expected(10) == 30 and second.switch == 0.7
     assert second.observe(progress(0.3)) == first.observe(progress(0.3))
 

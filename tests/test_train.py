@@ -107,9 +107,10 @@ RACE = dict(
 
 @pytest.mark.parametrize("policy, sizes", [("tail_batching", (4,)), ("synchronous", (2,))])
 def test_trajectory_does_not_depend_on_the_number_of_ranks(settings, torchrun, tmp_path, policy, sizes):
-    assert train.main(settings("ranks1", **RACE, scheduler__policy=policy)) == 0
+    moves = RACE | dict(scheduler__policy=policy, scheduler__migrate="true")
+    assert train.main(settings("ranks1", **moves)) == 0
     for ranks in sizes:
-        torchrun(ranks, *settings(f"ranks{ranks}", **RACE, scheduler__policy=policy))
+        torchrun(ranks, *settings(f"ranks{ranks}", **moves))
     alone, rounds = trajectory(tmp_path / "ranks1"), rounds_of(tmp_path / "ranks1")
     assert any(abs(row[3]) > 1e-3 for row in alone), "a loss of zero would compare nothing"
     kinds = ["short"] * 4 + ["long", "short"] if policy == "tail_batching" else ["long"] * 6
@@ -192,14 +193,16 @@ def start_torchrun(args: list[str], ranks: int = 2, max_restarts: int = 0) -> su
     )
 
 
-def test_the_planner_is_not_told_of_the_wait_for_graders(settings, tmp_path, monkeypatch):
+def test_the_planner_is_told_of_preemptions_but_not_of_the_wait_for_graders(settings, tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(train.ParallelismPlanner, "observe", lambda self, kind, report: told.append(report.seconds))
-    assert train.main(settings(run__steps=1, data__task=f"{GRADERS}:slow", reward__num_workers=2)) == 0
-    [record] = steps_of(tmp_path / "run")
+    monkeypatch.setattr(train.ParallelismPlanner, "observe", lambda self, kind, report: told.append(report))
+    slow = dict(data__task=f"{GRADERS}:slow", reward__num_workers=2, rollout__kv_gib=1e-4)
+    assert train.main(settings(run__steps=1, **slow)) == 0
+    [record], [report] = steps_of(tmp_path / "run"), told
     assert record["seconds"]["reward"] > 0.5
-    assert told == [record["seconds"]["generate"]]
-    assert 0 < told[0] <= record["seconds"]["rollout"] - record["seconds"]["reward"] + 1e-6
+    assert report.seconds == record["seconds"]["generate"]
+    assert 0 < report.seconds <= record["seconds"]["rollout"] - record["seconds"]["reward"] + 1e-6
+    assert report.preemptions == record["engine"]["preemptions"] > 0
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
@@ -408,7 +411,7 @@ def test_a_replayed_run_trains_the_same(settings, tmp_path):
         dict(sampling__top_p=0.9, sampling__top_k=50, sampling__temperature=0.8, reward__overlong_buffer=8),
         dict(rollout__kv_gib=0.00005, rollout__max_running=7),
         dict(scheduler__eta_prompts=3, scheduler__eta_responses=2, rollout__max_running=7),
-        dict(scheduler__window_seconds=0.01, scheduler__migrate="false"),
+        dict(scheduler__window_seconds=0.01, scheduler__migrate="true"),
     ],
     ids=lambda overrides: ",".join(f"{k.split('__')[1]}={v}" for k, v in overrides.items())[:60],
 )
