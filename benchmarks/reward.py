@@ -1,23 +1,27 @@
 """Step time with rewards that wait for the rollout, that do not, and whose time limits adapt. For two CPU cores.
 
-    python benchmarks/reward.py [--quick]
+    python benchmarks/reward.py [--quick] [--workers 2]
 
-One process with one thread decodes and trains, one worker grades. All contenders take turns step by step on one model
+One process with one thread decodes and trains, one worker grades: more would share its core, or take the decoding's
+(`--workers` tries that, for all alike). All contenders take turns step by step on one model
 (20 million parameters, random weights, really updated), with the rounds, policy and pools of train.py: tail batching,
 eta 1.25 on both, given lengths of the paper's shape (see tail_batching.py). A step ends when its update is done and no
 program runs any more. Periods are epochs: each meets the same prompts again, so that time limits have been learned.
 
-programs  Answers are programs of the expression task and run in the sandbox; 5 % are endless loops, half of the others
-          are wrong. Limits are 1 s at most and 0.1 s at least, for a step takes seconds here (the paper's: 30 and 2 s).
+programs  Answers are programs of the expression task and run in the sandbox; 5 % are endless loops. A fifth of the
+          prompts have no right answer at all, so that their limits come from other prompts; of the others half are
+          right. Programs of a prompt sleep as long, log-normal over prompts, some of them longer than T_min. Limits
+          are 1 s at most and 0.1 s at least, for a step takes seconds here (the paper's: 30 and 2 s).
           `late`: grading starts once the last response has ended, and only of what is trained; `async`: as each
-          response ends; `adaptive`: that, with limits of 1.5 times the slowest correct run.
+          response ends; `adaptive`: that, with the limits of timeouts.py as they are by default.
 judge     A judge as large as the actor reads prompt and response, `late` or `async`. On a CPU it computes on the core
           that decodes, so that nothing can overlap: only a GPU could show a gain.
 layers    One forward of a judge of which no layer is resident. `pipeline` is what a run does: a layer arrives while
           another computes; `serial` copies in line. On a CPU copies go from memory to memory, in a thread.
 
 `speedup_async` and `speedup_adaptive` are step times of late over async and of async over adaptive; medians over
-periods. `speedup_layer_pipeline` is serial over pipeline at the length whose computation takes most nearly as long as
+periods. `speedup_adaptive_rollout` is that of rollouts and their wait for rewards, without training, as the paper
+counts. `speedup_layer_pipeline` is serial over pipeline at the length whose computation takes most nearly as long as
 its copies: there a pipeline gains most, 2 x where the two share nothing.
 """
 
@@ -55,6 +59,7 @@ from sampling import SamplingConfig
 from scheduler import POLICIES, SchedulerConfig
 from settings import Config
 from tasks import TASKS
+from timeouts import TimeoutStats
 from trainer import Trainer, TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, make_model
 
@@ -75,7 +80,7 @@ class Contender:
     seconds: list[list[float]] = field(default_factory=list)  # of each step, by period
     stages: list[dict[str, float]] = field(default_factory=list)
     rewards: dict[SampleId, float] = field(default_factory=dict)  # of what was trained
-    cut_off: float = 0.0  # seconds of programs that were cut off
+    cases: TimeoutStats = field(default_factory=TimeoutStats)
 
     def mean(self, value: str) -> float:
         return statistics.mean(stage.get(value, 0.0) for stage in self.stages)
@@ -139,7 +144,7 @@ def step(side: Contender, config: Config, engine: TraceEngine, trainer: Trainer,
     side.policy.close(current.aborted)
     pool, judge = side.graders.graders.take_stats()
     side.stages.append(clock.take() | {"grading": pool.seconds + judge.seconds})
-    side.cut_off += pool.cases.seconds_cut_off
+    side.cases.add(pool.cases)
     side.rewards |= {s.id: r.value for g in groups for s, r in zip(g.samples, g.rewards, strict=True)}
 
 
@@ -160,10 +165,11 @@ def table(title: str, sides: Sequence[Contender]) -> None:
         )
 
 
-def programs(shape: Shape, periods: int) -> dict[str, Any]:
+def programs(shape: Shape, periods: int, workers: int) -> dict[str, Any]:
     engine = build_engine(shape, WORLD)
     sides = []
     for name, config, late in (("late", FIXED, True), ("async", FIXED, False), ("adaptive", ADAPTIVE, False)):
+        config = replace(config, num_workers=workers)
         graders = open_graders(config, JudgeConfig(), ["code"], WORLD.device, torch.float32)
         sides.append(Contender(name, Scripted(graders, program, late)))
     measure("code", shape, engine, sides, periods)
@@ -175,14 +181,18 @@ def programs(shape: Shape, periods: int) -> dict[str, Any]:
     wrong = sum(adaptive.rewards[id] != value for id, value in fixed.rewards.items())
     print(
         f"{len(fixed.rewards)} trained samples each, {wrong} of them with another reward under adaptive limits; "
-        f"programs cut off took {fixed.cut_off:.1f} s, with adaptive limits {adaptive.cut_off:.1f} s"
+        f"programs cut off took {fixed.cases.seconds_cut_off:.1f} s, with adaptive limits "
+        f"{adaptive.cases.seconds_cut_off:.1f} s; audited: {adaptive.cases.audited}, passed late: "
+        f"{adaptive.cases.audited_passed}"
     )
     return {
         **spread("async", speedup(late, fixed)),
         **spread("adaptive", speedup(fixed, adaptive)),
+        "speedup_adaptive_rollout": round(fixed.mean("rollout") / adaptive.mean("rollout"), 2),
+        "passed_late": adaptive.cases.audited_passed,
         "rewards_changed": wrong,
-        "seconds_cut_off": round(fixed.cut_off, 1),
-        "seconds_cut_off_adaptive": round(adaptive.cut_off, 1),
+        "seconds_cut_off": round(fixed.cases.seconds_cut_off, 1),
+        "seconds_cut_off_adaptive": round(adaptive.cases.seconds_cut_off, 1),
     }
 
 
@@ -288,14 +298,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps and turns: under 2 minutes on 2 cores")
     parser.add_argument("--shape", choices=("nano", "small"), default="small", help="the model; nano is for tests")
+    parser.add_argument("--workers", type=int, default=1, help="reward workers of every contender")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     size, periods, judged = {"nano": (2, 1, 1), "small": (3, 2, 1) if flags.quick else (6, 3, 1)}[flags.shape]
     shape = replace(SHAPES[flags.shape], prompts=size, responses=size)
-    metrics: dict[str, Any] = {"name": "reward", "shape": flags.shape}
+    metrics: dict[str, Any] = {"name": "reward", "shape": flags.shape, "workers": flags.workers}
     with tempfile.TemporaryDirectory() as folder:
-        metrics |= programs(shape, periods)
+        metrics |= programs(shape, periods, flags.workers)
         metrics |= judge(shape, judged, Path(folder) / "judge")
         width, rounds = (64, 1) if flags.shape == "nano" else (768, 2) if flags.quick else (1024, 6)
         metrics |= layers(width, 8, (16, 32, 64, 128, 256), rounds, Path(folder) / "layers")

@@ -1,5 +1,6 @@
 """Graders that get given texts instead of what random weights write. Shared by benchmarks."""
 
+import math
 import time
 from collections.abc import Hashable, Iterable
 from random import Random
@@ -7,10 +8,12 @@ from typing import Any
 
 from core import Reward, SampleId
 from judge import Graders
-from tasks import TASKS
+from tasks import HIDDEN, SHOWN, TASKS
 
 ENDLESS = "sum(iter(int, 1))"
-SHARE_ENDLESS = 0.05
+SHARE_ENDLESS = 0.05  # of responses
+SHARE_UNSOLVED = 0.2  # of prompts: none of their responses is right, so nothing tells how long one would take
+MEDIAN_SECONDS, SPREAD = 0.02, 0.7  # what a prompt's programs take beside their start: log-normal over prompts
 
 
 class Scripted:
@@ -49,6 +52,12 @@ class Scripted:
 
 
 def program(key: SampleId, row: dict) -> str:
-    """Return the program that the trace has for this sample."""
-    rng, task = Random(f"program {key}"), TASKS["expression"]
-    return ENDLESS if rng.random() < SHARE_ENDLESS else task.slip(task.solution(row["number"]), rng, rng.choice((0, 1)))
+    """Return the program that the trace has for this sample: half are right for prompts that are solved at all."""
+    rng, nature, task = Random(f"program {key}"), Random(f"nature {row['number']}"), TASKS["expression"]
+    if rng.random() < SHARE_ENDLESS:
+        return ENDLESS
+    solution = task.solution(row["number"])
+    is_solved = nature.random() >= SHARE_UNSOLVED
+    solution = task.slip(solution, rng, rng.choice((0, 1))) if is_solved else f"{solution}+1"
+    seconds = MEDIAN_SECONDS * math.exp(SPREAD * nature.gauss()) / len(SHOWN + HIDDEN)  # at each place
+    return f"__import__('time').sleep({seconds:.4f}) or {solution}"
