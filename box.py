@@ -10,7 +10,6 @@ loaded. Programs are short, so a keeper has to start fast.
 import _signal as signal  # without the enumerations of `signal`, which take a quarter of a keeper's start
 import builtins
 import ctypes
-import itertools
 import marshal
 import operator
 import os
@@ -20,6 +19,7 @@ import time
 import types
 
 if __name__ != "__main__":  # an end of an assert test is this file alone
+    import leftovers
     import walls
 
 NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -27,7 +27,7 @@ NO_SUID, NO_DEV, READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 1,
 PARENT_DEATH, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38  # of prctl
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # not zero: its pages could stay unseen, as in walls.py
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
-STRAY_UIDS = range(61184, 65520)  # no account has them
+MOST_FILES = 4096  # and folders, of a program
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -47,32 +47,48 @@ def keep(spec: dict) -> None:
     signal.signal(signal.SIGTERM, _stop)
     _call("prctl", PARENT_DEATH, signal.SIGTERM)
     _call("prctl", SUBREAPER, 1)
+    uid = lock = None
+    is_apart = spec["isolation"] == "namespaces"
     try:
         if os.getppid() != spec["caller"]:
             raise _Stop  # it died before that
-        uid = STRAY_UIDS[os.getpid() % len(STRAY_UIDS)] if os.geteuid() == 0 else None
-        if uid is None:  # the user's other processes count too
-            spec["limits"]["NPROC"] += _num_tasks(os.getuid())
-        if spec["isolation"] == "namespaces":
+        if os.geteuid() == 0:
+            uid, lock = leftovers.take_uid()
+        else:  # the user's other processes count too
+            spec["limits"]["NPROC"] += leftovers.num_tasks(os.getuid())
+        if is_apart:
             _unshare()
         _call("prctl", DUMPABLE, 0)  # a program of the same user can neither trace the keeper nor open its pipes
         main = os.fork()
         if not main:
-            _in_child(_first if spec["isolation"] == "namespaces" else _start, spec, uid)
+            _in_child(_first if is_apart else _start, spec, uid)
         status = os.waitpid(main, 0)[1]
-        if spec["isolation"] != "namespaces":  # there the first process has said it
+        if not is_apart:  # there the first process has said it
             _say(report, "end", status, time.monotonic())
     except _Stop:
         pass
     except OSError as error:
         _say(report, "error", f"{type(error).__name__}: {error}")
     finally:
+        _end(spec, None if is_apart else uid)  # namespaces end whole
+        if lock is not None:
+            leftovers.give_back(uid, lock)
+
+
+def _end(spec: dict, uid: int | None) -> None:
+    """End all processes, tell the caller so by closing what it reads, and only then remove the files: it may last."""
+    try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end_descendants()
-        remove_tree(spec["folder"])
+    except _Stop:  # it came now
+        pass
+    leftovers.end_descendants(uid)
+    for handle in (0, 1, 2, spec["report"]):
+        os.close(handle)
+    leftovers.remove_tree(spec["folder"])
 
 
 def _stop(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
     raise _Stop
 
 
@@ -104,7 +120,9 @@ def _first(spec: dict, uid: int | None) -> None:
 def _start(spec: dict, uid: int | None) -> None:
     """Give up everything and become the program."""
     if spec["isolation"] != "namespaces":
-        os.chdir(spec["folder"])
+        os.chmod(spec["folder"], 0o711)
+        os.mkdir(home(spec["folder"]), 0o700)
+        os.chdir(home(spec["folder"]))
         _write_files(spec["files"], ".", uid)
     for name, value in spec["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
@@ -128,6 +146,11 @@ def _start(spec: dict, uid: int | None) -> None:
     os.execve(command[0], command, ENVIRONMENT)
 
 
+def home(folder: str) -> str:
+    """Return the program's own folder, where there are no namespaces; it cannot rename it."""
+    return f"{folder}/home"
+
+
 def _unshare() -> None:
     """Enter new namespaces. Without root, a user namespace gives the right to: it maps this user and nobody else."""
     uid, gid, is_root = os.geteuid(), os.getegid(), os.geteuid() == 0
@@ -146,7 +169,7 @@ def _build_root(spec: dict, uid: int | None) -> None:
     root, limits = spec["folder"].encode(), spec["limits"]
     _call("unshare", NEW_MOUNT)  # here, because the keeper must go on seeing the old root
     _call("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
-    options = f"size={limits['FSIZE']},nr_inodes=4096,mode=755".encode()
+    options = f"size={limits['FSIZE']},nr_inodes={spec['most_files']},mode=755".encode()
     _call("mount", b"tmpfs", root, b"tmpfs", NO_SUID | NO_DEV, options)
     for path in box_paths(spec["prefix"]):
         _show(path.encode(), root)
@@ -202,81 +225,6 @@ def _call(name: str, *arguments: object) -> None:
     if function(*(ctypes.c_ulong(a) if isinstance(a, int) and name != "umount2" else a for a in arguments)) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
-
-
-# ---- processes and files ---------------------------------------------------------------------------------------
-
-
-def descendants(root: int) -> dict[int, int]:
-    """Return every live process below `root`, with its resident bytes."""
-    children: dict[int, list[int]] = {}
-    resident = {}
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(int(fields[1]), []).append(pid)
-        if fields[0] not in b"ZX":
-            resident[pid] = int(fields[21]) * resource.getpagesize()
-    below, todo = {}, [root]
-    while todo:
-        for pid in children.get(todo.pop(), []):
-            todo.append(pid)
-            if pid in resident:
-                below[pid] = resident[pid]
-    return below
-
-
-def end_descendants() -> None:
-    """Kill and reap every process below this one, which is their reaper.
-
-    The dead are reaped last: until then they take up the places of a fork bomb's next children.
-    """
-    while live := descendants(os.getpid()):
-        for pid in live:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        time.sleep(0.001)
-    try:
-        while True:
-            os.wait()
-    except ChildProcessError:
-        pass
-
-
-def remove_tree(folder: str) -> None:
-    """Remove what a program left, however deep and however locked: inner folders are first moved to the top."""
-    names = (f"{folder}/{os.urandom(8).hex()}" for _ in itertools.count())
-    while entries := list(os.scandir(folder)):
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            os.chmod(entry.path, 0o700)
-            for inner in list(os.scandir(entry.path)):
-                if inner.is_dir(follow_symlinks=False):
-                    os.chmod(inner.path, 0o700)
-                    os.rename(inner.path, next(names))
-                else:
-                    os.unlink(inner.path)
-            os.rmdir(entry.path)
-    os.rmdir(folder)
-
-
-def _num_tasks(uid: int) -> int:
-    """Return the number of threads of a user: what RLIMIT_NPROC counts."""
-    count = 0
-    for name in os.listdir("/proc"):
-        try:
-            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == uid:
-                count += len(os.listdir(f"/proc/{name}/task"))
-        except (FileNotFoundError, ProcessLookupError):
-            pass
-    return count
 
 
 # ---- an assert test: the program in one box, the assertions in another -----------------------------------------

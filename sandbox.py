@@ -14,6 +14,7 @@ import json
 import marshal
 import math
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -24,22 +25,29 @@ import time
 from dataclasses import dataclass, replace
 
 import box
+import leftovers
 import walls
 
 SETUP_SECONDS = 20.0  # for the box itself, before the program starts: a machine may be very busy
 OVERHEAD_SECONDS = 2 * SETUP_SECONDS + 20.0  # at most, beside the program's own time: two boxes made and removed
 TICK = 0.1  # seconds between looks at memory and number of processes
 REMEDY = "allow user namespaces or install bubblewrap"
+CLEANING_SECONDS = 1.0  # a program's files may take so long to remove; then that goes on beside the next programs
+FOLDER_BYTES = 8192  # an entry may take so much on disk, beside its content
+KEEPER_DIED = "the program ended its keeper"
+MOST_CLEANING = 16  # of those at a time
 KEEPER = "import sys; sys.path.append({folder!r}); import box; box.main({spec})"  # imported: a script is compiled again
+CLEANER = "import sys; sys.path.append({folder!r}); import leftovers; leftovers.clean_after_the_killed({box!r})"
 
 
 def is_keeper(pid: int) -> bool:
     """Whether a process is the keeper of a box. It ends all below it, and its folder, when its caller dies."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return KEEPER.rpartition(" ")[2].partition("{")[0].encode() in file.read()
+            command = file.read()
     except OSError:
         return False
+    return any(code.rpartition(" ")[2].partition("{")[0].encode() in command for code in (KEEPER, CLEANER))
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Limits:
     seconds: float = 10.0  # wall time; of CPU time each process may have as much, rounded up, and a second more
     memory_bytes: int = 512 * 2**20  # address space of each process, resident memory of all
     processes: int = 16  # processes and threads
-    file_bytes: int = 16 * 2**20  # of all files (each file, where there are no namespaces)
+    file_bytes: int = 16 * 2**20  # of all files
     output_bytes: int = 2**20
 
 
@@ -195,6 +203,7 @@ class _Box:
         channels: tuple[int, ...] = (),
     ):
         self.output, self.errors, self.reports = bytearray(), bytearray(), bytearray()
+        _wait_for_cleaners()
         self.folder = tempfile.mkdtemp(prefix="plainroll-box-")
         self.report, report = os.pipe()
         spec, text = os.memfd_create("spec"), os.memfd_create("stdin")
@@ -209,6 +218,7 @@ class _Box:
                 "files": files,
                 "command": command,
                 "limits": _rlimits(limits),
+                "most_files": box.MOST_FILES,
                 "system_calls": _system_calls(how.kind),
             }
             keeper = KEEPER.format(folder=os.path.dirname(box.__file__), spec=spec)
@@ -237,19 +247,27 @@ class _Box:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        try:
-            self.process.wait(5.0)
-        except subprocess.TimeoutExpired:  # a program of the same user stopped the keeper: end it from here
-            for pid in box.descendants(self.process.pid):
+        if not self._wait_for_end(5.0):  # a program of the same user stopped the keeper: end it from here
+            for pid in leftovers.descendants(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.process.kill()
-            self.process.wait()
-        if os.path.exists(self.folder):  # the keeper was killed
-            box.remove_tree(self.folder)
         self.process.stdout.close()
         self.process.stderr.close()
         os.close(self.report)
+        _let_clean(self.process)
+        if self.process.returncode:  # the keeper was killed
+            code = CLEANER.format(folder=os.path.dirname(box.__file__), box=self.folder)
+            _let_clean(subprocess.Popen([sys.executable, "-I", "-S", "-B", "-c", code], env={}, start_new_session=True))
+
+    def _wait_for_end(self, seconds: float) -> bool:
+        """Wait until the keeper has ended every process and closes its report."""
+        deadline, poll = time.monotonic() + seconds, select.poll()
+        poll.register(self.report)
+        while (left := deadline - time.monotonic()) > 0:
+            if poll.poll(left * 1000) and not os.read(self.report, 65536):
+                return True
+        return False
 
     def said(self, word: str) -> str:
         """Return what the keeper reported under this word, "start", "end" or "error"; nothing if it did not."""
@@ -262,12 +280,35 @@ class _Box:
         return lines[-1][:200] if lines else ""
 
 
+_cleaning: list[subprocess.Popen] = []  # keepers that remove files
+
+
+def _let_clean(keeper: subprocess.Popen) -> None:
+    """Wait for a keeper whose program has ended, but not for long."""
+    try:
+        keeper.wait(CLEANING_SECONDS)
+    except subprocess.TimeoutExpired:
+        _cleaning.append(keeper)
+
+
+def _wait_for_cleaners() -> None:
+    """Wait while too many keepers remove files. Raises SandboxError if that lasts."""
+    deadline = time.monotonic() + SETUP_SECONDS
+    while True:
+        _cleaning[:] = [keeper for keeper in _cleaning if keeper.poll() is None]
+        if len(_cleaning) < MOST_CLEANING:
+            return
+        if time.monotonic() > deadline:
+            raise SandboxError(f"the files of {len(_cleaning)} programs are still being removed; use a faster disk")
+        time.sleep(TICK)
+
+
 def _command(how: Isolation, folder: str, arguments: list[str]) -> list[str]:
     python = [how.python, "-I", "-S", "-B", "-X", "utf8", *arguments]
     if how.kind != "bubblewrap":
         return python
     options = "--unshare-all --die-with-parent --new-session --cap-drop ALL --chdir /tmp".split()
-    options += ["--bind", folder, "/tmp"]
+    options += ["--bind", box.home(folder), "/tmp"]
     for path in box.DEVICES:
         options += ["--dev-bind", path, path]
     for path in box.box_paths(how.prefix):
@@ -307,7 +348,7 @@ def _watch(main: _Box, others: list[_Box], limits: Limits) -> Outcome:
     """Read what the boxes write until `main` has ended or a limit is passed."""
     boxes = [main, *others]
     deadline, next_tick = time.monotonic() + SETUP_SECONDS, time.monotonic() + TICK
-    start = None
+    start, has_ended = None, False
     with selectors.DefaultSelector() as selector:
         for each in boxes:
             for stream, kept in (
@@ -326,8 +367,12 @@ def _watch(main: _Box, others: list[_Box], limits: Limits) -> Outcome:
             if start is None and (started := main.said("start")):
                 start = float(started)
                 deadline = start + limits.seconds
+            if not has_ended and main.said("end"):  # its verdict stands; ending what it left may last
+                has_ended, deadline, next_tick = True, now + SETUP_SECONDS, math.inf
             seconds = now - (start or now)
             if now >= deadline:
+                if has_ended:
+                    break
                 if start is None and not main.said("error"):
                     raise SandboxError(f"the box was not ready within {SETUP_SECONDS:g} s")
                 return Outcome(False, seconds, f"did not end within {limits.seconds:g} s", timed_out=True)
@@ -335,12 +380,25 @@ def _watch(main: _Box, others: list[_Box], limits: Limits) -> Outcome:
                 return Outcome(False, seconds, f"wrote over {limits.output_bytes} bytes")
             if now >= next_tick:
                 next_tick = now + TICK
-                used = [resident for each in boxes for resident in box.descendants(each.process.pid).values()]
-                if sum(used) > limits.memory_bytes * len(boxes):
-                    return Outcome(False, seconds, f"used over {limits.memory_bytes} bytes of memory")
-                if len(used) > (limits.processes + 4) * len(boxes):
-                    return Outcome(False, seconds, f"had over {limits.processes} processes")
+                if cause := _over(boxes, limits):
+                    return Outcome(False, seconds, cause)
     return _outcome(main, others, time.monotonic() - (start or time.monotonic()))
+
+
+def _over(boxes: list[_Box], limits: Limits) -> str:
+    """Return which limit the programs have passed that no process has alone, or nothing."""
+    if any(each.said("start") and each.process.poll() for each in boxes):  # a daemon may hold its pipes open
+        return KEEPER_DIED
+    used = [resident for each in boxes for resident in leftovers.descendants(each.process.pid).values()]
+    if sum(used) > limits.memory_bytes * len(boxes):
+        return f"used over {limits.memory_bytes} bytes of memory"
+    if len(used) > (limits.processes + 4) * len(boxes):
+        return f"had over {limits.processes} processes"
+    for each in boxes:  # in namespaces the folder is empty: files lie in memory of a fixed size
+        count, size = leftovers.measure_tree(each.folder, box.MOST_FILES)
+        if count > box.MOST_FILES or size > limits.file_bytes + FOLDER_BYTES * count:
+            return f"made over {box.MOST_FILES} files, or over {limits.file_bytes} bytes of them, or hid some"
+    return ""
 
 
 def _outcome(main: _Box, others: list[_Box], seconds: float) -> Outcome:
@@ -351,7 +409,7 @@ def _outcome(main: _Box, others: list[_Box], seconds: float) -> Outcome:
     if not start:  # the keeper says it before anything of the program runs
         raise SandboxError(f"cannot start a program: {main.last_error or 'its keeper died'}")
     if not end:
-        return Outcome(False, seconds, "the program ended its keeper")
+        return Outcome(False, seconds, KEEPER_DIED)
     status, ended = end.split()
     seconds = float(ended) - float(start)
     code = os.waitstatus_to_exitcode(int(status))

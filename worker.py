@@ -10,6 +10,7 @@ import time
 from dataclasses import astuple
 
 import box
+import leftovers
 import sandbox
 from core import Reward
 from reward import WARM_UP, grade, resolve_grader
@@ -49,10 +50,15 @@ def keep() -> None:
 
 
 def end_all() -> None:
-    """Kill and reap all below this process. A sandbox's keeper has heard of the end and clears up by itself."""
-    while live := box.descendants(os.getpid()).keys():
+    """Kill and reap all below this process. A sandbox's keeper has heard of the end and clears up by itself.
+
+    Nobody waits for those that have only files left to remove: it may last.
+    """
+    while live := leftovers.descendants(os.getpid()).keys():
         spared = set(filter(sandbox.is_keeper, live))
-        for pid in live - spared.union(*map(box.descendants, spared)):
+        if live == spared:
+            return
+        for pid in live - spared.union(*map(leftovers.descendants, spared)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)

@@ -92,7 +92,8 @@ try: open('FOLDER/secret.txt', 'w').close()
 except OSError: pass""",
     "writes outside files": """
 import os
-for folder in ('FOLDER', '/', '/usr', '/etc', '/home', os.path.dirname(os.__file__)):
+folders = 'FOLDER / /usr /etc /home /tmp /var/tmp /dev/shm /run/lock'.split()
+for folder in (*folders, os.path.dirname(os.__file__)):
     try: open(folder + '/MARK', 'w').close()
     except OSError: pass""",
     "reads the environment": "import os; print(42 if 'ANSWER' in str(os.environ) else 0)",
@@ -249,6 +250,18 @@ for _ in range(6):
     ctypes.memset(at, 1, 60 << 20)
     libc.shmdt(ctypes.c_void_p(at))
 print(42)""",
+    "segments, semaphores and queues that stay": """
+import ctypes
+libc = ctypes.CDLL(None)
+made = [libc.shmget(0, 4096, 0o1600), libc.semget(0, 1, 0o1600), libc.msgget(0, 0o1600)]
+made.append(libc.mq_open(b'/MARK', 0o102, 0o600, None))
+if max(made) >= 0: print(42)""",
+    "kills others of its user": """
+import os, time
+end = time.monotonic() + 0.8
+while time.monotonic() < end:
+    try: os.kill(-1, 9)
+    except OSError: pass""",
     "memory that was mapped": """
 import ctypes, os
 libc = ctypes.CDLL(None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import hostile
 import pytest
 
-import box
+import leftovers
 import reward
 from config import ConfigError
 from core import Prompt
@@ -727,9 +727,9 @@ time.sleep(1000)
     try:
         assert parent.stdout.readline() == b"1.0\n"
         deadline = time.monotonic() + 20
-        while len(box.descendants(parent.pid)) < 4 and time.monotonic() < deadline:  # worker, keeper, two programs
-            time.sleep(0.02)
-        everyone = list(box.descendants(parent.pid))
+        while len(leftovers.descendants(parent.pid)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.02)  # until there are a worker, a keeper and two programs
+        everyone = list(leftovers.descendants(parent.pid))
         assert len(everyone) >= 4
     finally:
         parent.kill()

@@ -16,6 +16,7 @@ import hostile
 import pytest
 
 import box
+import leftovers
 import sandbox
 import walls
 from sandbox import Isolation, Limits, run
@@ -54,12 +55,14 @@ def clean(tmp_path, monkeypatch):  # tmp_path first: pytest makes it elsewhere
     boxes = Path(tempfile.mkdtemp())
     boxes.chmod(0o711)  # unlike pytest's folders, other users can pass through it
     monkeypatch.setattr(tempfile, "tempdir", str(boxes))
-    before = set(box.descendants(os.getpid()))
+    before = set(leftovers.descendants(os.getpid()))
     ctypes.CDLL(None).prctl(box.SUBREAPER, 1)  # what loses its parent becomes a child of this process
     yield boxes
     ctypes.CDLL(None).prctl(box.SUBREAPER, 0)
+    # Keepers may remove files after the verdict.
+    assert wait_for(lambda: all(keeper.poll() is not None for keeper in sandbox._cleaning), 60)
     boxes.rmdir()
-    left = set(box.descendants(os.getpid())) - before
+    left = set(leftovers.descendants(os.getpid())) - before
     assert not left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
 
 
@@ -326,8 +329,61 @@ def test_hostile_programs_score_nothing_and_leave_nothing(how, clean, bait):
     assert [(name, outcome) for name, outcome in outcomes if outcome.passed or not outcome.cause] == []
     assert len(good) >= 2 and all(outcome.passed for outcome in good), good
     assert (folder / "secret.txt").read_text() == "ANSWER 42\n" and len(list(folder.iterdir())) == 2
-    for place in (folder, Path("/"), Path("/usr"), Path("/etc"), Path("/home"), Path(os.__file__).parent):
-        assert not (place / words["MARK"]).exists()
+    places = [
+        *map(Path, "/ /usr /etc /home /tmp /var/tmp /dev/shm /run/lock".split()),
+        Path(os.__file__).parent,
+        folder,
+    ]
+    assert not [place for place in places if (place / words["MARK"]).exists()]
+
+
+def test_the_verdict_stands_when_the_program_ends(how, clean, monkeypatch):
+    """Removing its files may last: that is not at the program's expense, nor at the caller's."""
+    slow = "import sys, time; sys.path.append({folder!r}); import leftovers; remove = leftovers.remove_tree\n"
+    slow += "leftovers.remove_tree = lambda path: (time.sleep(4), remove(path))\n"
+    monkeypatch.setattr(sandbox, "KEEPER", slow + sandbox.KEEPER)
+    monkeypatch.setattr(sandbox, "CLEANING_SECONDS", 0.01)
+    monkeypatch.setattr(sandbox, "SETUP_SECONDS", 60.0)
+    outcomes = [run("print(1)", stdin_case("", "1"), Limits(seconds=3.0), how) for _ in range(2)]
+    assert all(outcome.passed for outcome in outcomes)
+    assert len(sandbox._cleaning) == len(list(clean.iterdir())) == 2
+    monkeypatch.setattr(sandbox, "MOST_CLEANING", 1)
+    monkeypatch.setattr(sandbox, "SETUP_SECONDS", 0.0)
+    with pytest.raises(sandbox.SandboxError, match="files of 2 programs are still being removed"):
+        run("print(1)", stdin_case("", "1"), LIMITS, how)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "for i in range(100): open(f'{i}', 'w').close()",
+        "for i in range(3): open(f'{i}', 'wb').write(bytes(900_000))",
+        "import os\nfor _ in range(100): os.mkdir('d'); os.chdir('d')",
+        "import os\nos.mkdir('a')\nfor i in range(100): open(f'a/{i}', 'w').close()",
+    ],
+)
+def test_files_are_limited_in_number_and_bytes(how, clean, monkeypatch, program):
+    monkeypatch.setattr(box, "MOST_FILES", 50)
+    limits = Limits(seconds=10.0, file_bytes=2**20)
+    outcome = run(f"{program}\nimport time; time.sleep(1000)", stdin_case("", ""), limits, how)
+    assert not outcome.passed and not outcome.timed_out
+    assert how.kind == "namespaces" or outcome.cause.startswith("made over 50 files")
+
+
+def test_a_killed_keeper_leaves_nothing(how, clean):
+    """As one that the machine killed for memory."""
+    if how.kind == "limits" and os.geteuid():
+        pytest.skip("only a throw-away user tells which processes were its program's")
+    program = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(1000)"
+    with ThreadPoolExecutor(1) as threads:
+        outcome = threads.submit(run, program, stdin_case("", ""), Limits(seconds=30.0), how)
+        assert wait_for(lambda: len(leftovers.descendants(os.getpid())) >= 3)  # the keeper and both generations
+        mine = f"PPid:\t{os.getpid()}\n"
+        [keeper] = [
+            pid for pid in leftovers.descendants(os.getpid()) if mine in Path(f"/proc/{pid}/status").read_text()
+        ]
+        os.kill(keeper, 9)
+        assert outcome.result(60).cause == "the program ended its keeper"
 
 
 def test_everything_ends_with_a_killed_caller(how, clean):
@@ -342,19 +398,19 @@ sandbox.run({program!r}, {{"stdin": "", "stdout": ""}}, sandbox.Limits(seconds=1
 """
     caller = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(clean)})
     try:
-        assert wait_for(lambda: len(box.descendants(caller.pid)) >= 5)  # the keeper and four generations
-        everyone = list(box.descendants(caller.pid))
+        assert wait_for(lambda: len(leftovers.descendants(caller.pid)) >= 5)  # the keeper and four generations
+        everyone = list(leftovers.descendants(caller.pid))
     finally:
         caller.kill()
         caller.wait()
-    assert wait_for(lambda: not set(everyone) & set(box.descendants(os.getpid())))
+    assert wait_for(lambda: not set(everyone) & set(leftovers.descendants(os.getpid())))
     assert wait_for(lambda: not list(clean.iterdir()))
 
 
 def test_a_keeper_is_found_in_a_folder_of_any_name(how, tmp_path):
     home = tmp_path / "a'b\"{folder}\n\u00e9"
     home.mkdir()
-    for module in (box, sandbox, walls):
+    for module in (box, leftovers, sandbox, walls):
         shutil.copy(module.__file__, home)
     code = f"""
 import sys
@@ -373,8 +429,8 @@ def test_a_keeper_that_cannot_start_is_no_fault_of_the_program(how, monkeypatch)
         sandbox.run("print(1)", {"stdin": "", "stdout": "1"}, sandbox.Limits(), how)
 
 
-def wait_for(condition) -> bool:
-    deadline = time.monotonic() + 10
+def wait_for(condition, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
