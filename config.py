@@ -94,8 +94,10 @@ def _merge(config: T, values: dict, source: str, prefix: str = "", raw: str | No
                 )
             new[name] = _merge(old, value, source, f"{key}.", raw)
         else:
-            if isinstance(old, str) and raw is not None and not isinstance(value, str | dict | list):
+            if isinstance(old, str | tuple) and raw is not None and not isinstance(value, str | dict | list):
                 value = raw  # --run.dir=7 names a folder
+            if isinstance(old, tuple) and isinstance(value, str | list):
+                value = (value,) if isinstance(value, str) else tuple(value)  # --rollout.stop=END is a list of one
             new[name] = _checked(key, value, old, fields[name].metadata, source)
     return dataclasses.replace(config, **new)  # type: ignore[type-var]
 
@@ -111,7 +113,10 @@ def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
         raise ConfigError(
             f"{source}{key} = {value!r} has the wrong type: it wants {type(old).__name__}, such as {old!r}"
         )
-    if isinstance(value, str) and ("\0" in value or len(value) > LONGEST):
+    if isinstance(value, tuple) and not all(isinstance(text, str) and text for text in value):
+        raise ConfigError(f'{source}{key} = {list(value)!r} is not a list of texts, such as ["END"]')
+    texts = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()
+    if any("\0" in text or len(text) > LONGEST for text in texts):
         raise ConfigError(f"{source}{key} is no text that can be used: it has a zero byte or over {LONGEST} characters")
     low, above, high, choices = (limits[name] for name in ("min", "above", "max", "choices"))
     if choices is not None and value not in choices:
@@ -171,6 +176,8 @@ def dump_toml(config: Any) -> str:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return {True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, bool) else repr(value)

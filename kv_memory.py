@@ -13,6 +13,9 @@ from model import ModelShape, Split
 class RolloutConfig:
     max_prompt_tokens: int = option(512, "longest prompt allowed, in tokens", min=1, max=2**22)
     max_response_tokens: int = option(1024, "length limit of a response, in tokens", min=1, max=2**22)
+    stop: tuple[str, ...] = option(
+        (), 'texts that end a response besides the end token, as ["</answer>"]; the response includes them'
+    )
     max_running: int = option(256, "sequences that decode together in one replica, at most", min=1, max=65536)
     step_tokens: int = option(
         8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16, max=2**22

@@ -129,9 +129,8 @@ class Round:
         ids = [(epoch, prompt.index) for epoch, prompt in prompts]
         shares = self.placement.launch(ids, self.plan.num_responses, expected)
         for i in shares[self.engine.parallel.replica]:
-            for sequence in sequences_for(
-                *prompts[i], self.plan.num_responses, c.run.seed, c.rollout.max_response_tokens
-            ):
+            limits = c.rollout.max_response_tokens, c.rollout.stop
+            for sequence in sequences_for(*prompts[i], self.plan.num_responses, c.run.seed, *limits):
                 self.engine.add(sequence)
 
     def _decode(self) -> list[Finished]:

@@ -61,10 +61,20 @@ class Sequence:
             raise ValueError(f'stop = {self.stop!r} must be a tuple of texts, such as stop=("END",)')
 
 
-def sequences_for(epoch: int, prompt: Prompt, num_responses: int, seed: int, max_new_tokens: int) -> list[Sequence]:
+def sequences_for(
+    epoch: int, prompt: Prompt, num_responses: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = ()
+) -> list[Sequence]:
     """Return the sequences of one group. Their sampling streams depend on nothing but their names and `seed`."""
     return [
-        Sequence(prompt.index, r, epoch, prompt.token_ids, sample_key(seed, epoch, prompt.index, r), max_new_tokens)
+        Sequence(
+            prompt.index,
+            r,
+            epoch,
+            prompt.token_ids,
+            sample_key(seed, epoch, prompt.index, r),
+            max_new_tokens,
+            stop=stop,
+        )
         for r in range(num_responses)
     ]
 

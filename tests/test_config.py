@@ -275,6 +275,8 @@ def changed(config):
             new[f.name] = not value
         elif isinstance(value, int):
             new[f.name] = value + 1
+        elif isinstance(value, tuple):
+            new[f.name] = (*value, "END", *AWKWARD[:-1])
         elif isinstance(value, float):
             new[f.name] = next(x for x in (1 / 3, 2 / 3, 4 / 3) if x != value and x >= (f.metadata["min"] or 0))
         elif f.metadata["choices"]:
@@ -309,6 +311,19 @@ AWKWARD = [
 ]
 
 
+@pytest.mark.parametrize(
+    "given, texts",
+    [("END", ("END",)), ("7", ("7",)), ('["a", "\\n"]', ("a", "\n")), ("[]", ()), ("</a>", ("</a>",))],
+)
+def test_a_list_of_texts_may_be_one_text(given, texts):
+    assert load_config(settings.Config, None, [f"--rollout.stop={given}"]).rollout.stop == texts
+
+
+@pytest.mark.parametrize("given", ["[1]", '["a", ""]', '""', '[["a"]]', "{a = 1}"])
+def test_what_is_no_list_of_texts_is_refused(given):
+    assert "rollout.stop" in refusal(f"--rollout.stop={given}", cls=settings.Config)
+
+
 @pytest.mark.parametrize("text", AWKWARD)
 def test_awkward_text_reads_back_equal(text, toml):
     config = settings.Config()
@@ -329,11 +344,12 @@ def test_help_lists_every_key_with_default_and_meaning():
         assert line.startswith(f"--{key}=") and line.endswith("  " + limit["help"])
         assert len(limit["help"]) >= 10 and "\n" not in limit["help"]
         shown = line.removeprefix(f"--{key}=").removesuffix(limit["help"])
-        assert tomllib.loads(f"value = {shown}")["value"] == default
+        found = tomllib.loads(f"value = {shown}")["value"]
+        assert (tuple(found) if isinstance(default, tuple) else found) == default
 
 
 def test_every_default_is_within_its_own_limits():
-    overrides = [f"--{key}={default}" for key, default, _ in limits() if not isinstance(default, bool | str)]
+    overrides = [f"--{key}={default}" for key, default, _ in limits() if not isinstance(default, bool | str | tuple)]
     assert load_config(settings.Config, None, overrides) == settings.Config()
 
 

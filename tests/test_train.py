@@ -19,10 +19,10 @@ from conftest import ALONE, ROOT, steps_of, torchrun_command
 from test_scheduler import HalfWins
 
 import train
-from checkpoint import list_checkpoints
+from checkpoint import list_checkpoints, load_tokenizer
 from config import ConfigError, flatten, load_config
 from core import Group, Prompt, Reward, Sample
-from data import PromptStream
+from data import PromptStream, load_groups
 from metrics import Recorder, read_records
 from parallel import World
 from scheduler import POLICIES, SchedulerConfig
@@ -387,6 +387,22 @@ def test_an_interrupt_before_the_first_step_is_no_traceback(settings, monkeypatc
     assert capsys.readouterr().err == "interrupted in start\n"
 
 
+def test_responses_end_at_the_stop_texts_of_the_config(settings, tiny_folder, tmp_path):
+    stops = [*"ABCDE0123456789"]  # rare pairs would hardly ever be drawn by a model with random weights
+    options = {"run__steps": 1, "run__eval_every": 0, "data__eval_prompts": 0, "run__dump_rollouts": "true"}
+    assert train.main(settings(**options, rollout__stop=json.dumps(stops))) == 0
+    tokenizer = load_tokenizer(tiny_folder)
+    samples = [s for g in load_groups(tmp_path / "run" / "rollouts", 1) for s in g.samples]
+    by_text = 0
+    for sample in samples:
+        text = tokenizer.decode(sample.token_ids)
+        assert not any(stop in text[:-1] for stop in stops)
+        ends = [t for t in (*stops, tokenizer.eos_token) if text.endswith(t)]
+        assert (sample.finish_reason == "stop") == bool(ends) and (ends or len(sample.token_ids) == 32)
+        by_text += bool(ends) and ends[0] in stops
+    assert by_text > 3
+
+
 def test_a_replayed_run_trains_the_same(settings, tmp_path):
     assert train.main(settings("recorded", run__dump_rollouts="true")) == 0
     line = json.loads((tmp_path / "recorded" / "rollouts" / "step_000001.jsonl").read_text().splitlines()[0])
@@ -399,7 +415,7 @@ def test_a_replayed_run_trains_the_same(settings, tmp_path):
     "overrides",
     [
         dict(loss__name="gspo", loss__normalisation="sequence", loss__clip_low=3e-4, loss__clip_high=4e-4),
-        dict(loss__name="cispo", loss__advantage="rloo", loss__clip_high=4),
+        dict(loss__name="cispo", loss__advantage="rloo", loss__clip_low=1, loss__clip_high=4, loss__entropy_coef=0.01),
         dict(
             loss__advantage="grpo",
             loss__normalisation="constant",
