@@ -107,7 +107,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS), help="these sections")
+    parser.add_argument("--quick", action="store_true", help="machine, kernels and attention only: under 2 minutes")
     options = parser.parse_args()
+    if options.quick:
+        options.only = ("machine", "kernels", "varlen")
     torch.backends.cuda.matmul.allow_tf32 = False
     results: list[tuple[str, Row]] = []
     start = time.perf_counter()

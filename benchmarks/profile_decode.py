@@ -1,11 +1,15 @@
 """Where the time of one decode step goes on a CPU: tables of torch.profiler, the largest operations first.
 
-python benchmarks/profile_decode.py
+python benchmarks/profile_decode.py [--quick]
 """
+
+import argparse
+import json
 
 import engine as bench  # first: it sets the number of threads
 import torch
 from torch.profiler import profile
+from tqdm import tqdm
 
 from rollout import Engine
 from sequence import Sequence
@@ -13,8 +17,11 @@ from sequence import Sequence
 CASES = (("tiny", 32, 20), ("half", 1, 5), ("half", 32, 5))  # model, rows, steps
 
 
-def profile_steps(engine: Engine, rows: int, steps: int) -> str:
-    """Return a table of the self time of `steps` decode steps of `rows` sequences, short of their second page."""
+def profile_steps(engine: Engine, rows: int, steps: int) -> tuple[str, float]:
+    """Return a table of the self time of `steps` decode steps of `rows` sequences, and the milliseconds of a step.
+
+    Sequences stay short of their second page.
+    """
     for i, ids in enumerate(bench.prompts(rows)):
         engine.add(Sequence(i, 0, 0, tuple(ids), i, steps + 10, ignore_eos=True))
     for _ in range(4):
@@ -31,16 +38,21 @@ def profile_steps(engine: Engine, rows: int, steps: int) -> str:
         share = e.self_cpu_time_total / total
         lines.append(f"{e.key:<52} {e.count / steps:>6.0f} {each:>9.1f} {a_step:>10.0f} {share:>6.1%}")
     lines.append(f"all operations: {total / steps / 1000:.2f} ms a step, with the profiler's own cost")
-    return "\n".join(lines)
+    return "\n".join(lines), round(total / steps / 1000, 2)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small model only: seconds")
+    cases = CASES[:1] if parser.parse_args().quick else CASES
     torch.set_num_threads(int(bench.THREADS))
     torch.set_flush_denormal(True)
-    models = {name: bench.build(name)[0] for name in bench.SHAPES}
-    for name, rows, steps in CASES:
-        engine = Engine(models[name], bench.ROLLOUT, bench.GREEDY, [])
-        print(f"## {name}, {rows} rows\n\n{profile_steps(engine, rows, steps)}\n")
+    metrics: dict[str, str | float] = {"name": "profile_decode"}
+    for name, rows, steps in tqdm(cases, desc="profile", disable=None):
+        engine = Engine(bench.build(name)[0], bench.ROLLOUT, bench.GREEDY, [])
+        table, metrics[f"ms_a_step_{name}_{rows}"] = profile_steps(engine, rows, steps)
+        tqdm.write(f"{name}, {rows} rows\n{table}\n")
+    print(json.dumps(metrics))
 
 
 if __name__ == "__main__":

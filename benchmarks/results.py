@@ -93,7 +93,12 @@ BENCHMARKS = {
         "{speedup_adaptive_paper:.2f} x by the paper's rule, training {train_share:.0%} of a step; the gradient "
         "differs by {gradient_rel_error:.0e}",
     ),
-    "elastic_tp": Benchmark("benchmarks/elastic_tp.py", (*ENGINE, "planner.py", "parallel.py")),
+    "elastic_tp": Benchmark(
+        "benchmarks/elastic_tp.py",
+        (*ENGINE, "planner.py", "parallel.py"),
+        "the tensor-parallel size of each round chosen by `predict`, {ranks} ranks on {cores} cores: "
+        "{regret_vs_best_fixed:+.0%} time against the best fixed size in hindsight",
+    ),
     "validate_simulator": Benchmark(
         "benchmarks/validate_simulator.py",
         ("simulate.py", "replica.py", "costs.py", "profiler.py", "planner.py", *ROUND),
@@ -110,6 +115,7 @@ BENCHMARKS = {
         "{ratio_generate_longtail:.1f} x `generate` in static batches and {ratio_generate_batch_longtail:.1f} x "
         "`generate_batch` ([all of it](benchmarks/results/engine_cpu.md))",
     ),
+    "profile_decode": Benchmark("benchmarks/profile_decode.py", (*ENGINE, "benchmarks/engine.py")),
     "faults": Benchmark(
         "benchmarks/faults.py --jobs 2",
         ("train.py", "checkpoint.py", "watchdog.py", *STREAM),
