@@ -51,6 +51,7 @@ CALLS = {
     "userfaultfd": (323, 282),
 }
 CLONE, CLONE3, MMAP, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (41, 198), (53, 199)
+SET_OPTION, OF_SOCKETS, SEND_BUFFER = (54, 208), 1, 7
 
 
 def system_calls(families: tuple[int, ...]) -> bytes:
@@ -74,6 +75,10 @@ def system_calls(families: tuple[int, ...]) -> bytes:
         for known in allowed:
             family += [_step(EQUAL, known, 0, 1), _step(RETURN, ALLOW)]
         code += _when(number[column], [*family, _step(RETURN, REFUSE | errno.EAFNOSUPPORT)])
+    # A socket's buffer may otherwise grow to megabytes, which no process maps.
+    option = [_step(LOAD, ARGUMENTS + 8), _step(EQUAL, OF_SOCKETS, 0, 3)]
+    option += [_step(LOAD, ARGUMENTS + 2 * 8), _step(EQUAL, SEND_BUFFER, 0, 1), _step(RETURN, refused)]
+    code += _when(SET_OPTION[column], option)
     # Pages that two processes could share stay when they are no longer mapped.
     flags = _step(LOAD, ARGUMENTS + 3 * 8)
     pages = [flags, _step(ANY_BIT, HUGE_PAGES, 2, 0), _step(ANY_BIT, ANONYMOUS, 0, 2), _step(ANY_BIT, SHARED, 0, 1)]

@@ -284,6 +284,16 @@ for _ in range(300):
         while True: client.send(bytes(65536))
     except BlockingIOError: client.close()
 print(42)""",
+    "memory in buffers of sockets": """
+import socket
+pairs = [socket.socketpair() for _ in range(28)]
+for one in (one for pair in pairs for one in pair):
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+    one.setblocking(False)
+    try:
+        while True: one.send(bytes(65536))
+    except BlockingIOError: pass
+print(42)""",
     "memory in a file system of its own": """
 import ctypes, os
 libc, uid, gid = ctypes.CDLL(None), os.getuid(), os.getgid()

@@ -55,6 +55,8 @@ def test_what_the_filter_refuses(machine, monkeypatch):
     for number in set(range(500)) - {numbers[column] for numbers in walls.CALLS.values()} - {435}:
         if number not in (walls.SOCKET[column], walls.SOCKETPAIR[column]):
             assert decide(code, machine, number) == walls.ALLOW, number
+    for level, option, answer in ((1, 7, REFUSED), (1, 9, walls.ALLOW), (6, 7, walls.ALLOW)):
+        assert decide(code, machine, walls.SET_OPTION[column], 3, level, option) == answer
     other = next(name for name in walls.MACHINES if name != machine)
     assert decide(code, other, 0) == walls.KILL
     if machine == "x86_64":
