@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-MOST_CASES = 100_000  # whose anchors are kept: about 30 MB
+MOST_CASES = 100_000  # whose anchors are kept: about 20 MiB
 
 
 @dataclass
