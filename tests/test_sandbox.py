@@ -353,6 +353,18 @@ def test_the_verdict_stands_when_the_program_ends(how, clean, monkeypatch):
         run("print(1)", stdin_case("", "1"), LIMITS, how)
 
 
+def test_files_elsewhere_go_with_their_user_where_there_is_no_landlock(clean, monkeypatch):
+    how, cause = FOUND["limits"]
+    if not how or os.geteuid():
+        pytest.skip(cause or "only root has throw-away users")
+    without = "import sys; sys.path.append({folder!r}); import walls; walls.landlock_version = lambda libc: 0\n"
+    monkeypatch.setattr(sandbox, "KEEPER", without + sandbox.KEEPER)
+    mark = f"mark-{os.getpid()}"
+    program = f"for name in ('/tmp', '/var/tmp'): open(name + '/{mark}', 'w').close()\nprint(1)"
+    assert run(program, stdin_case("", "1"), LIMITS, how).passed  # so it could
+    assert wait_for(lambda: not [name for name in ("/tmp", "/var/tmp") if os.path.exists(f"{name}/{mark}")])
+
+
 @pytest.mark.parametrize(
     "program",
     [
