@@ -9,7 +9,7 @@ from bisect import bisect
 from dataclasses import dataclass
 
 from config import option
-from planner import SizeProfile, fit
+from planner import SizeProfile, fit_decode, fit_prefill
 
 BYTES = 2  # of a weight or a cached value: bfloat16
 
@@ -50,7 +50,7 @@ class Efficiency:
     bandwidth: float = option(0.85, "share of the memory bandwidth that decoding reaches", above=0, max=1)
     prefill: float = option(0.5, "share of the peak operations that prefill reaches", above=0, max=1)
     layer_seconds: float = option(140e-6, "per layer and decode step, whatever the batch (fitted)", min=0)
-    sequence_seconds: float = option(62.5e-6, "per sequence and decode step (fitted)", min=0)
+    sequence_seconds: float = option(88.57e-6, "per sequence and decode step (fitted)", min=0)
     kv_memory: float = option(0.85, "share of the GPU memory that weights and KV pages may take", above=0, max=1)
     train: float = option(0.4, "share of the peak operations that training reaches", above=0, max=1)
     padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
@@ -62,16 +62,26 @@ class Efficiency:
     response_seconds: float = option(0.0, "per response, whatever its length: admission, its text to a grader", min=0)
     window_seconds: float = option(0.0, "of an exchange of events between replicas", min=0)
     rollout_seconds: float = option(
-        13.9, "per rollout, whatever the batch: engines wake up and go to sleep (fitted)", min=0
+        11.97, "per rollout, whatever the batch: engines wake up and go to sleep (fitted)", min=0
     )
 
 
 class Costs:
     """Seconds of everything that one replica of `tp` GPUs does, and of what all GPUs do together."""
 
-    def __init__(self, hardware: Hardware, shape: Shape, efficiency: Efficiency, tp: int = 1):
+    def __init__(
+        self,
+        hardware: Hardware,
+        shape: Shape,
+        efficiency: Efficiency,
+        tp: int = 1,
+        pages: int = 0,
+        page_size: int = 64,
+    ):
+        """`pages`: KV pages of one replica, of `page_size` tokens."""
         h, s, e = hardware, shape, efficiency
         self.hardware, self.shape, self.efficiency, self.tp = h, s, e, tp
+        self.pages, self.page_size = pages, page_size
         reduces = 2 * s.layers if tp > 1 else 0
         self._step = s.layers * e.layer_seconds + reduces * h.link_latency
         self._read = s.parameters * BYTES / (tp * h.bandwidth * e.bandwidth)
@@ -79,7 +89,15 @@ class Costs:
         reduced = reduces * 2 * (tp - 1) / tp * s.hidden * BYTES / h.link
         self._sequence = e.sequence_seconds + reduced
         self._token = s.kv_bytes / (tp * h.bandwidth * e.bandwidth)
-        self.capacity = int((h.memory * e.kv_memory * tp - s.parameters * BYTES) / s.kv_bytes)  # tokens in pages
+
+    @property
+    def capacity(self) -> int:
+        """Tokens in the pages of one replica."""
+        return self.pages * self.page_size
+
+    @property
+    def response_seconds(self) -> float:
+        return self.efficiency.response_seconds
 
     def decode(self, sequences: float, context: float, steps: int = 1) -> float:
         """Return the seconds of `steps` decode steps of the same sequences, which have `context` tokens at first."""
@@ -114,15 +132,14 @@ class Measured(Costs):
     def __init__(
         self, hardware: Hardware, shape: Shape, efficiency: Efficiency, tp: int, profile: SizeProfile, page_size: int
     ):
-        super().__init__(hardware, shape, efficiency, tp)
-        self.capacity = profile.pages * page_size
+        super().__init__(hardware, shape, efficiency, tp, profile.pages, page_size)
         points = profile.decode
-        *_, self._token = fit([(1, n, n * context) for n, context, _ in points], [t for *_, t in points])
+        *_, self._token = fit_decode(profile.decode_windows)
         self._rows = sorted({n for n, *_ in points})
         # A CPU's step does not grow evenly with its rows, so what is left of it is interpolated between them.
         rest = {n: [t - n * c * self._token for m, c, t in points if m == n] for n in self._rows}
         self._steps = [sum(times) / len(times) for times in rest.values()]
-        self._prefill = fit([(1, context) for context, _ in profile.prefill], [t for _, t in profile.prefill])
+        self._prefill = fit_prefill(profile.prefill)
 
     def decode(self, sequences: float, context: float, steps: int = 1) -> float:
         read = steps * context + sequences * steps * (steps - 1) / 2

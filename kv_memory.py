@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from config import ConfigError, option
-from model import ModelShape, Split
+from model import ModelShape
+from pages import Cache
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,19 @@ class RolloutConfig:
     )
 
 
+def cache_of(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype) -> Cache:
+    """Return what the tokens of a rollout of this model leave in the cache."""
+    longest = config.max_prompt_tokens + config.max_response_tokens
+    kv = shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype.itemsize
+    return Cache(*kv, config.page_size, config.max_running, longest)
+
+
 def kv_page_bytes(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
-    """Bytes of one page on one rank of a replica: keys and values of `page_size` tokens in every layer."""
-    heads = Split(shape, 0, tensor_parallel).num_kv_heads
-    return 2 * shape.num_layers * heads * config.page_size * shape.head_dim * dtype.itemsize
+    return cache_of(config, shape, dtype).page_bytes(tensor_parallel)
 
 
 def kv_budget(config: RolloutConfig, device: torch.device) -> float:
-    """Return the bytes that one rank's page pool may have."""
+    """Return the bytes that one rank's pages may have, beside the weights, which every rank keeps whole."""
     if config.kv_gib:
         return config.kv_gib * 2**30
     return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else 2**28
@@ -52,19 +58,16 @@ def num_pages_for(
     tensor_parallel: int = 1,
 ) -> int:
     """Return how many pages the memory budget holds. Raises ConfigError when one full sequence does not fit."""
-    budget = kv_budget(config, device)
     if device.type == "cuda" and config.page_size not in (16, 32, 64, 128, 256):
         raise ConfigError(f"rollout.page_size = {config.page_size}: on a GPU take 16, 32, 64, 128 or 256")
-    page_bytes = kv_page_bytes(config, shape, dtype, tensor_parallel)
-    num_pages = int(budget // page_bytes)
-    longest = config.max_prompt_tokens + config.max_response_tokens
-    needed = -(-longest // config.page_size)
+    cache = cache_of(config, shape, dtype)
+    num_pages = cache.num_pages(kv_budget(config, device), tensor_parallel)
+    needed, page_bytes = cache.pages_of_longest, cache.page_bytes(tensor_parallel)
     if num_pages < needed:
         raise ConfigError(
             f"rollout.kv_gib = {config.kv_gib} holds {num_pages} pages of {page_bytes} bytes, but one sequence of "
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens needs {needed}; set "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {cache.longest} tokens needs {needed}; set "
             f"rollout.kv_gib to at least {math.ceil(needed * page_bytes / 2**30 * 1e6) / 1e6}, "
             "or lower rollout.max_response_tokens"
         )
-    most = config.max_running * needed  # more could never be used
-    return min(num_pages, most)
+    return num_pages

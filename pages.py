@@ -1,8 +1,61 @@
-"""Who has which KV page: bookkeeping on the host, without tensors of the model."""
+"""KV pages: how many a rank has, who gets in, and who has which. Bookkeeping on the host, no torch.
 
+`num_pages` and `has_room` are the rules of the engine, and of the planner and the simulator that play it.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+LAYOUTS = ("whole", "sharded")  # of the rollout's weights over the ranks of a replica; the engine's is "whole"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a token leaves in the cache, and how many tokens may ever be there."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int  # bytes of a number
+    page_size: int  # tokens of a page
+    max_running: int  # sequences of a replica that decode together
+    longest: int  # tokens of a sequence, its prompt included
+
+    @property
+    def pages_of_longest(self) -> int:
+        return pages_needed(self.longest, self.page_size)
+
+    def page_bytes(self, tensor_parallel: int) -> int:
+        """Bytes of one page on one rank: with fewer KV heads than ranks each rank has a copy of one."""
+        heads = max(self.kv_heads // tensor_parallel, 1)
+        return 2 * self.layers * heads * self.page_size * self.head_dim * self.itemsize
+
+    def num_pages(self, memory: float, tensor_parallel: int, weights: float = 0.0, layout: str = "whole") -> int:
+        """Return how many pages one rank of a replica has, and so the replica: each rank has its heads of all pages.
+
+        `memory`: bytes of one rank for pages and weights; `weights`: bytes of all weights, 0 where `memory` is what
+        they leave. More pages than `max_running` sequences can fill are not made. May be 0 or too few for one
+        sequence (`pages_of_longest`): the caller refuses that.
+        """
+        assert layout in LAYOUTS
+        own = weights if layout == "whole" else weights / tensor_parallel
+        pages = int(max(memory - own, 0.0) // self.page_bytes(tensor_parallel))
+        return min(pages, self.max_running * self.pages_of_longest)
+
+
+def pages_needed(num_tokens: Any, page_size: int) -> Any:
+    """Return how many pages hold so many tokens; also of an array."""
+    return -(-num_tokens // page_size)
+
+
+def has_room(needed: int, free: int, num_pages: int, num_admitted: int) -> bool:
+    """Whether a sequence that needs so many pages is admitted beside `num_admitted` others.
+
+    A hundredth of all pages stays free then: the next page that an older sequence needs should not preempt the newest.
+    """
+    return needed <= free - (num_pages // 100 if num_admitted else 0)
 
 
 class Pages:
@@ -25,7 +78,7 @@ class Pages:
         return self.size - self.used
 
     def needed(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
+        return pages_needed(num_tokens, self.page_size)
 
     def take(self, holder: Any) -> int:
         """Append a page of its own to `holder.pages` and return it. The caller has made sure that one is free."""

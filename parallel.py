@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import ConfigError
+from placement import group_sizes
 
 BUCKET_BYTES = 64 * 2**20
 FRAME_BYTES, HEAD_BYTES = 8 * 2**10, 8  # of the first collective of `gather_objects`, and its count of bytes
-SIZES = (1, 2, 4, 8)  # of tensor-parallel groups
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
@@ -309,14 +309,6 @@ class SampleStream:
 
 
 # ---- tensor parallelism of the rollout ---------------------------------------------------------------------------
-
-
-def group_sizes(num_ranks: int, node_size: int) -> list[int]:
-    """Return the sizes of tensor-parallel groups whose neighbours always share a machine. Pure.
-
-    `node_size` 0, which is unknown, leaves 1: a group that crosses machines would run at the speed of the network.
-    """
-    return [n for n in SIZES if num_ranks % n == 0 and (n == 1 or (node_size and node_size % n == 0))]
 
 
 def check_group_size(size: int, num_ranks: int, node_size: int) -> None:

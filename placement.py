@@ -4,7 +4,16 @@ from collections.abc import Iterable, Sequence
 
 from core import PromptId, SampleId
 
+SIZES = (1, 2, 4, 8)  # of tensor-parallel groups
 MARGIN = 8  # sequences; fewer are not worth the recomputation that a move costs
+
+
+def group_sizes(num_ranks: int, node_size: int) -> list[int]:
+    """Return the sizes of tensor-parallel groups whose neighbours always share a machine.
+
+    `node_size` 0, which is unknown, leaves 1: a group that crosses machines would run at the speed of the network.
+    """
+    return [n for n in SIZES if num_ranks % n == 0 and (n == 1 or (node_size and node_size % n == 0))]
 
 
 def assign_by_load(loads: Sequence[float], num_ranks: int, held: Sequence[float] = ()) -> list[list[int]]:

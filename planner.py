@@ -11,7 +11,7 @@ wait for their longest response.
 """
 
 import json
-from collections import deque
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from config import ConfigError, entry, option
+from core import RoundPlan
+from replica import Replica, Response
 
 RISE = 1.05  # a rise of preemptions over this doubles (section 4.2)
 QUIET_ROUNDS = 4  # so many rounds without preemption halve (section 4.2)
@@ -39,6 +41,7 @@ class Limits:
     page_size: int  # tokens
     max_running: int  # sequences of one replica that decode together
     max_response_tokens: int
+    shares_prompts: bool = False  # responses share their prompt's pages, as on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ class Launch:
     num_sequences: int
     prompt_tokens: float  # of one prompt, on average
     num_responses: int  # sequences that share a prompt
+
+    @classmethod
+    def of(cls, plan: RoundPlan) -> "Launch":
+        tokens = [len(prompt.token_ids) for _, prompt in plan.prompts]
+        return cls(len(tokens) * plan.num_responses, sum(tokens) / len(tokens), plan.num_responses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,11 @@ class SizeProfile:
     pages: int
     decode: tuple[tuple[int, int, float], ...]  # (sequences, tokens of context each, seconds of a step)
     prefill: tuple[tuple[int, float], ...]  # (tokens of context, seconds of a token)
+
+    @property
+    def decode_windows(self) -> list[tuple[float, float, float]]:
+        """(sequences, tokens of context in all, seconds of a step)"""
+        return [(n, n * context, seconds) for n, context, seconds in self.decode]
 
 
 @dataclass(frozen=True)
@@ -122,66 +135,43 @@ def read_profile(path: Path) -> Profile:
 
 
 class Simulator:
-    """Predicts how long one replica of a size takes, by the rules of the engine: admission, growth, preemption."""
+    """Predicts how long one replica of a size takes: the engine, played with the profile's times."""
+
+    response_seconds = 0.0
 
     def __init__(self, profile: SizeProfile, limits: Limits, pages: int):
-        self.pages, self.page_size, self.max_running = pages, limits.page_size, limits.max_running
-        # A step reads the weights, computes each sequence and reads its context; a token attends to its context.
-        self.decode = fit([(1, n, n * context) for n, context, _ in profile.decode], [t for *_, t in profile.decode])
-        self.prefill = fit([(1, context) for context, _ in profile.prefill], [t for _, t in profile.prefill])
+        self.pages, self.limits = pages, limits
+        self.weights, self.prefill_weights = fit_decode(profile.decode_windows), fit_prefill(profile.prefill)
 
-    def decode_seconds(self, sequences: int, context: float) -> float:
-        start, each, read = self.decode
-        return start + sequences * (each + context * read)
+    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
+        start, each, read = self.weights
+        return steps * (start + sequences * each + read * (context + sequences * (steps - 1) / 2))
 
-    def prefill_seconds(self, context: float) -> float:
-        token, attend = self.prefill
-        return context * (token + context * attend)
-
-    def _needed(self, tokens: Any) -> Any:
-        return -(-tokens // self.page_size)
+    def prefill(self, tokens: int) -> float:
+        token, attend = self.prefill_weights
+        return tokens * (token + tokens * attend)
 
     def run(self, launch: Launch, lengths: Sequence[int]) -> tuple[float, int]:
-        """Return (seconds, preemptions) of decoding responses of `lengths`."""
-        page, prompt = self.page_size, round(launch.prompt_tokens)
-        waiting = deque((0, length) for length in lengths)  # (tokens so far, tokens in the end)
-        rows = np.zeros((2, 0), np.int64)  # tokens in the cache, tokens still to come; in order of admission
-        ends = np.zeros(0, np.int64)
-        seconds, preemptions = 0.0, 0
-        while waiting or len(ends):
-            free = self.pages - int(self._needed(rows[0]).sum())
-            admitted = self._admit(waiting, len(ends), free, prompt)
-            for before, _ in admitted:  # a prompt is computed once for all its responses, a preempted one alone
-                seconds += self.prefill_seconds(prompt + before) / (1 if before else launch.num_responses)
-            more = np.array(admitted, np.int64).reshape(-1, 2)
-            rows = np.concatenate((rows, [prompt + more[:, 0], more[:, 1] - more[:, 0] - 1]), 1)
-            ends = np.concatenate((ends, more[:, 1]))
-            rows, ends = rows[:, rows[1] > 0], ends[rows[1] > 0]  # the prefill draws a token
-            while len(ends):
-                free = self.pages - int(self._needed(rows[0]).sum())
-                full_in = np.sort(-rows[0] % page)  # steps until each row needs a page
-                if free >= len(ends) or full_in[free]:
-                    break
-                waiting.appendleft((int(ends[-1] - rows[1, -1]), int(ends[-1])))  # the newest makes room
-                rows, ends, preemptions = rows[:, :-1], ends[:-1], preemptions + 1
-            if len(ends):
-                steps = min(page, int(rows[1].min()), *([int(full_in[free])] if free < len(ends) else []))
-                seconds += steps * self.decode_seconds(len(ends), float(rows[0].mean()) + steps / 2)
-                rows += np.array([[steps], [-steps]])
-                rows, ends = rows[:, rows[1] > 0], ends[rows[1] > 0]
-        return seconds, preemptions
+        """Return (seconds, preemptions) of decoding responses of `lengths`, a prompt's one after the other."""
+        c, prompt = self.limits, round(launch.prompt_tokens)
+        replica = Replica(self, self.pages, c.page_size, c.max_running, c.shares_prompts)
+        for i, length in enumerate(lengths):
+            replica.add(Response((0, *divmod(i, launch.num_responses)), prompt, length))
+        replica.run_until(math.inf)
+        return replica.clock, replica.preemptions
 
-    def _admit(self, waiting: deque, num_running: int, free: int, prompt: int) -> list[tuple[int, int]]:
-        """Take out what the engine would admit: it has pages for its context, and leaves a reserve for the others."""
-        admitted: list[tuple[int, int]] = []
-        while waiting and num_running + len(admitted) < self.max_running:
-            needed = self._needed(prompt + waiting[0][0])
-            if needed > free - (self.pages // 100 if num_running + len(admitted) else 0):
-                break
-            free -= needed
-            admitted.append(waiting.popleft())
-        assert num_running or admitted, "one sequence does not fit"
-        return admitted
+
+def fit_decode(windows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the seconds of a decode step, for each sequence in it, and for each token that it reads.
+
+    `windows`: (sequences, tokens of context in all, seconds of a step).
+    """
+    return fit([(1, n, tokens) for n, tokens, _ in windows], [seconds for *_, seconds in windows])
+
+
+def fit_prefill(points: Sequence[tuple[int, float]]) -> list[float]:
+    """Return the seconds of a token, and of each token of its context. `points`: (context, seconds of a token)."""
+    return fit([(1, context) for context, _ in points], [seconds for _, seconds in points])
 
 
 def fit(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:

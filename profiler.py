@@ -21,6 +21,7 @@ import checkpoint
 import launcher
 import parallel
 from config import ConfigError, load_config
+from pages import has_room
 from parallel import Groups, World
 from planner import Profile, SizeProfile
 from rollout import Engine
@@ -92,7 +93,7 @@ class Point:
     @property
     def fits(self) -> bool:
         tokens, pages = self.context + self.new_tokens, self.engine.pages
-        holds = self.batch * pages.needed(tokens) + pages.size // 100 <= pages.size
+        holds = has_room(self.batch * pages.needed(tokens), pages.size, pages.size, self.batch - 1)
         return holds and self.new_tokens <= self.engine.config.max_response_tokens and self.batch * tokens <= MAX_TOKENS
 
     def measure(self, world: World) -> tuple[float, float]:

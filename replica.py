@@ -1,18 +1,36 @@
-"""One engine of the simulator: admission, decoding, preemption, from event to event. Pure.
+"""An engine that is played, not run: admission, decoding, preemption, from event to event. Pure, no torch.
 
-Between two events the set of decoding sequences does not change, so any number of decode steps is one closed-form sum.
-`rollout.Engine` follows the same rules, token by token.
+The simulator's replicas and the planner's predictions are both this class. It keeps to the page what `rollout.Engine`
+does before and in each step, by the same rules (pages.py); a test holds both to the same preemptions and steps. Between
+two events the set of decoding sequences does not change, so any number of decode steps is one closed-form sum.
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Protocol
 
-from config import ConfigError
+import numpy as np
+
 from core import Finished, PromptId, SampleId
-from costs import Costs
+from pages import has_room, pages_needed
+
+
+class Times(Protocol):
+    """What work takes."""
+
+    @property
+    def response_seconds(self) -> float: ...  # of each response, whatever its length
+
+    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
+        """Return the seconds of `steps` decode steps of the same sequences, with `context` tokens cached at first."""
+        ...
+
+    def prefill(self, tokens: int) -> float:
+        """Return the seconds of computing `tokens` of context; the first token to follow is drawn by that."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -24,86 +42,197 @@ class Response:
     length: int
     done: int = 0  # tokens it had when it was admitted
     start: int = 0  # the replica's iteration at that time
+    shared: int = 0  # pages of its prompt that others may share
+    sharers: list[int] = field(default_factory=list)  # `shared` of all that have these pages
 
     @property
     def ends(self) -> int:
         return self.start + self.length - self.done
 
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.done
+
+    @property
+    def base(self) -> int:
+        """Tokens in the cache after iteration i, less i. The newest token is not in the cache."""
+        return self.tokens - 1 - self.start
+
 
 class Replica:
-    """One engine: admits, decodes, preempts the newest when pages run out. Mirrors `rollout.Engine`."""
+    """One engine: admits while rows and pages last, decodes, preempts the newest when pages run out."""
 
-    def __init__(self, costs: Costs, max_running: int = 256, page_size: int = 64, longest: int = 0):
-        self.costs, self.max_running, self.padding = costs, max_running, page_size / 2
-        if costs.capacity < longest + page_size:
-            raise ConfigError(
-                f"{costs.capacity} tokens of KV fit on a replica of {costs.tp} GPUs, one response may need {longest}; "
-                "raise cluster.tensor_parallel"
-            )
+    def __init__(
+        self, times: Times, num_pages: int, page_size: int = 64, max_running: int = 256, shares_prompts: bool = True
+    ):
+        """`shares_prompts`: the responses of a group share their prompt's pages, as on a GPU; a CPU copies them."""
+        self.times, self.num_pages, self.page_size = times, num_pages, page_size
+        self.max_running, self.shares_prompts = max_running, shares_prompts
         self.clock = 0.0
         self.iteration = 0
         self.running: dict[SampleId, Response] = {}  # in order of admission
         self.waiting: deque[Response] = deque()
         self.ending: list[tuple[int, SampleId]] = []  # heap; entries of what left early are passed over
-        self.prompts: Counter[PromptId] = Counter()  # of the running sequences
-        self.context = 0  # their tokens
+        self.prompts: dict[PromptId, list[Response]] = {}  # the running ones
+        self.new: list[Response] = []  # admitted, their context not computed
+        self.has_begun, self.event = False, math.inf  # what comes before the next step is done; see `next_event`
+        # Pages: of each sequence the whole ones, counted at iteration 0, and how many tokens are left over.
+        self.whole_pages = self.saved_pages = self.base = 0
+        self.left_over, self.steps = np.zeros(page_size, np.int64), np.arange(page_size)
         self.busy = 0.0
         self.events = self.preemptions = self.decoded = 0
+        self.plain = (0, 0, 0.0)  # steps that compute no context: how many, the tokens that they drew, their seconds
 
     @property
-    def used(self) -> float:
-        """Tokens' worth of pages. On average a sequence's last page is half full."""
-        return self.context + self.padding * len(self.running)
+    def pages_used(self) -> int:
+        return self._pages_at(self.iteration)
 
     def add(self, sequence: Response) -> None:
         self.waiting.append(sequence)
-        self._admit()
+        self.has_begun = False
 
     def remove(self, ids: Set[SampleId]) -> list[Response]:
         """Take out those of these sequences that are here, with what they have; they can go on elsewhere."""
         gone = [self._release(id) for id in self.running.keys() & ids]
         gone += [s for s in self.waiting if s.id in ids]
         self.waiting = deque(s for s in self.waiting if s.id not in ids)
-        self._admit()
+        self.has_begun = False
         return gone
 
     def next_event(self) -> float:
         """Return the iteration at whose end something may happen: a response ends, or pages run out."""
-        while self.ending and not self._is_current(*self.ending[0]):
-            heappop(self.ending)
-        if not self.running:
-            return math.inf
-        room = (self.costs.capacity - self.used) // len(self.running) + 1
-        return min(self.ending[0][0], self.iteration + room)
+        if not self.has_begun:
+            self._begin()
+            self.event = self._next_event()
+        return self.event
 
     def run_until(self, iteration: float) -> list[tuple[Finished, float]]:
         """Decode up to an iteration; return what ended, and when."""
         finished = []
-        while math.inf > (at := self.next_event()) <= iteration:
-            self._advance(at)
-            while self.ending and self.ending[0][0] <= at:
+        while self.iteration < iteration and (at := self.next_event()) < math.inf:
+            self._advance(int(min(at, iteration)))
+            while self.ending and self.ending[0][0] <= self.iteration:
                 ended = heappop(self.ending)
                 if self._is_current(*ended):
                     sequence = self._release(ended[1])
                     finished.append((Finished(self.iteration, sequence.id, sequence.length), self.clock))
-            while self.used > self.costs.capacity:
-                self.waiting.appendleft(self._release(next(reversed(self.running))))
-                self.preemptions += 1
-            self._admit()
         if iteration < math.inf:
-            self._advance(iteration)
+            self.iteration = int(iteration)  # a replica that ran dry counts on
         return finished
+
+    def _next_event(self) -> float:
+        if not self.running:
+            return math.inf
+        while not self._is_current(*self.ending[0]):
+            heappop(self.ending)
+        end = self.ending[0][0]
+        return end if self._fits(end) else min(end, self.iteration + self._steps_left())
 
     def _is_current(self, end: int, id: SampleId) -> bool:
         return id in self.running and self.running[id].ends == end
 
-    def _advance(self, iteration: float) -> None:
-        steps, running = int(iteration - self.iteration), len(self.running)
-        if running and steps:
-            self._spend(self.costs.decode(running, self.context, steps))
-            self.context += running * steps
-            self.decoded += running * steps
-        self.iteration = int(iteration)
+    # ---- pages -----------------------------------------------------------------------------------------------
+
+    def _pages_at(self, iteration: int) -> int:
+        """Return how many pages the running sequences have after an iteration."""
+        own = pages_needed(self.steps + iteration, self.page_size) @ self.left_over
+        return self.whole_pages + int(own) - self.saved_pages
+
+    def _fits(self, iteration: int) -> bool:
+        rows = len(self.running)
+        most = (self.base + rows * iteration) // self.page_size + rows  # as if nothing were shared: quickly seen
+        return most <= self.num_pages or self._pages_at(iteration) <= self.num_pages
+
+    def _steps_left(self) -> int:
+        """Return for how many steps there are pages: each sequence takes one in every `page_size` steps."""
+        free = self.num_pages - self.pages_used
+        turns, free = divmod(free, len(self.running))
+        due = self.left_over[(-self.iteration - self.steps) % self.page_size].cumsum()  # pages taken in 1, 2 .. steps
+        return turns * self.page_size + int(due.searchsorted(free, "right"))
+
+    def _hold(self, sequence: Response, sign: int) -> None:
+        """Count a sequence's pages and tokens in (1) or out (-1)."""
+        whole, rest = divmod(sequence.base, self.page_size)
+        self.whole_pages += sign * whole
+        self.left_over[rest] += sign
+        self.base += sign * sequence.base
+        before = _saved(sequence.sharers)
+        if sign > 0:
+            sequence.sharers.append(sequence.shared)
+        else:
+            sequence.sharers.remove(sequence.shared)
+        self.saved_pages += _saved(sequence.sharers) - before
+
+    # ---- before a step ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Admit, then preempt the newest while pages for the next token of every sequence are not there."""
+        self.has_begun = True
+        self._admit()
+        while not self._fits(self.iteration + 1):
+            self.waiting.appendleft(self._release(next(reversed(self.running))))
+            self.preemptions += 1
+
+    def _admit(self) -> None:
+        """Start waiting sequences, in order. A prompt is computed once for all its responses."""
+        if not self.waiting:
+            return
+        free = self.num_pages - self._pages_at(self.iteration)
+        while self.waiting and len(self.running) < self.max_running:
+            sequence = self.waiting[0]
+            donor, is_late = self._donor(sequence)
+            # A late one decodes the prompt's last token again, so it needs a page of its own for that.
+            whole = (sequence.prompt_tokens - is_late) // self.page_size if self.shares_prompts else 0
+            needed = pages_needed(sequence.tokens, self.page_size) - (whole if donor else 0)
+            if not has_room(needed, free, self.num_pages, len(self.running)):
+                assert self.running, "one sequence does not fit"
+                return
+            free -= needed
+            self.waiting.popleft()
+            self.events += 1
+            sequence.start, sequence.shared = self.iteration, whole
+            sequence.sharers = donor.sharers if donor else []
+            self.running[sequence.id] = sequence
+            self.prompts.setdefault(sequence.id[:2], []).append(sequence)
+            self._hold(sequence, 1)
+            if not sequence.done:
+                self._spend(self.times.response_seconds)
+            if not is_late:
+                self.new.append(sequence)
+            heappush(self.ending, (sequence.ends, sequence.id))
+
+    def _donor(self, sequence: Response) -> tuple[Response | None, bool]:
+        """Return whose prompt a new response takes over, and whether that prompt was computed in an earlier step."""
+        siblings = () if sequence.done else self.prompts.get(sequence.id[:2], ())
+        together = (s for s in siblings if s.start == self.iteration and not s.done)
+        earlier = (s for s in siblings if s.start < self.iteration)
+        if donor := next(together, None):
+            return donor, donor not in self.new
+        donor = next(earlier, None)
+        return donor, donor is not None
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def _advance(self, iteration: int) -> None:
+        steps, rows = iteration - self.iteration, len(self.running)
+        context = self.base + rows * self.iteration
+        self.decoded += rows * steps
+        if self.new:  # a step that computes contexts; it decodes the others only
+            prompts: set[PromptId] = set()
+            for s in self.new:
+                if s.done or s.id[:2] not in prompts:
+                    self._spend(self.times.prefill(s.tokens))
+                    prompts |= {s.id[:2]} if not s.done else set()
+            others = rows - len(self.new)
+            if others:
+                self._spend(self.times.decode(others, context - sum(s.tokens - 1 for s in self.new)))
+            self.new.clear()
+            steps, context = steps - 1, context + rows
+        if steps:
+            seconds = self.times.decode(rows, context, steps)
+            self._spend(seconds)
+            self.plain = self.plain[0] + steps, self.plain[1] + rows * steps, self.plain[2] + seconds
+        self.iteration, self.has_begun = iteration, False
 
     def _spend(self, seconds: float) -> None:
         self.clock += seconds
@@ -112,27 +241,17 @@ class Replica:
     def _release(self, id: SampleId) -> Response:
         self.events += 1
         sequence = self.running.pop(id)
+        self._hold(sequence, -1)
+        siblings = self.prompts[id[:2]]
+        siblings.remove(sequence)
+        if not siblings:
+            del self.prompts[id[:2]]
+        if sequence in self.new:
+            self.new.remove(sequence)
         sequence.done += self.iteration - sequence.start
-        self.context -= sequence.prompt_tokens + sequence.done
-        self.prompts[id[:2]] -= 1
         return sequence
 
-    def _admit(self) -> None:
-        """Start waiting sequences while rows and pages last. A prompt is computed once for all its responses."""
-        while self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting[0]
-            tokens = sequence.prompt_tokens + sequence.done
-            reserve = self.costs.capacity / 100 if self.running else 0
-            if self.used + tokens + self.padding > self.costs.capacity - reserve:
-                return
-            self.waiting.popleft()
-            self.events += 1
-            if sequence.done or not self.prompts[sequence.id[:2]]:
-                self._spend(self.costs.prefill(tokens))
-            if not sequence.done:
-                self._spend(self.costs.efficiency.response_seconds)
-            sequence.start = self.iteration
-            self.running[sequence.id] = sequence
-            self.prompts[sequence.id[:2]] += 1
-            self.context += tokens
-            heappush(self.ending, (sequence.ends, sequence.id))
+
+def _saved(sharers: list[int]) -> int:
+    """Return how many pages are saved by sharing: each page is there once."""
+    return sum(sharers) - max(sharers, default=0)

@@ -27,7 +27,7 @@ from core import Sample, SampleId
 from graphs import DecodeGraphs, Flight, upload
 from kv_memory import RolloutConfig, kv_budget, kv_page_bytes, num_pages_for
 from model import Model, Shard, check_split
-from pages import Pages, compact
+from pages import Pages, compact, has_room
 from parallel import TensorParallel, World
 from sampling import SamplingConfig, sample, sample_key, uniforms
 from sequence import EngineStats, Prefill, Sequence
@@ -321,8 +321,7 @@ class Engine:
             known = len(context) - (prefill is None)
             whole = known // self.config.page_size if donor and not self.pages.dense else 0
             needed = self.pages.needed(len(context)) - whole
-            # The reserve keeps a newcomer from being preempted by the next page that an older one needs.
-            if needed > self.pages.free - (self.pages.size // 100 if num_admitted else 0):
+            if not has_room(needed, self.pages.free, self.pages.size, num_admitted):
                 break
             self.waiting.popleft()
             for page in donor.pages[:whole] if donor else []:

@@ -23,14 +23,15 @@ from typing import Any
 
 from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
-from costs import Costs, Efficiency, Hardware, Measured, Shape
+from costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
 from data import PromptStream
-from placement import Placement
+from pages import LAYOUTS, Cache, pages_needed
+from placement import Placement, group_sizes
 from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report, SizeProfile, read_profile
 from replica import Replica, Response
 from reward import RewardConfig
 from scheduler import POLICIES, RoundPolicy, SchedulerConfig, window
-from streaming import Progress, ScaleDown, StreamConfig, StreamPolicy
+from streaming import DecodeTimes, ScaleDown, StreamConfig, StreamPolicy
 from timeouts import AdaptiveTimeouts, CasePlan
 from workload import Drawn, LengthModel, Lengths, Recorded
 
@@ -52,8 +53,15 @@ class ClusterConfig:
     model: str = option("qwen2.5-7b", "file in configs/simulate that states a model and its response lengths")
     gpus: int = option(16, "GPUs of the whole run", min=1, max=100_000)
     tensor_parallel: int = option(1, "GPUs that decode one replica together", min=1)
+    weights: str = option(
+        "whole",
+        "rollout weights on each GPU of a replica: whole, as the engine keeps them, or sharded, which it cannot yet; "
+        "either way a GPU reads only its shard in a decode step",
+        choices=LAYOUTS,
+    )
     max_running: int = option(256, "sequences that decode together on one replica, at most", min=1)
     page_size: int = option(64, "tokens in one KV page", min=1)
+    shared_prompts: bool = option(True, "responses share their prompt's pages, as on a GPU; false: as on a CPU")
     steps: int = option(20, "steps to simulate", min=1)
     seed: int = option(0, "seed of lengths, of the order of prompts and of graders", min=0)
 
@@ -99,12 +107,13 @@ class Rollout:
     """Plays one round as `rounds.Round` does: windows, events, the policy's decisions, moves."""
 
     def __init__(self, run: "Simulation", plan: RoundPlan, visit: int):
-        c = run.config
+        c = run.config.cluster
         self.run, self.plan, self.visit, self.costs = run, plan, visit, run.choose(plan)
-        count = c.cluster.gpus // self.costs.tp
-        longest = max((len(p.token_ids) for _, p in plan.prompts), default=0) + run.limit
-        limits = c.cluster.max_running, c.cluster.page_size, longest
-        self.replicas = [Replica(run.costs_at(i, self.costs.tp), *limits) for i in range(count)]
+        count = c.gpus // self.costs.tp
+        limits = c.page_size, c.max_running, c.shared_prompts
+        costs = [run.costs_at(i, self.costs.tp) for i in range(count)]
+        self.replicas = [Replica(each, each.pages, *limits) for each in costs]
+        self.stream = run.stream_for(plan, self.costs.tp)
         self.freed: list[Replica] = []
         self.placement = Placement(count)
         self.iteration = self.windows = self.turns = self.migrated = 0
@@ -154,9 +163,9 @@ class Rollout:
 
     def _decode(self) -> list[Finished]:
         """Go on to the end of the first window in which anything happens. Windows begin together on all replicas."""
-        streams = self.run.stream is not None and not self.run.stream.is_done
-        given = self.run.config.scheduler, self.plan.kind, len(self.replicas)
-        size, _ = window(*given, streams=streams, feeds=bool(self.freed))
+        streams = self.stream is not None and not self.stream.is_done
+        feeds = self.scale_down is not None
+        size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), streams, feeds)
         windows = 1
         if size < math.inf:
             first = min(replica.next_event() for replica in self.replicas)
@@ -164,14 +173,27 @@ class Rollout:
                 return []  # dynamic sampling waits for its grades
             windows = math.ceil((first - self.iteration) / size)
             self.iteration += windows * int(size)
+        before = [replica.plain for replica in self.replicas]
         ended = [e for r in self.replicas for e in r.run_until(self.iteration if size < math.inf else math.inf)]
         self.windows += windows
+        if self.stream:
+            self._observe_steps(before)
         latest = self.seconds + windows * self.run.model.efficiency.window_seconds
         for replica in self.replicas if size < math.inf else ():
             replica.clock = latest
         self.ended.update({event.id: at for event, at in ended})
         self.lengths.update({event.id: event.num_tokens for event, _ in ended})
         return [event for event, _ in ended]
+
+    def _observe_steps(self, before: Sequence[tuple[int, int, float]]) -> None:
+        """Tell the stream policy what a step took on the slowest replica, as stream_training.py does."""
+        windows = []
+        for replica, old in zip(self.replicas, before, strict=True):
+            steps, drawn, seconds = (now - then for now, then in zip(replica.plain, old, strict=True))
+            if steps:
+                windows.append((drawn / steps, replica.pages_used * replica.page_size, seconds / steps))
+        if windows:
+            self.run.times[self.costs.tp].observe(*max(windows, key=lambda window: window[-1]))
 
     def _move(self, moves: Sequence[tuple[SampleId, int, int]]) -> None:
         replicas = self.replicas + self.freed
@@ -185,22 +207,13 @@ class Rollout:
 
     def _scale_down(self) -> None:
         total = self.plan.keep_prompts * self.plan.keep_responses
-        if not self.run.stream or self.run.stream.is_done:
+        if not self.stream or not self.stream.is_due(len(self.lengths), total):  # before all is looked through
             return
-        if len(self.lengths) / total < self.run.stream.milestone:  # seen before all that runs is looked through
-            return
-        running = {s.id: s.done + r.iteration - s.start for r in self.replicas for s in r.running.values()}
-        waiting = {s.id: s.done for r in self.replicas for s in r.waiting}
-        progress = Progress(
-            completed=len(self.lengths),
-            total=total,
-            live=(*running.values(), *waiting.values()),
-            prompt_tokens=len(self.plan.prompts[0][1].token_ids),
-            replicas=len(self.replicas),
-            train_seconds=self.run.typical_train_seconds,
-        )
-        self.run.stream.profile = self.costs
-        self.scale_down = self.run.stream.observe(progress)
+        live = [s.done + r.iteration - s.start for r in self.replicas for s in r.running.values()]
+        live += [s.done for r in self.replicas for s in r.waiting]
+        sizes, count = [len(p.token_ids) for p in self.prompts.values()], len(self.replicas)
+        given = total, self.lengths.values(), live, sum(sizes) // len(sizes), count, self.run.token_seconds
+        self.scale_down = self.stream.observe(self.stream.progress(*given))
         if self.scale_down:
             keep, self.freed_at = self.scale_down.replicas, self.seconds
             self.replicas, self.freed = self.replicas[:keep], self.replicas[keep:]
@@ -223,57 +236,78 @@ class Simulation:
     ):
         """`workload`: instead of lengths by `model`; `profile`: measured times instead of the roofline's."""
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
-        self.costs_of, c = self._costs(), config.cluster
-        self.costs = self.costs_of[c.tensor_parallel]
+        c = config.cluster
         self.workload = workload or Drawn(model.lengths, c.seed)
         self.limit = self.workload.limit
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, c.seed)
         count = math.ceil(config.scheduler.num_prompts * self.policy.config.eta_prompts) * (c.steps + 1)
-        self.data = PromptStream(self.workload.prompts(count), c.seed)
+        prompts = self.workload.prompts(count)
+        self.data = PromptStream(prompts, c.seed)
+        self.longest = max(len(prompt.token_ids) for prompt in prompts) + self.limit
+        self.costs_of = self._costs()
+        self.costs = self.costs_of[c.tensor_parallel]
+        self.times = {n: DecodeTimes(costs.capacity) for n, costs in self.costs_of.items()}
         self.stream = None
         if config.stream.policy != "off":
-            self.stream = StreamPolicy(config.stream, self.costs, self.limit)
+            self.stream = StreamPolicy(config.stream, self.times[c.tensor_parallel], self.limit)
         self.planner = self._planner() if config.planner.rule != "fixed" else None
         self.timeouts = config.grading.timeouts()
-        self.typical_train_seconds = 0.0
+        self.token_seconds = 0.0  # in which all GPUs together trained a token of the newest step
         self.records: list[dict[str, Any]] = []
         self.trained: list[list[SampleId]] = []
         self.events = 0
 
     def _costs(self) -> dict[int, Costs]:
-        """Return the costs of each tensor-parallel size that replicas may have."""
-        c, hardware, model, profile = self.config.cluster, self.hardware, self.model, self.profile
+        """Return the costs of each tensor-parallel size that replicas may have: those that hold a longest response."""
+        c, given, profile = self.config.cluster, (self.hardware, self.model.shape, self.model.efficiency), self.profile
         if c.gpus % c.tensor_parallel:
             raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel} does not divide cluster.gpus = {c.gpus}")
+        found: dict[int, Costs]
         if profile:
-            if c.tensor_parallel not in profile.sizes:
-                raise ConfigError(
-                    f"cluster.tensor_parallel = {c.tensor_parallel}: the profile has only {[*profile.sizes]}"
-                )
-            given = hardware, model.shape, model.efficiency
-            return {n: Measured(*given, n, p, c.page_size) for n, p in profile.sizes.items() if c.gpus % n == 0}
-        most = min(hardware.node_gpus, c.gpus, model.shape.kv_heads)
-        sizes = {c.tensor_parallel, *(n for n in (1, 2, 4, 8) if n <= most and c.gpus % n == 0)}
-        return {n: Costs(hardware, model.shape, model.efficiency, n) for n in sorted(sizes)}
+            found = {n: Measured(*given, n, p, c.page_size) for n, p in profile.sizes.items() if c.gpus % n == 0}
+        else:
+            node = min(self.hardware.node_gpus, c.gpus)
+            sizes = {c.tensor_parallel} | {n for n in group_sizes(c.gpus, node) if n <= self.model.shape.kv_heads}
+            found = {n: Costs(*given, n, self._num_pages(n, c.weights), c.page_size) for n in sorted(sizes)}
+        needed = pages_needed(self.longest, c.page_size)
+        fitting = {n: costs for n, costs in found.items() if costs.pages >= needed}
+        if c.tensor_parallel not in fitting:
+            raise ConfigError(self._misfit(found, needed))
+        return fitting
+
+    def _num_pages(self, size: int, layout: str) -> int:
+        c, s = self.config.cluster, self.model.shape
+        cache = Cache(s.layers, s.kv_heads, s.head_dim, BYTES, c.page_size, c.max_running, self.longest)
+        memory = self.hardware.memory * self.model.efficiency.kv_memory
+        return cache.num_pages(memory, size, s.parameters * BYTES, layout)
+
+    def _misfit(self, found: Mapping[int, Costs], needed: int) -> str:
+        """Say why replicas of the size that is asked for cannot be, and what could."""
+        c, fits = self.config.cluster, [n for n, costs in found.items() if costs.pages >= needed]
+        if c.tensor_parallel not in found:
+            return f"cluster.tensor_parallel = {c.tensor_parallel}: the profile has only {[*found]}"
+        text = f"cluster.tensor_parallel = {c.tensor_parallel}: a response of {self.longest} tokens does not fit; "
+        text += f"sizes that hold one: {fits}" if fits else "no size of this cluster holds one"
+        if not self.profile:
+            each = self.model.shape.parameters * BYTES
+            room = self.hardware.memory * self.model.efficiency.kv_memory
+            text += f". cluster.weights = {c.weights}: {each / 1e9:.3g} GB of weights, {room / 1e9:.3g} GB of a GPU "
+            text += "for weights and pages"
+            if c.weights == "whole" and self._num_pages(c.tensor_parallel, "sharded") >= needed:
+                text += "; they would fit sharded, which the engine cannot yet"
+        return text
 
     def _planner(self) -> ParallelismPlanner:
         """Build the planner of real runs. Without a measured profile its own is what the roofline says."""
         c, sizes = self.config.cluster, {}
-        longest = self.model.lengths.prompt_tokens + self.limit + c.page_size
         for n, costs in self.costs_of.items():
-            if costs.capacity >= longest:
-                decode = [(b, ctx, costs.decode(b, b * ctx)) for b in (1, 8, 64, 256) for ctx in (256, 2048, 16_384)]
-                prefill = [(ctx, costs.prefill(ctx) / ctx) for ctx in (256, 2048, 16_384)]
-                sizes[n] = SizeProfile(costs.capacity // c.page_size, tuple(decode), tuple(prefill))
+            decode = [(b, ctx, costs.decode(b, b * ctx)) for b in (1, 8, 64, 256) for ctx in (256, 2048, 16_384)]
+            prefill = [(ctx, costs.prefill(ctx) / ctx) for ctx in (256, 2048, 16_384)]
+            sizes[n] = SizeProfile(costs.pages, tuple(decode), tuple(prefill))
         if self.profile:
             sizes = {n: self.profile.sizes[n] for n in sizes}
-        if c.tensor_parallel not in sizes:
-            fits = f"sizes that hold one: {sorted(sizes)}" if sizes else "no size of this cluster holds one"
-            raise ConfigError(
-                f"cluster.tensor_parallel = {c.tensor_parallel}: a response of {longest} tokens does not fit; {fits}"
-            )
-        pages = {n: profile.pages for n, profile in sizes.items()}
-        limits = Limits(c.gpus, pages, c.page_size, c.max_running, self.limit)
+        pages = {n: costs.pages for n, costs in self.costs_of.items()}
+        limits = Limits(c.gpus, pages, c.page_size, c.max_running, self.limit, c.shared_prompts)
         # The paper's rule starts without one: from `tensor_parallel`.
         profile = Profile({}, sizes) if self.config.planner.rule == "predict" else None
         return ParallelismPlanner(self.config.planner, limits, c.tensor_parallel, profile)
@@ -281,10 +315,14 @@ class Simulation:
     def choose(self, plan: RoundPlan) -> Costs:
         """Return the costs of the tensor-parallel size that the planner wants for this round."""
         if self.planner:
-            tokens = mean(len(prompt.token_ids) for _, prompt in plan.prompts)
-            launch = Launch(len(plan.prompts) * plan.num_responses, tokens, plan.num_responses)
-            self.costs = self.costs_of[self.planner.choose(plan.kind, launch).size]
+            self.costs = self.costs_of[self.planner.choose(plan.kind, Launch.of(plan)).size]
         return self.costs
+
+    def stream_for(self, plan: RoundPlan, size: int) -> StreamPolicy | None:
+        """Return the stream policy, if replicas of this size may leave the round that begins."""
+        if self.stream:
+            self.stream.profile = self.times[size]
+        return self.stream if self.stream and self.stream.begin(plan.kind) else None
 
     def costs_at(self, replica: int, size: int) -> Costs:
         """Return the costs of one replica of a tensor-parallel size. All are alike."""
@@ -302,12 +340,12 @@ class Simulation:
         """Play one step: rollout, grading, training, weight sync."""
         c, e = self.config, self.model.efficiency
         plan = self.policy.begin(self.data.take, c.cluster.steps - step)
-        streams = self.stream is not None and self.stream.begin(plan.kind)
         rollout = Rollout(self, plan, step)
         rollout.play(self.policy)
         accepted = self.policy.accepted_ids()
         stats = self.policy.close(rollout.aborted)
-        graded = grade(rollout, accepted, c.grading, self.timeouts, c.cluster.seed)
+        wanted = list(rollout.ended) if plan.audit else accepted
+        graded = grade(rollout, wanted, c.grading, self.timeouts, c.cluster.seed)
         self.newest, self.graded = rollout, graded
         end = rollout.seconds
         reward = max(max(graded[id] for id in accepted) - end, 0.0)
@@ -316,9 +354,9 @@ class Simulation:
         streamed, late = self._stream(rollout, lengths, graded)
         rest = [n for id, n in lengths.items() if id[:2] not in streamed]
         train = self.costs.train(rest, c.cluster.gpus) + late + e.train_seconds
-        self.typical_train_seconds = self.costs.train(list(lengths.values()), c.cluster.gpus)
-        if streams:
-            self.stream.close([rollout.lengths[id] for id in accepted])
+        self.token_seconds = self.costs.train(list(lengths.values()), c.cluster.gpus) / sum(lengths.values())
+        if rollout.stream:
+            rollout.stream.close([rollout.lengths[id] for id in accepted])
         if self.planner:
             everything = (*rollout.lengths.values(), *rollout.aborted.values())
             self.planner.observe(plan.kind, Report(rollout.preemptions, end, everything))

@@ -150,16 +150,9 @@ class StreamedRound:
         return ready
 
     def _progress(self, live: Sequence[int]) -> Progress:
-        responses = sum(self.lengths.values()) + sum(map(self.policy.expected, live))
-        tokens = responses + (len(self.lengths) + len(live)) * self.prompt_tokens
-        return Progress(
-            completed=len(self.lengths),
-            total=self.plan.keep_prompts * self.plan.keep_responses,
-            live=tuple(live),
-            prompt_tokens=self.prompt_tokens,
-            replicas=self.run.engine.parallel.num_replicas,
-            train_seconds=tokens * self.run.rate / self.world.size,
-        )
+        total, ended = self.plan.keep_prompts * self.plan.keep_responses, self.lengths.values()
+        replicas, token_seconds = self.run.engine.parallel.num_replicas, self.run.rate / self.world.size
+        return self.policy.progress(total, ended, live, self.prompt_tokens, replicas, token_seconds)
 
     # ---- the scale-down --------------------------------------------------------------------------------------
 

@@ -10,13 +10,13 @@ Every rank feeds its copy with the same progress after each window, so all come 
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
 from config import option
-from planner import fit
+from planner import fit_decode
 
 HISTORY = 8192  # responses whose lengths are remembered
 WINDOWS = 256  # windows whose step times are remembered
@@ -61,7 +61,7 @@ class DecodeTimes:
         if not self.windows:
             return 0.0
         if self._weights is None:  # a step reads the weights, computes each sequence and reads its context
-            self._weights = fit([(1, n, tokens) for n, tokens, _ in self.windows], [w[-1] for w in self.windows])
+            self._weights = fit_decode(self.windows)
         start, each, read = self._weights
         return steps * (start + sequences * each + context * read)
 
@@ -134,10 +134,30 @@ class StreamPolicy:
         self.close(state["lengths"])
         self.switch = state["switch"]
 
+    def is_due(self, completed: int, total: int) -> bool:
+        """Whether `observe` would look further than at how many of the responses are complete."""
+        return not self.is_done and completed / total >= self.milestone
+
+    def progress(
+        self,
+        total: int,
+        ended: Collection[int],
+        live: Sequence[int],
+        prompt_tokens: int,
+        replicas: int,
+        token_seconds: float,
+    ) -> Progress:
+        """Return where a round of `total` responses stands: tokens of those that `ended`, and so far of the `live`.
+
+        `token_seconds`: in which all ranks together train a token.
+        """
+        tokens = sum(ended) + sum(map(self.expected, live)) + (len(ended) + len(live)) * prompt_tokens
+        return Progress(len(ended), total, tuple(live), prompt_tokens, replicas, tokens * token_seconds)
+
     def observe(self, progress: Progress) -> ScaleDown | None:
         """Decide after a window. Algorithm 1 of the paper; `estimate` adds our own question whether it pays."""
         p, share = progress, progress.completed / progress.total
-        if self.is_done or share < self.milestone:
+        if not self.is_due(p.completed, p.total):
             return None
         if self.config.policy != "fixed":
             if share > self.config.last:

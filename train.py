@@ -125,9 +125,7 @@ def roll_out(
 
 def regroup(run: "Run", plan: RoundPlan, clock: Clock) -> None:
     """Let the planner choose the tensor-parallel size of the round and take it. No collective: all choose the same."""
-    prompt_tokens = sum(len(prompt.token_ids) for _, prompt in plan.prompts) / len(plan.prompts)
-    launch = Launch(len(plan.prompts) * plan.num_responses, prompt_tokens, plan.num_responses)
-    run.choice = run.planner.choose(plan.kind, launch)
+    run.choice = run.planner.choose(plan.kind, Launch.of(plan))
     with clock.span("regroup"):
         run.engine.regroup(run.groups[run.choice.size])
 
@@ -350,7 +348,8 @@ def build_rollout(
     profile = parallel.broadcast_object(world, profile)
     groups, own = parallel.Groups(world, sizes), rollout.tensor_parallel
     engine = Engine(model, rollout, config.sampling, ends, tokenizer, groups[own], sizes)
-    limits = Limits(world.size, engine.num_pages, rollout.page_size, rollout.max_running, rollout.max_response_tokens)
+    sizes_of = rollout.page_size, rollout.max_running, rollout.max_response_tokens
+    limits = Limits(world.size, engine.num_pages, *sizes_of, shares_prompts=not engine.pages.dense)
     return groups, engine, ParallelismPlanner(config.planner, limits, own, profile)
 
 

@@ -340,6 +340,7 @@ def simulation_of(run: Run, sizes: list[int], length: Callable, machine: Machine
         tensor_parallel=config.rollout.tensor_parallel,
         max_running=config.rollout.max_running,
         page_size=config.rollout.page_size,
+        shared_prompts=False,
         steps=config.run.steps,
         seed=config.run.seed,
     )

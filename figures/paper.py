@@ -19,20 +19,57 @@ from matplotlib.container import BarContainer
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from config import ConfigError
 from planner import PlannerConfig
 from scheduler import SchedulerConfig
-from simulate import ClusterConfig, GradingConfig, Simulation, SimulationConfig, simulate
+from simulate import ClusterConfig, GradingConfig, Simulation, SimulationConfig, load_hardware, load_model, simulate
 from streaming import StreamConfig
 
 MODELS = {"7B/8k": "qwen2.5-7b", "14B/16k": "qwen2.5-14b", "32B/32k": "qwen2.5-32b"}
 GPUS = {"7B/8k": 16, "14B/16k": 32, "32B/32k": 64}
 TENSOR_PARALLEL = {"7B/8k": 1, "14B/16k": 2, "32B/32k": 2}
+# The engine keeps whole weights on every GPU. Those of 32B leave too little room for a response (`misfit`), so 32B is
+# simulated with sharded weights, a layout that does not ship yet; every row that has it says so.
+WEIGHTS = {"7B/8k": "whole", "14B/16k": "whole", "32B/32k": "sharded"}
+DATA = HERE / "paper.json"
+LONG = "the paper's long rounds are shorter than its baseline's, though they hold the longest responses"
+WHY = [  # table, part of a row's name, why it is over 15 % off; `python figures/paper.py` writes them anew
+    (
+        "Figure 14",
+        "GPUs",
+        "each GPU has the same work at every size, and yet the paper's steps grow by 1.8: it must have a cost that "
+        "grows with batch or cluster; here only the sandboxes are of fixed size",
+    ),
+    (
+        "Figure 12",
+        "",
+        "a mean of 1.9 needs 2.2 in the steps at size 2 or 4; the paper's own Figure 4, to which this workload is "
+        "fitted, has 1.25 and 1.53 there",
+    ),
+    ("Figure 10", "short", "the paper has seconds in short rounds of 32B that tokens do not explain"),
+    ("Figure 10", "long", LONG),
+    ("Figure 10", "baseline", "570 s there, 673 s in the paper's Figure 11, which the fit follows"),
+    ("Table 4", "", LONG),
+    ("Figure 9", "long", LONG),
+    ("Figure 9", "7B/8k  veRL", "the paper's steps go from 180 to 340 s there, while its Table 2 says 225"),
+    ("Figure 4", "", "what remains of the fit to these eight numbers"),
+]
 
 
 def cluster(model: str, **changes: Any) -> ClusterConfig:
     """Return the paper's cluster for one of MODELS: H800, tensor parallelism 1 / 2 / 2."""
     base = ClusterConfig(model=MODELS[model], gpus=GPUS[model], tensor_parallel=TENSOR_PARALLEL[model])
-    return replace(base, **changes)
+    return replace(base, **{"weights": WEIGHTS[model], **changes})
+
+
+def misfit(model: str) -> str:
+    """Return why a model does not run with whole weights, the layout that ships; empty where it does."""
+    config = replace(VERL, cluster=cluster(model, weights="whole"))
+    try:
+        Simulation(config, load_model(config.cluster.model), load_hardware(config.cluster.hardware))
+        return ""
+    except ConfigError as error:
+        return str(error)
 
 
 def scheduler(
@@ -85,29 +122,49 @@ def command(play: Callable[[], None], about: str | None) -> None:
 class Table:
     """Rows of paper value, simulated value and difference, printed as they come; ends with one JSON line.
 
-    The last column is what really ran on a CPU, at a tiny scale, where something did.
+    The last column is what really ran on a CPU, at a tiny scale, where something did. `end` also keeps the rows in
+    figures/paper.json, from which the documents are filled (benchmarks/results.py write).
     """
 
     def __init__(self, title: str, unit: str):
-        self.rows: list[tuple[str, float, float]] = []
+        self.rows: list[dict[str, Any]] = []
+        self.title, *_ = title.split(":")
         print(f"{title}\n{'':44}{'paper':>9}{'simulated':>11}{'difference':>12}{'real, CPU':>11}   ({unit})")
 
     def add(self, name: str, paper: float, simulated: float, real: float | None = None) -> None:
-        self.rows.append((name, paper, simulated))
+        difference = simulated / paper - 1
+        row = {"table": self.title, "name": name, "paper": paper, "simulated": round(simulated, 4)}
+        self.rows.append(row | {"difference": round(difference, 4)})
         ran = f"{real:>11.3g}" if real else ""
-        print(f"{name:<44}{paper:>9.3g}{simulated:>11.3g}{simulated / paper - 1:>+12.1%}{ran}")
+        text = f"{name:<44}{paper:>9.3g}{simulated:>11.3g}{difference:>+12.1%}{ran}"
+        shards = name.split()[0] in WEIGHTS and WEIGHTS[name.split()[0]] == "sharded"
+        print(f"{text:<90}whole weights: does not fit; here sharded, which does not ship yet" if shards else text)
 
     def end(self, name: str, **more: Any) -> None:
         """Print the JSON line: the largest and the mean relative error, and everything in `more`."""
-        errors = {row: abs(simulated / paper - 1) for row, paper, simulated in self.rows}
+        for model in (m for m, layout in WEIGHTS.items() if layout != "whole"):
+            if any(row["name"].startswith(model) for row in self.rows):
+                note(f"{model} with whole weights, the layout that ships: {misfit(model)}.")
+        errors = {row["name"]: abs(row["difference"]) for row in self.rows}
         worst = max(errors, key=errors.__getitem__)
-        print(
-            json.dumps(
-                {"figure": name, "max_rel_error": round(errors[worst], 4), "worst": worst}
-                | {"mean_rel_error": round(mean(errors.values()), 4), "entries": len(errors)}
-                | {"within_15_percent": sum(e <= 0.15 for e in errors.values()), **more}
-            )
-        )
+        result = {"figure": name, "max_rel_error": errors[worst], "worst": worst}
+        result |= {"mean_rel_error": round(mean(errors.values()), 4), "entries": len(errors)}
+        result |= {"within_15_percent": sum(e <= 0.15 for e in errors.values()), **more}
+        print(json.dumps(result))
+        known = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"rows": []}
+        rows = [row for row in known["rows"] if row["table"] != self.title] + self.rows
+        keep(known | {"rows": sorted(rows, key=lambda row: row["table"]), name: result})
+
+
+def keep(data: dict[str, Any]) -> None:
+    """Write figures/paper.json, with what is over 15 % off beside its reason."""
+    misses = [row | {"why": why(row)} for row in data["rows"] if abs(row["difference"]) > 0.15]
+    DATA.write_text(json.dumps(data | {"misses": misses}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def why(row: dict[str, Any]) -> str:
+    found = [reason for table, name, reason in WHY if row["table"] == table and name in row["name"]]
+    return found[0] if found else ""
 
 
 def note(text: str) -> None:
@@ -149,3 +206,7 @@ def save(figure: plt.Figure, name: str, data: str) -> None:
     figure.supxlabel(caption, fontsize=7, color="0.4")
     figure.savefig(HERE / f"{name}.png")
     plt.close(figure)
+
+
+if __name__ == "__main__":
+    keep(json.loads(DATA.read_text(encoding="utf-8")))

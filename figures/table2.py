@@ -32,7 +32,9 @@ def main() -> None:
     axes[0].set_ylabel("speed-up of a step over veRL")
     legend(figure, axes[0])
     save(figure, "table2", f"{STEPS} steps, 16 / 32 / 64 H800, P0 = 128, R0 = 8")
-    table.end("table2", speedup={name: [round(x, 2) for x in v] for name, v in simulated.items()})
+    parts = [{"part": name, "paper": PAPER[name], "simulated": found} for name, found in simulated.items()]
+    parts = [p | {"difference": [a / b - 1 for a, b in zip(p["simulated"], p["paper"])]} for p in parts]
+    table.end("table2", parts=parts)
 
 
 if __name__ == "__main__":

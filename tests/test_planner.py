@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from config import ConfigError
+from pages import LAYOUTS, Cache
 from planner import (
     PATIENCE,
     QUIET_ROUNDS,
@@ -106,8 +107,9 @@ def simulator(pages: int, max_running: int = 256, **profile: float) -> Simulator
 
 def test_the_fit_finds_the_costs_that_made_the_times() -> None:
     s = simulator(10, start=2e-3, each=3e-5, read=4e-9)
-    assert s.decode == pytest.approx([2e-3, 3e-5, 4e-9], rel=1e-6)
-    assert s.decode_seconds(100, 1000) == pytest.approx(2e-3 + 3e-3 + 4e-4, rel=1e-6)
+    assert s.weights == pytest.approx([2e-3, 3e-5, 4e-9], rel=1e-6)
+    assert s.decode(100, 100 * 1000) == pytest.approx(2e-3 + 3e-3 + 4e-4, rel=1e-6)
+    assert s.decode(100, 0, 3) == pytest.approx(s.decode(100, 0) + s.decode(100, 100) + s.decode(100, 200), rel=1e-6)
 
 
 def test_noise_never_makes_more_work_cost_less() -> None:
@@ -116,7 +118,7 @@ def test_noise_never_makes_more_work_cost_less() -> None:
         grid = tuple((n, c, rng.uniform(1e-3, 1.1e-3)) for n in (1, 4, 16) for c in (64, 256))
         profile = SizeProfile(10, grid, tuple((c, rng.uniform(1e-5, 2e-5)) for c in (64, 256)))
         s = Simulator(profile, Limits(1, {1: 10}, PAGE, 8, 64), 10)
-        assert min(*s.decode, *s.prefill) >= 0 and s.decode_seconds(8, 8) > 0
+        assert min(*s.weights, *s.prefill_weights) >= 0 and s.decode(8, 64) > 0
 
 
 def test_steps_are_those_of_the_longest_while_all_fit() -> None:
@@ -285,15 +287,15 @@ def growing_rounds() -> list[tuple[int, ...]]:
     return rounds
 
 
-def replay(rule: str, start: int = 1) -> tuple[list[int], float]:
+def replay(rule: str, layout: str, start: int = 1) -> tuple[list[int], float]:
     """Play the growing rounds on 8 GPUs that hold an 8B model; return the sizes and the total seconds.
 
-    A replica's pages: 80 GB a GPU, less its part of 16 GB of weights, at 147 kB a token over its ranks. A step reads
-    weights and keys at 3 TB/s a GPU; two reductions a layer cost 30 us beyond one GPU.
+    A GPU has 72 GB for 16 GB of weights and for pages. A step reads its shard of the weights and keys at 3 TB/s a GPU;
+    two reductions a layer cost 30 us beyond one GPU.
     """
-    sizes, pages = {}, {}
+    sizes, pages, cache = {}, {}, Cache(36, 8, 128, 2, PAGE, 1024, 512 + 32768)
     for n in (1, 2, 4, 8):
-        pages[n] = int(n * (72e9 - 16e9 / n) / 147e3) // PAGE
+        pages[n] = cache.num_pages(72e9, n, 16e9, layout)
         start_seconds = 16e9 / n / 3e12 + 36 * 2 * 30e-6 * (n > 1) * n**0.3
         grid = [
             (b, c, start_seconds + b * (1e-5 + c * 147e3 / n / 3e12)) for b in (1, 64, 512) for c in (256, 4096, 16384)
@@ -314,16 +316,18 @@ def replay(rule: str, start: int = 1) -> tuple[list[int], float]:
     return chosen, total
 
 
-def test_growing_lengths_raise_the_size_step_by_step() -> None:
+@pytest.mark.parametrize(("layout", "steps"), [("whole", [1, 2, 4, 8]), ("sharded", [1, 2, 4])])
+def test_growing_lengths_raise_the_size_step_by_step(layout: str, steps: list[int]) -> None:
     """Figure 12: from 1 to 2 and from 2 to 4 while lengths grow from 8k to 32k, for less time than at 1."""
-    sizes, seconds = replay("paper")
-    assert sizes == sorted(sizes) and [n for i, n in enumerate(sizes) if n not in sizes[:i]] == [1, 2, 4], sizes
-    assert seconds < replay("fixed")[1]
+    sizes, seconds = replay("paper", layout)
+    assert sizes == sorted(sizes) and [n for i, n in enumerate(sizes) if n not in sizes[:i]] == steps, sizes
+    assert seconds < replay("fixed", layout)[1]
 
 
-def test_the_prediction_is_close_to_the_best_fixed_size_in_hindsight() -> None:
-    best = min(replay("fixed", n)[1] for n in (1, 2, 4, 8))
-    assert replay("predict")[1] < 1.05 * best
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_prediction_is_close_to_the_best_fixed_size_in_hindsight(layout: str) -> None:
+    best = min(replay("fixed", layout, n)[1] for n in (1, 2, 4, 8))
+    assert replay("predict", layout)[1] < 1.05 * best
 
 
 # ---- the profile's file ------------------------------------------------------------------------------------------
