@@ -4,9 +4,9 @@
     python simulate.py --replay=runs/tiny          lengths recorded with run.dump_rollouts
     python simulate.py --profile=PROFILE.json      decode and prefill times measured by profiler.py
 
-Rounds, races, queue, placement, windows and stream decisions are those of scheduler.py, placement.py and streaming.py,
-called as the engine calls them; programs get the time limits of timeouts.py. Only time is made up, by costs.py, and the
-engine is replica.py. The cost of a simulation grows with its responses, not with their tokens.
+Decisions are those of the code of real runs: scheduler.py, placement.py, planner.py, streaming.py, timeouts.py. The
+engine is played to the page by replica.py, time is made up by costs.py; docs/simulator.md lists what else is modelled.
+The cost of a simulation grows with its responses, not with their tokens.
 """
 
 import argparse

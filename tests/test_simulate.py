@@ -400,7 +400,7 @@ def test_the_planner_is_told_of_every_sequence_and_preemption() -> None:
     sim.planner.choose = lambda kind, launch: asked.append(launch) or choose(kind, launch)
     sim.planner.observe = lambda kind, report: told.append(report.preemptions) or observe(kind, report)
     for costs in sim.costs_of.values():
-        costs.capacity = 1000
+        costs.pages = 1000 // costs.page_size
     sim.step(0)
     assert told == [sim.newest.preemptions] and told[0] > 0
     assert [(a.num_sequences, a.num_responses, a.prompt_tokens) for a in asked] == [(100, 10, 20)]
