@@ -136,7 +136,7 @@ class Table:
 
     def __init__(self, title: str, unit: str):
         self.rows: list[dict[str, Any]] = []
-        self.title, *_ = title.split(":")
+        self.title, self.about = title.partition(":")[0], title
         print(f"{title}\n{'':44}{'paper':>9}{'simulated':>11}{'difference':>12}{'real, CPU':>11}   ({unit})")
 
     def add(self, name: str, paper: float, simulated: float, real: float | None = None) -> None:
@@ -145,7 +145,7 @@ class Table:
         self.rows.append(row | {"difference": round(difference, 4)})
         ran = f"{real:>11.3g}" if real else ""
         text = f"{name:<44}{paper:>9.3g}{simulated:>11.3g}{difference:>+12.1%}{ran}"
-        shards = name.split()[0] in WEIGHTS and WEIGHTS[name.split()[0]] == "sharded"
+        shards = any(WEIGHTS[model] == "sharded" for model in MODELS if model in self.about + name)
         print(f"{text:<90}whole weights: does not fit; here sharded, which does not ship yet" if shards else text)
 
     def end(self, name: str, kept: dict[str, Any] | None = None, **more: Any) -> None:
@@ -154,7 +154,7 @@ class Table:
         `kept`: what else figures/paper.json shall have.
         """
         for model in (m for m, layout in WEIGHTS.items() if layout != "whole"):
-            if any(row["name"].startswith(model) for row in self.rows):
+            if any(model in self.about + row["name"] for row in self.rows):
                 note(f"{model} with whole weights, the layout that ships: {misfit(model)}.")
         errors = {row["name"]: abs(row["difference"]) for row in self.rows}
         worst = max(errors, key=errors.__getitem__)
