@@ -3,12 +3,16 @@ PYTHON ?= python3
 RANKS ?= 2
 VENV := .venv
 
-.PHONY: train test lint figures results results-quick
+.PHONY: train test test-fast lint figures results results-quick
 train: $(VENV)/ready
 	$(VENV)/bin/python train.py --ranks=$(RANKS) --config configs/tiny.toml $(ARGS)
 
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest $(TESTS)
+
+# Without what starts ranks or takes long: under two minutes.
+test-fast: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -m "not slow" $(TESTS)
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff format --check .

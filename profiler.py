@@ -26,7 +26,8 @@ from parallel import Groups, World
 from planner import Profile, SizeProfile
 from rollout import Engine
 from sequence import Sequence
-from settings import Config, model_dtype, model_source, profile_conditions, profile_path, rollout_sizes
+from settings import MODELS, Config, model_dtype, model_source, profile_conditions, profile_path, rollout_sizes
+from warm_start import ensure_model
 
 MAX_TOKENS = 2**18  # of context in one point: more would take minutes to prefill, and times grow evenly
 BLOCKS = 5  # of decode steps; the median counts
@@ -139,12 +140,14 @@ def main(argv: list[str]) -> int:
         config = load_config(Config, flags.config, overrides)
         if launcher.is_wanted(asked):
             return launcher.launch(__file__, asked, argv)
-        folder = model_source(config)
-        if not folder.exists():
-            raise ConfigError(f"{folder}: no such model; a run of train.py makes the small one, or give model.path")
-        if not os.access(profile_path(config).parent, os.W_OK):
+        folder, place = model_source(config), profile_path(config).parent
+        if config.model.path and not folder.exists():
+            raise ConfigError(f"{folder}: no such model; give model.path")
+        if (folder.exists() or place != folder) and not os.access(place, os.W_OK):
             raise ConfigError(f"{profile_path(config)}: cannot write there; give planner.profile another place")
         world = parallel.start(config.run.device, config.run.timeout_seconds)
+        if not config.model.path:
+            ensure_model(config.warm_start, config.data.train, MODELS, world)
         profile = make_profile(config, folder, world)
         if world.is_main:
             profile.save(profile_path(config))

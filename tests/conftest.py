@@ -25,6 +25,13 @@ TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_k
 ALONE = parallel.World(0, 1, torch.device("cpu"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts ranks as slow: `make test-fast` leaves it out."""
+    for item in items:
+        if {"torchrun", "run_ranks"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
+
 class FusedEngine(Engine):
     """What an engine does on a GPU, with the kernels' torch twins and no graphs: shared pages, flags a step late."""
 
