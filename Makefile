@@ -10,7 +10,7 @@ train: $(VENV)/ready
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest $(TESTS)
 
-# Without what starts ranks or takes long: under two minutes.
+# Without what starts ranks or takes long (marked slow).
 test-fast: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m "not slow" $(TESTS)
 

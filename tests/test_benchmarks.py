@@ -31,6 +31,7 @@ def gpu() -> Iterator[ModuleType]:
     yield from load("gpu")
 
 
+@pytest.mark.slow
 def test_the_gpu_script_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--device", "cpu"]
@@ -91,6 +92,7 @@ def tail_batching() -> Iterator[ModuleType]:
     yield from load("tail_batching")
 
 
+@pytest.mark.slow
 def test_tail_batching_on_the_smallest_shape(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "tail_batching.py"), "--shape", "nano"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
@@ -102,6 +104,7 @@ def test_tail_batching_on_the_smallest_shape(tmp_path: Path) -> None:
     assert done.stdout.count("4/1") == 3  # task and trace: eta on both; trace: on prompts
 
 
+@pytest.mark.slow
 def test_stream_training_on_the_smallest_shape(tmp_path: Path) -> None:
     spans = tmp_path / "spans.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "stream.py"), "--shape", "nano", "--ranks", "2"]
@@ -133,6 +136,7 @@ def test_lost_and_doubled_prompts_are_counted(tail_batching: ModuleType) -> None
     assert tail_batching.lost_and_doubled([result(1, 2), result(1, 3)]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_rewards_on_the_smallest_shape(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "reward.py"), "--shape", "nano"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)

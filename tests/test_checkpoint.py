@@ -486,6 +486,7 @@ def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(limit, tiny_model,
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, keep",
     [("random", 2), ("next", 1), ("same", 2)],

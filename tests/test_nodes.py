@@ -49,6 +49,7 @@ def namespaces_work() -> bool:
 
 
 @pytest.mark.skipif("NODES" not in os.environ, reason="takes two minutes; NODES=1 runs it")
+@pytest.mark.slow
 def test_a_lost_machine_comes_back_and_nothing_is_lost(tiny_folder: Path, tmp_path: Path) -> None:
     if not namespaces_work():
         pytest.skip("network namespaces are not allowed here")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 
+import pytest
 from conftest import ROOT, steps_of
 
 from config import flatten
@@ -17,6 +18,7 @@ from simulate import SimulationConfig
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_new_loss_and_the_new_policy_train(settings, tmp_path) -> None:
     [diff] = re.findall(r"^git apply <<'END'\n(.*?^)END\n", README, re.DOTALL | re.MULTILINE)
     for path in ROOT.glob("*.py"):

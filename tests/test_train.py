@@ -61,6 +61,7 @@ def trajectory(folder: Path) -> list[tuple]:
     return [(r["step"], r["reward"], r["tokens"], *(r["train"][name] for name in TRAJECTORY)) for r in steps_of(folder)]
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_writes_what_it_promises(settings, tmp_path):
     assert train.main(settings(run__steps=25, run__eval_every=10, run__checkpoint_every=10, trainer__lr=1e-2)) == 0
     run = tmp_path / "run"
@@ -135,6 +136,7 @@ def test_tail_batching_with_eta_one_is_the_synchronous_run(settings, tmp_path):
     assert rounds_of(tmp_path / "eta") == rounds_of(tmp_path / "baseline")
 
 
+@pytest.mark.slow
 def test_windows_and_audits_change_no_trajectory(settings, tmp_path):
     variants = {
         "small": dict(scheduler__window_iterations=1),
@@ -237,6 +239,7 @@ def test_a_killed_run_resumes_to_the_same_trajectory(settings, torchrun, tmp_pat
     assert (tmp_path / "killed" / weights).read_bytes() == (tmp_path / "straight" / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_ranks_killed_in_a_short_and_in_a_long_round_are_restarted_and_lose_nothing(settings, tmp_path):
     overrides = RACE | dict(run__steps=7, run__checkpoint_every=3, run__dump_rollouts="true")
     assert train.main(settings("straight", **overrides)) == 0
