@@ -5,7 +5,7 @@ import math
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +38,14 @@ class Span:
     end: float
 
 
+@dataclass(slots=True)
+class Count:
+    """What a rank had from a moment on, in seconds since 1970: {"running": 12, "waiting": 3}."""
+
+    at: float
+    values: dict[str, int]
+
+
 class Clock:
     """Adds up the seconds of named stages until they are taken; with `trace`, also keeps when each was.
 
@@ -48,6 +56,7 @@ class Clock:
         """`parent`: the clock whose stage this one's are part of; it counts the moves too."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
+        self.counts: list[Count] = []
         self.trace, self.zero = trace, time.time() - time.perf_counter()
         self.stages: list[str] = []
         self.moves = self.step = 0
@@ -86,13 +95,44 @@ class Clock:
         else:
             self.spans.append(Span(name, start, end))
 
+    def count(self, **values: int) -> None:
+        """Keep, for a trace, how many of something there are now."""
+        if self.trace and (not self.counts or self.counts[-1].values != values):
+            self.counts.append(Count(time.time(), values))
+
     def take(self) -> dict[str, float]:
         taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken
 
-    def take_spans(self) -> list[Span]:
-        taken, self.spans = self.spans, []
+    def take_track(self) -> "Track":
+        taken = self.spans, self.counts
+        self.spans, self.counts = [], []
         return taken
+
+
+Track = tuple[list[Span], list[Count]]
+
+
+RECENT = 10  # rounds of a kind in a moving mean
+HEADER_EVERY = 25
+COLUMNS = {"step": 6, "round": 7, "reward": 8, f"mean {RECENT}": 8, "length": 8, "longest": 8, "wasted": 7}  # width
+COLUMNS |= {"entropy": 8, "grad": 8, "diff": 7, "rollout": 8, "train": 7, "tokens/s": 9, "left": 10}  # 110 at most
+
+
+def brief(value: float) -> str:
+    """Return a number in at most 6 characters, 7 below zero: a few digits of what is neither large nor small."""
+    size = abs(value)
+    if size < 1e-99:
+        return "0"
+    if 1000 <= size < 99_999:
+        return f"{value:.0f}"
+    if 0.001 <= size < 1000:
+        return f"{value:.{3 if size < 10 else 2 if size < 100 else 1}f}"
+    return f"{value:.0e}"
+
+
+def _kind(record: dict[str, Any]) -> str:
+    return record.get("round", {}).get("kind", "replay")
 
 
 class Recorder:
@@ -101,14 +141,17 @@ class Recorder:
     def __init__(
         self, run: Path, config: LogConfig, settings: dict[str, Any], first_step: int, steps: int, active: bool
     ):
-        self.active, self.shown = active, 0.0
+        self.active, self.shown, self.lines = active, 0.0, 0
+        self.steps, self.first, self.began = steps, first_step, time.perf_counter()
+        self.means: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))  # rewards by kind of round
         self.bar = tqdm(
             total=steps, initial=first_step, desc="step", unit="step", disable=None if active else True, leave=False
         )
         if not active:
             return
         self.path = run / "steps.jsonl"
-        _drop_after(self.path, first_step)
+        for record in _drop_after(self.path, first_step):
+            self._mean(record)
         self.file = open(self.path, "a", encoding="utf-8")
         self.tensorboard = _tensorboard(run) if config.tensorboard else None
         self.wandb = _wandb(config.wandb, run, settings) if config.wandb else None
@@ -133,6 +176,10 @@ class Recorder:
         self.file.write(json.dumps(_finite(record)) + "\n")
         self.file.flush()
         numbers = {k: v for k, v in _flat(record) if isinstance(v, int | float) and k != "step"}
+        if "reward" in record:
+            shown = {"reward": record["reward"], f"reward_mean_{RECENT}": self._mean(record)}
+            shown |= {"length": record["length"]["mean"], "seconds": record["seconds"].get("step", 0.0)}
+            numbers |= {f"{_kind(record)}/{name}": value for name, value in shown.items()}
         if self.tensorboard:
             for name, value in numbers.items():
                 self.tensorboard.add_scalar(name, value, record["step"])
@@ -141,20 +188,11 @@ class Recorder:
 
     def step(self, record: dict[str, Any]) -> None:
         """Show one finished step, and its evaluation when it has one."""
-        length, train, seconds = record["length"], record["train"], record["seconds"]
-        parts = [
-            f"step {record['step']:4d}",
-            f"reward {record['reward']:.3f}",
-            f"length {length['mean']:.0f} max {length['max']:.0f}",
-            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.2f} entropy {train['entropy']:.3f}",
-            f"log-prob diff {train['logprob_diff_max']:.0e}",
-            f"rollout {seconds['rollout']:.2f} s train {seconds['train']:.2f} s",
-            f"{record['tokens_per_second']:,.0f} tokens/s",
-        ]
-        if played := record.get("round"):
-            share = played["wasted_tokens"] / (played["wasted_tokens"] + record["tokens"])
-            parts.insert(1, f"{played['kind']} queue {played['queue']} aborted {played['aborted']} wasted {share:.0%}")
-        self.say(" | ".join(parts))
+        if self.lines % HEADER_EVERY == 0:
+            self.say("".join(name.rjust(width) for name, width in COLUMNS.items()))
+        self.lines += 1
+        self.say("".join(text.rjust(width) for text, width in zip(self._row(record), COLUMNS.values(), strict=True)))
+        played, train = record.get("round"), record["train"]
         if train["skipped"]:
             self.say(f"WARNING: step {record['step']}: update skipped: {train['skipped']}")
         if record["reward_errors"]:
@@ -170,10 +208,34 @@ class Recorder:
         if "eval" in record:
             self.evaluation(record["step"], record["eval"])
 
-    def timeline(self, step: int, tracks: Sequence[Sequence[Span]]) -> None:
-        """Add one step's spans of every replica to the trace."""
+    def _row(self, record: dict[str, Any]) -> list[str]:
+        """Return one text a column."""
+        length, train, seconds = record["length"], record["train"], record["seconds"]
+        wasted, rewards = "", self.means[_kind(record)] or [record["reward"]]
+        if played := record.get("round"):
+            wasted = f"{played['wasted_tokens'] / max(played['wasted_tokens'] + record['tokens'], 1):.0%}"
+        each = (time.perf_counter() - self.began) / max(record["step"] - self.first, 1)  # evaluations included
+        rest = each * (self.steps - record["step"])
+        left = tqdm.format_interval(rest) if rest < 1e5 else f"{rest / 86_400:.0f}d"
+        numbers = (record["reward"], sum(rewards) / len(rewards), length["mean"], length["max"])
+        health = train["entropy"], train["grad_norm"], train["logprob_diff_max"]
+        times = seconds["rollout"], seconds["train"], record["tokens_per_second"]
+        return [
+            *(str(record["step"]), _kind(record)[:6], *map(brief, numbers)),
+            *(wasted, *map(brief, health + times), left),
+        ]
+
+    def _mean(self, record: dict[str, Any]) -> float:
+        """Count a step's reward in the mean over the last rounds of its kind, and return that."""
+        rewards, reward = self.means[_kind(record)], record.get("reward")
+        if isinstance(reward, int | float) and math.isfinite(reward):
+            rewards.append(reward)
+        return sum(rewards) / len(rewards) if rewards else math.nan
+
+    def timeline(self, step: int, tracks: Sequence[Track], kind: str, queue: int) -> None:
+        """Add one step of every replica to the trace, its kind of round and the long-prompt queue after it."""
         if self.active and self.trace:
-            self.trace.write(step, tracks)
+            self.trace.write(step, tracks, kind, queue)
 
     def evaluation(self, step: int, result: dict[str, Any]) -> None:
         if result:
@@ -215,7 +277,9 @@ class Recorder:
 
 
 class Trace:
-    """A timeline in Chrome's trace format, one track a replica. It can be opened at any time, the run need not end."""
+    """A timeline in Chrome's trace format: rounds, and a track a replica. It can be opened while the run goes on."""
+
+    REPLICAS, ROUNDS = 0, 1  # "processes" of the viewer
 
     def __init__(self, path: Path, first_step: int):
         kept = []
@@ -223,24 +287,41 @@ class Trace:
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if line.endswith("},") and _trace_step(line) <= first_step]
         path.write_text("".join(f"{line}\n" for line in ("[", *kept)), encoding="utf-8")
-        self.file = open(path, "a", encoding="utf-8")
+        self.file, self.named = open(path, "a", encoding="utf-8"), 0
 
-    def write(self, step: int, tracks: Sequence[Sequence[Span]]) -> None:
-        for replica, spans in enumerate(tracks):
+    def write(self, step: int, tracks: Sequence[Track], kind: str = "", queue: int = 0) -> None:
+        for i, (spans, counts) in enumerate(tracks):
+            if i >= self.named:
+                self.named = i + 1
+                self._add(step, "thread_name", "M", tid=i, args={"name": f"replica {i}"})
             for span in spans:
-                times = {"ts": round(span.start * 1e6), "dur": round((span.end - span.start) * 1e6)}
-                event = {"name": span.name, "ph": "X", **times, "pid": 0, "tid": replica, "args": {"step": step}}
-                self.file.write(json.dumps(event) + ",\n")
+                self._span(step, span, tid=i)
+            for count in counts:
+                self._add(step, f"sequences of replica {i}", "C", ts=round(count.at * 1e6), args=count.values)
+        rollouts = [span for spans, _ in tracks for span in spans if span.name == "rollout"]
+        if kind and rollouts:
+            start, end = min(span.start for span in rollouts), max(span.end for span in rollouts)
+            self._span(step, Span(f"{kind} round", start, end), pid=self.ROUNDS)
+            self._add(step, "long-prompt queue", "C", pid=self.ROUNDS, ts=round(end * 1e6), args={"prompts": queue})
         self.file.flush()
 
+    def _span(self, step: int, span: Span, **place: int) -> None:
+        times = {"ts": round(span.start * 1e6), "dur": round((span.end - span.start) * 1e6)}
+        self._add(step, span.name, "X", **times, args={"step": step}, **place)
+
+    def _add(self, step: int, name: str, type: str, pid: int = REPLICAS, **more: Any) -> None:
+        self.file.write(json.dumps({"name": name, "ph": type, "pid": pid, **more, "step": step}) + ",\n")
+
     def close(self) -> None:
-        name = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "replicas"}}
-        self.file.write(json.dumps(name) + "\n]\n")
+        """Write the names of the processes, and make the file whole JSON."""
+        names = ((self.REPLICAS, "replicas"), (self.ROUNDS, "rounds"))
+        events = ({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in names)
+        self.file.write(",\n".join(map(json.dumps, events)) + "\n]\n")
         self.file.close()
 
 
 def _trace_step(line: str) -> int:
-    return json.loads(line.removesuffix(","))["args"]["step"]
+    return json.loads(line.removesuffix(",")).get("step", math.inf)  # those of the end have none
 
 
 def check_loggers(config: LogConfig) -> None:
@@ -268,13 +349,15 @@ def _wandb(project: str, run: Path, settings: dict[str, Any]) -> Any:
     return wandb.init(project=project, name=run.name, dir=str(run), config=settings)
 
 
-def _drop_after(path: Path, first_step: int) -> None:
-    """Remove records that a resumed run will write again, and a last line that a kill cut short."""
+def _drop_after(path: Path, first_step: int) -> list[dict]:
+    """Remove records that a resumed run will write again, and a last line that a kill cut short; return the others."""
+    kept = []
     if path.exists():
         kept = [r for r in read_records(path) if 0 < first_step and r["step"] <= first_step]
         part = path.with_suffix(".part")
         part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         part.replace(path)
+    return kept
 
 
 def read_records(path: str | Path) -> list[dict]:

@@ -173,6 +173,7 @@ class Round:
             self.decode_steps += 1
             self.decoded += stats.decoded_tokens - decoded
         self.clock.add(stage, start, time.perf_counter())
+        self.clock.count(running=len(self.engine.running), waiting=len(self.engine.waiting))
         self.progress("generated", len(self.samples), len(self.prompts) * self.plan.num_responses)
         return samples
 

@@ -175,11 +175,12 @@ def step_record(
 ) -> dict[str, Any]:
     """Return the JSON record of one step. Collective: adds up what only each rank knows."""
     stats = run.engine.stats
-    own = asdict(stats), clock.take(), peak_memory(), clock.take_spans(), run.pool.take_stats()
+    own = asdict(stats), clock.take(), peak_memory(), clock.take_track(), run.pool.take_stats()
     run.engine.stats = EngineStats()
     engines, spans, memories, tracks, graders = zip(*parallel.gather_objects(run.world, own), strict=True)
     pools, judges = zip(*graders, strict=True)
-    run.recorder.timeline(run.step, tracks[:: run.engine.parallel.size])
+    shown = played.get("kind", ""), played.get("queue", 0)
+    run.recorder.timeline(run.step, tracks[:: run.engine.parallel.size], *shown)
     if played:
         played["window_wait"] = sum(s.get("window_wait", 0.0) for s in spans) / len(spans)
     for pool in pools:

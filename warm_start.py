@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -28,6 +29,7 @@ from tasks import TASKS, is_held_out
 from trainer import Example, Trainer, TrainerConfig
 
 END, PAD = "<|endoftext|>", "<|pad|>"  # AutoTokenizer would add the first to a qwen2 folder without it
+SAY_SECONDS = 15.0
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -101,12 +103,16 @@ def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -
     trainer = Trainer(model, trainer_config, loss, SamplingConfig(), world, config.max_positions, config.steps)
     numbers = [n for n in TASKS[task].numbers() if not is_held_out(n)]
     bar = tqdm(range(config.steps), desc="warm start", disable=None if world.is_main else True, leave=False)
+    start = said = time.perf_counter()
     for step in bar:
         batch = _examples(config, task, numbers, step, tokenizer)
         share = assign_by_load([e.num_tokens for e in batch], world.size)[world.rank]
         trainer.accumulate([batch[i] for i in share])
         stats = trainer.update()
         bar.set_postfix(loss=f"{stats['loss']:.3f}")
+        if world.is_main and bar.disable and (now := time.perf_counter()) - said >= SAY_SECONDS:  # no terminal: a log
+            said, left = now, tqdm.format_interval((now - start) / (step + 1) * (config.steps - step - 1))
+            print(f"warm start: step {step + 1} of {config.steps}, loss {stats['loss']:.3f}, {left} left", flush=True)
     parallel.barrier(world)  # with no steps, others may still read `part`
     if world.is_main:
         save_weights(part, model)

@@ -174,7 +174,7 @@ def write_spans(
     for side in (sides[0], next(s for s in sides if s.name == "fixed 30 %")):
         clock = Clock(trace=True)
         step(side, engine, trainer, pool, turn, clock)
-        tracks = parallel.gather_objects(trainer.world, clock.take_spans())
+        tracks = parallel.gather_objects(trainer.world, clock.take_track()[0])
         zero = min(span.start for track in tracks for span in track)
         timelines[side.name] = [
             (rank, s.name, s.start - zero, s.end - zero, 1)

@@ -122,7 +122,7 @@ def test_a_timeline_reads_what_a_run_wrote(ended: bool, load, tmp_path: Path) ->
             Span("decode", step, step + 0.5),
             Span("idle", step + 0.5, step + 1),
         ]
-        trace.write(step, [spans, spans])
+        trace.write(step, [(spans, []), (spans, [])])
     if ended:
         trace.close()
     spans = timeline.read_trace(tmp_path / "trace.json", 2)

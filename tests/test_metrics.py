@@ -12,10 +12,14 @@ import metrics
 from config import ConfigError
 from core import Group, Prompt, Reward, Sample
 from metrics import (
+    COLUMNS,
     Clock,
+    Count,
     LogConfig,
     Recorder,
     Span,
+    Trace,
+    brief,
     check_loggers,
     peak_memory,
     quantiles,
@@ -93,8 +97,8 @@ def test_a_traced_clock_keeps_when_each_stage_was_and_joins_what_follows_its_lik
     for name, start, end in (("decode", 1.0, 2.0), ("decode", 2.0001, 3.0), ("idle", 3.0, 4.0), ("decode", 4.0, 5.0)):
         clock.add(name, start, end)
     clock.add("decode", 6.0, 7.0)  # after a pause
-    spans = clock.take_spans()
-    assert [s.name for s in spans] == ["decode", "idle", "decode", "decode"] and clock.take_spans() == []
+    spans, _ = clock.take_track()
+    assert [s.name for s in spans] == ["decode", "idle", "decode", "decode"] and clock.take_track() == ([], [])
     assert [round(s.end - s.start, 3) for s in spans] == [2.0, 1.0, 1.0, 1.0]
     assert [round(s.start - spans[0].start, 3) for s in spans] == [0.0, 2.0, 3.0, 5.0]
     assert clock.take() == {"decode": pytest.approx(3.9999), "idle": 1.0}
@@ -112,26 +116,46 @@ def test_a_trace_is_json_with_one_track_a_replica_and_a_resumed_run_goes_on_in_i
 
     recorder = make(0)
     for step in (1, 2, 3):
-        tracks = [[Span("decode", step + 0.5, step + 0.75)], [Span("idle", step + 0.5, step + 1.0)]]
-        recorder.timeline(step, tracks)
-    assert len((tmp_path / "trace.json").read_text().splitlines()) == 7  # readable while the run goes on
+        rows = [Count(step + 0.5, {"running": 8, "waiting": 2})]
+        tracks = [([Span("rollout", step + 0.5, step + 0.75)], rows), ([Span("idle", step + 0.5, step + 1.0)], [])]
+        recorder.timeline(step, tracks, "short", step)
+    assert len((tmp_path / "trace.json").read_text().splitlines()) == 18  # readable while the run goes on
     resumed = make(2)
-    resumed.timeline(3, [[Span("train", 9.0, 9.5)], []])
+    resumed.timeline(3, [([Span("train", 9.0, 9.5)], []), ([], [])], "long", 0)
     resumed.write(make_record(3))
     resumed.finish(tmp_path, 3, 9)
-    events = [e for e in json.loads((tmp_path / "trace.json").read_text()) if e["ph"] == "X"]
+    whole = json.loads((tmp_path / "trace.json").read_text())
+    rounds = [(e["name"], e["step"], e["dur"]) for e in whole if e["ph"] == "X" and e["pid"] == Trace.ROUNDS]
+    assert rounds == [("short round", 1, 250_000), ("short round", 2, 250_000)]
+    counters = [(e["name"], e["args"]) for e in whole if e["ph"] == "C"]
+    assert counters[:2] == [
+        ("sequences of replica 0", {"running": 8, "waiting": 2}),
+        ("long-prompt queue", {"prompts": 1}),
+    ]
+    names = [e["args"]["name"] for e in whole if e["ph"] == "M"]
+    assert {"replica 0", "replica 1"} <= set(names) and names[-2:] == ["replicas", "rounds"]
+    events = [e for e in whole if e["ph"] == "X" and e["pid"] == Trace.REPLICAS]
     assert [(e["name"], e["tid"], e["args"]["step"]) for e in events] == [
-        ("decode", 0, 1),
+        ("rollout", 0, 1),
         ("idle", 1, 1),
-        ("decode", 0, 2),
+        ("rollout", 0, 2),
         ("idle", 1, 2),
         ("train", 0, 3),
     ]
     assert (events[1]["ts"], events[1]["dur"]) == (1_500_000, 500_000)
     again = make(3)  # of a run that had ended
-    again.timeline(4, [[Span("sync", 11.0, 12.0)]])
+    again.timeline(4, [([Span("sync", 11.0, 12.0)], [])], "", 0)
     again.finish(tmp_path, 4, 9)
-    assert sum(e["ph"] == "X" for e in json.loads((tmp_path / "trace.json").read_text())) == 6
+    assert sum(e["ph"] == "X" for e in json.loads((tmp_path / "trace.json").read_text())) == 8
+
+
+def test_a_traced_clock_keeps_counts_when_they_change() -> None:
+    clock, silent = Clock(trace=True), Clock()
+    for running in (4, 4, 3):
+        clock.count(running=running)
+        silent.count(running=running)
+    assert [count.values for count in clock.take_track()[1]] == [{"running": 4}, {"running": 3}]
+    assert silent.take_track() == ([], [])
 
 
 # ---- steps.jsonl -------------------------------------------------------------------------------------------------
@@ -170,7 +194,8 @@ def test_a_resumed_run_drops_what_it_writes_again_and_a_cut_line(tmp_path, first
 def test_the_console_tells_what_the_round_did(tmp_path, capfd) -> None:
     played = {"kind": "short", "queue": 8, "aborted": 70, "wasted_tokens": 300, "padded": 0}
     make_recorder(tmp_path).step(make_record(1, tokens=700, round=played))
-    assert "step    1 | short queue 8 aborted 70 wasted 30% | reward 0.250" in capfd.readouterr().out
+    header, row = (line.split() for line in capfd.readouterr().out.splitlines())
+    assert row[:3] == ["1", "short", "0.250"] and row[header.index("wasted") - 1] == "30%"  # "mean 10" is two words
     played |= {"padded": 3, "zero_variance": 5, "prompts": 9}
     make_recorder(tmp_path).step(make_record(1, tokens=700, round=played))
     text = capfd.readouterr().out
@@ -193,20 +218,58 @@ def test_other_ranks_write_and_say_nothing(tmp_path, capfd) -> None:
 def test_a_step_is_one_line_that_names_its_numbers(tmp_path, capsys) -> None:
     recorder = make_recorder(tmp_path)
     recorder.step(make_record(7))
-    [line] = capsys.readouterr().out.splitlines()
-    for part in ("step    7", "reward 0.250", "length 15 max 20", "loss -0.0123", "3e-06", "12,346 tokens/s"):
-        assert part in line
+    header, line = capsys.readouterr().out.splitlines()
+    assert len(header) == len(line) == sum(COLUMNS.values()) <= 110
+    cells, at = {}, 0
+    for name, width in COLUMNS.items():
+        cells[name], at = line[at : at + width].strip(), at + width
+    assert (cells["step"], cells["reward"], cells["length"], cells["longest"]) == ("7", "0.250", "15.00", "20.00")
+    assert (cells["diff"], cells["rollout"], cells["train"], cells["tokens/s"]) == ("3e-06", "1.000", "2.000", "12346")
     recorder.step(make_record(8, eval=make_eval(0.3)))
     step, evaluation = capsys.readouterr().out.splitlines()
-    assert step.startswith("step    8") and evaluation.startswith("eval    8 | avg@4 0.300 pass@4 0.600")
+    assert step.startswith("     8") and evaluation.startswith("eval    8 | avg@4 0.300 pass@4 0.600")
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, 1.0, -1.0, 9.9996, 99.996, 999.96, 99_999.9, 1e300, -1e-300, math.nan, -math.inf]
+)
+def test_a_step_line_stays_in_its_columns_whatever_the_numbers_are(tmp_path, capsys, value: float) -> None:
+    assert len(brief(value)) <= 6 + (value < 0)
+    numbers = {"reward": value, "length": dict.fromkeys(("mean", "max"), value), "tokens_per_second": value}
+    train = {**dict.fromkeys(TRAIN, value), "skipped": ""}
+    seconds = dict.fromkeys(("rollout", "train"), value)
+    played = {"kind": "unusual", "wasted_tokens": 10**12, "padded": 0}
+    record = make_record(99_999, **numbers, train=train, seconds=seconds, tokens=0, round=played)
+    recorder = make_recorder(tmp_path)
+    recorder.steps, recorder.began = 10**7, recorder.began - 1e6
+    recorder.step(record)
+    _, line = capsys.readouterr().out.splitlines()
+    assert len(line) <= 110 and len(line.split()) == len(COLUMNS)
+
+
+def test_each_kind_of_round_has_a_moving_mean_that_outlives_a_resume(tmp_path, capsys) -> None:
+    played = {"kind": "short", "wasted_tokens": 0, "padded": 0}
+
+    def rewards(first: int, last: int, recorder: Recorder) -> list[str]:
+        for i in range(first, last):
+            kind = "long" if i % 5 == 4 else "short"
+            record = make_record(i + 1, tokens=1, reward=float(kind == "short"), round=played | {"kind": kind})
+            recorder.write(record)
+            recorder.step(record)
+        lines = capsys.readouterr().out.splitlines()
+        return [line.split()[3] for line in lines if line.split()[1] in ("short", "long")]
+
+    assert rewards(0, 7, make_recorder(tmp_path)) == ["1.000"] * 4 + ["0"] + ["1.000"] * 2
+    resumed = make_recorder(tmp_path, 7)
+    assert sum(resumed.means["short"]) == 6 and list(resumed.means["long"]) == [0.0]
 
 
 def test_warnings_are_one_line_each_and_no_traceback(tmp_path, capsys) -> None:
     error = "ValueError: first\nTraceback (most recent call last):\n  File 'x', line 1\nKeyError: 3 (task math)"
     train = TRAIN | {"skipped": "loss nan, gradient norm nan", "loss": math.nan, "grad_norm": math.nan}
     make_recorder(tmp_path).step(make_record(7, train=train, reward_errors=2, first_reward_error=error))
-    step, skipped, failed = capsys.readouterr().out.splitlines()
-    assert step.startswith("step    7")
+    _, step, skipped, failed = capsys.readouterr().out.splitlines()
+    assert step.startswith("     7") and " nan " in step
     assert skipped == "WARNING: step 7: update skipped: loss nan, gradient norm nan"
     assert failed.startswith("WARNING: step 7: 2 rewards failed and count 0: ValueError: first")
     assert "(task math)" in failed
@@ -277,6 +340,7 @@ def test_wandb_gets_every_number_under_a_flat_name(tmp_path, monkeypatch) -> Non
     recorder.finish(tmp_path, 9, 9)
     [(step, numbers), end] = logged
     assert (step, end) == (3, "end")
+    assert numbers["replay/reward"] == numbers["replay/reward_mean_10"] == 0.25  # kinds of rounds are kept apart
     assert numbers["train/loss"] == TRAIN["loss"] and numbers["length/p99"] == pytest.approx(19.9)
     assert "step" not in numbers and "train/skipped" not in numbers
 

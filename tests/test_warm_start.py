@@ -1,5 +1,6 @@
 """The model that the repository makes: any text has tokens, and the same inputs give the same bits once."""
 
+import re
 import sys
 import unicodedata
 from dataclasses import replace
@@ -92,10 +93,13 @@ def test_two_makes_are_bit_equal_and_the_seed_matters(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "d"]
 
 
-def test_it_is_taught_true_solutions_of_numbers_that_are_not_held_out(tmp_path, monkeypatch):
+def test_it_is_taught_true_solutions_of_numbers_that_are_not_held_out(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(warm_start, "SAY_SECONDS", 0.0)  # no terminal here, as in a log
     examples, accumulate = [], Trainer.accumulate
     monkeypatch.setattr(Trainer, "accumulate", lambda self, batch: examples.extend(batch) or accumulate(self, batch))
     make_model(replace(FEW, slip=0.0, steps=10), "reverse_add", tmp_path / "model", ALONE)
+    said = capfd.readouterr().out.splitlines()
+    assert len(said) == 10 and re.fullmatch(r"warm start: step 9 of 10, loss \d\.\d+, \d\d:\d\d left", said[8]), said
     tokenizer, task = load_tokenizer(tmp_path / "model"), TASKS["reverse_add"]
     numbers = {task.prompt(n): n for n in task.numbers()}
     taught = [numbers[tokenizer.decode(example.prompt_ids)] for example in examples]
