@@ -131,7 +131,7 @@ def brief(value: float) -> str:
     return f"{value:.0e}"
 
 
-def _kind(record: dict[str, Any]) -> str:
+def kind_of(record: dict[str, Any]) -> str:
     return record.get("round", {}).get("kind", "replay")
 
 
@@ -179,7 +179,7 @@ class Recorder:
         if "reward" in record:
             shown = {"reward": record["reward"], f"reward_mean_{RECENT}": self._mean(record)}
             shown |= {"length": record["length"]["mean"], "seconds": record["seconds"].get("step", 0.0)}
-            numbers |= {f"{_kind(record)}/{name}": value for name, value in shown.items()}
+            numbers |= {f"{kind_of(record)}/{name}": value for name, value in shown.items()}
         if self.tensorboard:
             for name, value in numbers.items():
                 self.tensorboard.add_scalar(name, value, record["step"])
@@ -211,7 +211,7 @@ class Recorder:
     def _row(self, record: dict[str, Any]) -> list[str]:
         """Return one text a column."""
         length, train, seconds = record["length"], record["train"], record["seconds"]
-        wasted, rewards = "", self.means[_kind(record)] or [record["reward"]]
+        wasted, rewards = "", self.means[kind_of(record)] or [record["reward"]]
         if played := record.get("round"):
             wasted = f"{played['wasted_tokens'] / max(played['wasted_tokens'] + record['tokens'], 1):.0%}"
         each = (time.perf_counter() - self.began) / max(record["step"] - self.first, 1)  # evaluations included
@@ -221,13 +221,13 @@ class Recorder:
         health = train["entropy"], train["grad_norm"], train["logprob_diff_max"]
         times = seconds["rollout"], seconds["train"], record["tokens_per_second"]
         return [
-            *(str(record["step"]), _kind(record)[:6], *map(brief, numbers)),
+            *(str(record["step"]), kind_of(record)[:6], *map(brief, numbers)),
             *(wasted, *map(brief, health + times), left),
         ]
 
     def _mean(self, record: dict[str, Any]) -> float:
         """Count a step's reward in the mean over the last rounds of its kind, and return that."""
-        rewards, reward = self.means[_kind(record)], record.get("reward")
+        rewards, reward = self.means[kind_of(record)], record.get("reward")
         if isinstance(reward, int | float) and math.isfinite(reward):
             rewards.append(reward)
         return sum(rewards) / len(rewards) if rewards else math.nan

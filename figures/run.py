@@ -1,10 +1,15 @@
-"""What a run came to: reward and held-out accuracy, response lengths, and where a step's seconds went.
+"""What a run came to: reward, held-out accuracy, lengths, health of the training, and where a step's seconds went.
 
-python figures/run.py runs/tiny [OTHER ...] [--out run.png]      later runs are drawn over the first
+python figures/run.py runs/tiny [OTHER ...] [--out run.png]      later runs are drawn over the first; run.pdf works too
+
+Dots are steps, lines the mean of the last ten: short and long rounds differ, so they are drawn apart. The x axis counts
+trained samples, so that runs with other batches compare; bars are 95 % intervals.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
@@ -15,30 +20,61 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from metrics import read_records
+from metrics import RECENT, kind_of, read_records
+
+MARKS = {"short": ".", "long": "x"}
+PANELS: dict[str, tuple[str, Callable[[dict], float]]] = {  # title: unit, value of a step
+    "Reward": ("mean of a step", lambda r: r["reward"]),
+    "Mean length": ("tokens", lambda r: r["length"]["mean"]),
+    "Longest response": ("tokens", lambda r: r["length"]["max"]),
+    "Rollout": ("seconds, slowest rank", lambda r: r["seconds"].get("rollout", 0.0)),
+    "Training": ("seconds, slowest rank", lambda r: r["seconds"].get("train", 0.0)),
+    "Entropy": ("nats a token", lambda r: r["train"]["entropy"]),
+    "Gradient norm": ("before clipping", lambda r: r["train"]["grad_norm"]),
+    "Log-prob difference": ("largest of a step", lambda r: r["train"]["logprob_diff_max"]),
+}
+
+
+def moving(values: list[float]) -> list[float]:
+    """Return the mean of each value and up to RECENT - 1 before it."""
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(i + 1 - RECENT, 0) : i + 1])]
 
 
 def draw(folders: list[Path], out: Path) -> None:
     plt.style.use(HERE / "plainroll.mplstyle")
-    figure, (reward, length, seconds) = plt.subplots(1, 3, figsize=(12, 3.6))
+    figure, axes = plt.subplots(3, 3, figsize=(11, 8), sharex=True)
+    held_out, *panels = axes.flat
     for i, folder in enumerate(folders):
         records = read_records(folder / "steps.jsonl")
-        trained, evaluated = [r for r in records if r["step"]], [r for r in records if r.get("eval")]
-        steps, color = [r["step"] for r in trained], f"C{i}"
-        reward.plot(steps, [r["reward"] for r in trained], color=color, alpha=0.35, label=f"{folder.name}, trained")
+        samples = dict(zip((r["step"] for r in records), accumulate(r.get("samples", 0) for r in records)))
+        evaluated = [r for r in records if r.get("eval")]
         for key in [k for k in (evaluated[0]["eval"] if evaluated else {}) if k.startswith("avg@")]:
-            points = [r["eval"][key] for r in evaluated]
-            reward.plot([r["step"] for r in evaluated], points, "o-", color=color, label=f"{folder.name}, held out")
-        for key, style in (("p50", "-"), ("max", ":")):
-            length.plot(steps, [r["length"][key] for r in trained], style, color=color, label=f"{folder.name}, {key}")
-        for stage, style in (("rollout", "-"), ("train", "--")):
-            spent = [r["seconds"].get(stage, 0.0) for r in trained]
-            seconds.plot(steps, spent, style, color=color, label=f"{folder.name}, {stage}")
-    reward.set(title="Reward", xlabel="step", ylabel="mean reward")
-    length.set(title="Trained responses", xlabel="step", ylabel="tokens", ylim=(0, None))
-    seconds.set(title="Time of a step", xlabel="step", ylabel="seconds, slowest rank", ylim=(0, None))
-    for axis in (reward, length, seconds):
-        axis.legend(fontsize=7)
+            errors = [1.96 * r["eval"]["standard_error"] for r in evaluated]
+            places, points = [samples[r["step"]] for r in evaluated], [r["eval"][key] for r in evaluated]
+            held_out.errorbar(
+                places, points, errors, fmt="o-", markersize=3, capsize=2, color=f"C{i}", label=folder.name
+            )
+            held_out.set_ylabel(key)
+        for axis, (_, value) in zip(panels, PANELS.values(), strict=True):
+            for kind in sorted({kind_of(r) for r in records if r["step"]}):
+                mine = [r for r in records if r["step"] and kind_of(r) == kind and value(r) is not None]
+                places, values = [samples[r["step"]] for r in mine], [value(r) for r in mine]
+                mark = MARKS.get(kind, "+")
+                axis.plot(places, values, mark, color=f"C{i}", alpha=0.35, markersize=4)
+                axis.plot(
+                    places,
+                    moving(values),
+                    "--" if kind == "long" else "-",
+                    color=f"C{i}",
+                    label=f"{folder.name}, {kind}",
+                )
+    held_out.set_title("Held out")
+    for axis, (title, (unit, _)) in zip(panels, PANELS.items(), strict=True):
+        axis.set(title=title, ylabel=unit)
+    panels[-1].set_yscale("log")
+    for axis in axes[-1]:
+        axis.set_xlabel("trained samples")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
     figure.supxlabel(f"python figures/run.py {' '.join(map(str, folders))}", fontsize=7, color="0.4")
     figure.savefig(out)
 
@@ -46,7 +82,7 @@ def draw(folders: list[Path], out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--out", type=Path, default=Path("run.png"))
+    parser.add_argument("--out", type=Path, default=Path("run.png"), help="file to draw; .pdf and .svg work too")
     arguments = parser.parse_args()
     for folder in arguments.runs:
         if not (folder / "steps.jsonl").exists():

@@ -51,6 +51,21 @@ def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["out.pdf", "out.png"])
+def test_a_run_is_drawn(name: str, load, tmp_path: Path) -> None:
+    run = load("run")
+    assert run.moving([4.0, 2.0]) == [4.0, 3.0] and run.moving([1.0] * 20 + [2.0])[-1] == 1.1
+    whole = {"length": {"mean": 5.0, "max": 9}, "seconds": {"rollout": 1.0}, "samples": 8}
+    train = {"entropy": 1.0, "grad_norm": None, "logprob_diff_max": 1e-6}  # of a skipped step
+    records = [{"step": 0, "eval": {"avg@4": 0.5, "standard_error": 0.01}}]
+    for step in (1, 2):
+        kind = {"round": {"kind": "long"}} if step == 2 else {}
+        records.append({"step": step, "reward": 0.5, "train": train, **whole, **kind})
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    run.draw([tmp_path], tmp_path / name)
+    assert (tmp_path / name).read_bytes()[1:4] in (b"PDF", b"PNG")
+
+
 def test_a_table_shows_what_really_ran(load, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
     paper = load("paper")
     monkeypatch.setattr(paper, "DATA", tmp_path / "paper.json")
