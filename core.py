@@ -41,6 +41,7 @@ class Reward:
     seconds: float = 0.0
     error: str = ""
     cases: tuple[tuple[float, bool, bool], ...] = ()  # test cases that ran: seconds, passed, timed out
+    parts: dict[str, float] = field(default_factory=dict)  # what the value was added up from, before weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from graphs import upload
 from jobs import PoolStats
 from layers import Layers, num_resident, token_bytes
 from model import Model, Split, rms_norm, run_layer
-from reward import TASK_OF_JUDGE, RewardConfig, RewardPool
+from reward import TASK_OF_JUDGE, RewardConfig, RewardPool, add_up, by_grader
 from timeouts import AdaptiveTimeouts
 
 TEMPLATE = """Question:
@@ -460,14 +460,25 @@ def reward_of(score: float, kind: str) -> float:
     return (1.0 if score > 0 else odds) / (1 + odds)
 
 
-class Graders:
-    """Every way of grading behind the interface of one `RewardPool`: each task goes to its own."""
+class _Also(NamedTuple):
+    """Names the grading of a sample by a grader besides its row's own."""
 
-    def __init__(self, pool: RewardPool, judge: Judge | None):
-        self.pool, self.judge = pool, judge
+    key: Hashable
+    grader: str
+
+
+class Graders:
+    """Every way of grading behind the interface of one `RewardPool`: each task goes to its own.
+
+    With `also`, weights by grader, these grade every sample too, and its reward is the sum of all (reward.add_up).
+    """
+
+    def __init__(self, pool: RewardPool, judge: Judge | None, also: Mapping[str, float] | None = None):
+        self.pool, self.judge, self.also = pool, judge, dict(also or {})
         self.parts: list[Any] = (
             [judge, pool] if judge else [pool]
         )  # the pool's processes go on while the judge computes
+        self._graded: dict[Hashable, dict[str, Reward | None]] = {}  # by grader; None: not yet
 
     def __enter__(self) -> "Graders":
         return self
@@ -480,22 +491,43 @@ class Graders:
         return sum(part.num_pending for part in self.parts)
 
     def submit(self, key: Hashable, task: str, response: str, answer: str, row: dict) -> None:
-        (self.judge if task == TASK_OF_JUDGE else self.pool).submit(key, task, response, answer, row)
+        self._graded[key] = dict.fromkeys([task, *self.also])  # the row's own first
+        for i, name in enumerate(self._graded[key]):
+            part = self.judge if name == TASK_OF_JUDGE else self.pool
+            part.submit(_Also(key, name) if i else key, name, response, answer, row)
 
     def poll(self) -> list[tuple[Any, Reward]]:
-        return [graded for part in self.parts for graded in part.poll()]
+        return self._whole(graded for part in self.parts for graded in part.poll())
 
     def drain(self) -> list[tuple[Any, Reward]]:
-        return [graded for part in self.parts for graded in part.drain()]
+        return self._whole(graded for part in self.parts for graded in part.drain())
 
     def wait(self, keys: Iterable[Hashable]) -> list[tuple[Any, Reward]]:
-        keys = set(keys)
-        return [graded for part in self.parts for graded in part.wait(keys)]
+        keys = self._with_also(keys)
+        return self._whole(graded for part in self.parts for graded in part.wait(keys))
 
     def forget(self, keep: Iterable[Hashable]) -> None:
-        keep = set(keep)
+        keep = self._with_also(keep)
+        self._graded = {key: graded for key, graded in self._graded.items() if key in keep}
         for part in self.parts:
             part.forget(keep)
+
+    def _with_also(self, keys: Iterable[Hashable]) -> set[Hashable]:
+        keys = set(keys)
+        return keys | {_Also(key, name) for key in keys for name in self.also}
+
+    def _whole(self, graded: Iterable[tuple[Any, Reward]]) -> list[tuple[Any, Reward]]:
+        """Return the samples that all of their graders have graded by now."""
+        whole = []
+        for place, reward in graded:
+            key = place.key if isinstance(place, _Also) else place
+            rewards = self._graded[key]
+            rewards[place.grader if isinstance(place, _Also) else next(iter(rewards))] = reward
+            if None not in rewards.values():
+                del self._graded[key]
+                own = dict.fromkeys(rewards, 1.0)
+                whole.append((key, add_up(rewards, own | self.also) if self.also else reward))
+        return whole
 
     @property
     def timeouts(self) -> AdaptiveTimeouts:
@@ -514,9 +546,10 @@ def open_graders(
     reward: RewardConfig, judge: JudgeConfig, tasks: Iterable[str], device: torch.device, dtype: torch.dtype
 ) -> Graders:
     """Start what grades `tasks`. Raises ConfigError as `RewardPool` and `Judge` do."""
-    tasks = set(tasks)
+    tasks, also = set(tasks), by_grader("reward.also", reward.also)
+    tasks |= also.keys() if tasks else set()
     model = Judge(judge, device, dtype) if TASK_OF_JUDGE in tasks else None
-    return Graders(RewardPool(reward, tasks - {TASK_OF_JUDGE}), model)
+    return Graders(RewardPool(reward, tasks - {TASK_OF_JUDGE}), model, also)
 
 
 def judge_record(stats: Sequence[JudgeStats]) -> dict[str, float]:

@@ -39,7 +39,8 @@ from timeouts import AdaptiveTimeouts, CasePlan
 
 KEEPER_SECONDS = 10.0  # the longest wait for a worker's keeper to end all below it
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
-Grader = Callable[[str, str, dict], float | Reward]  # (response, answer, every field of the data row) -> reward
+# (response, answer, every field of the data row) -> reward, or its parts by name, which are added up
+Grader = Callable[[str, str, dict], float | dict[str, float] | Reward]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class RewardConfig:
     worker_gib: float = option(4.0, "memory at which a worker is killed and replaced", above=0, max=1e5)
     max_queue: int = option(4096, "gradings that may wait per rank; beyond them generation waits", min=1)
     concurrency: str = option("", "gradings at a time per rank and grader, as math=1,code=2; others: every worker")
+    also: str = option(
+        "",
+        "graders that grade every sample besides its row's own, which counts once, and their weights in the sum, as "
+        "mine.py:style=0.2,match=0.5",
+    )
     weights: str = option("", "factor on the advantages of a grader's samples, as math=1,code=0.5; others: 1")
     case_factor: float = option(
         1.5,
@@ -167,6 +173,20 @@ def by_grader(key: str, text: str) -> dict[str, float]:
     return numbers
 
 
+def add_up(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
+    """Return the weighted sum of several graders' rewards of one sample; one that failed counts 0 and is reported."""
+    parts = {}
+    for name, reward in rewards.items():
+        parts |= {name: reward.value} | {f"{name}/{part}": value for part, value in reward.parts.items()}
+    return Reward(
+        sum(weights[name] * reward.value for name, reward in rewards.items()),
+        sum(reward.seconds for reward in rewards.values()),
+        next((reward.error for reward in rewards.values() if reward.error), ""),
+        next((reward.cases for reward in rewards.values() if reward.cases), ()),
+        parts,
+    )
+
+
 def resolve_grader(name: str) -> Grader:
     """Return the table's grader or a user's: `package.module:function` or `path/to/file.py:function`.
 
@@ -216,17 +236,23 @@ def check_rewards(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
             f"reward.case_min_seconds = {config.case_min_seconds:g} is over reward.case_max_seconds = "
             f"{config.case_max_seconds:g}; lower it"
         )
+    also = by_grader("reward.also", config.also)
+    for name, weight in also.items():
+        if name != TASK_OF_JUDGE:
+            check_grader(name)
+        if abs(weight) > LARGEST_REWARD:
+            raise ConfigError(f"reward.also: {name} = {weight:g} must be at most {LARGEST_REWARD:g}")
     tasks = {prompt.task for prompt in prompts}
-    for key, least in (("concurrency", 1), ("weights", 0)):
+    for key, least, known in (("concurrency", 1, tasks | also.keys()), ("weights", 0, tasks)):
         for name, number in by_grader(f"reward.{key}", getattr(config, key)).items():
-            if name not in tasks:
-                raise ConfigError(f"reward.{key} names {name!r}; the graders here are {', '.join(sorted(tasks))}")
+            if name not in known:
+                raise ConfigError(f"reward.{key} names {name!r}; the graders here are {', '.join(sorted(known))}")
             if number < least:
                 raise ConfigError(f"reward.{key}: {name} = {number:g} must be at least {least}")
     for prompt in prompts:
-        if prompt.task == "math" and not prompt.answer.strip():
+        if "math" in (prompt.task, *also) and not prompt.answer.strip():
             raise ConfigError(f"{prompt.where}: the answer is empty; the grader math has nothing to compare with")
-        if prompt.task == "code":
+        if "code" in (prompt.task, *also):
             try:
                 sandbox.read_cases(prompt.answer)
             except ValueError as error:
@@ -277,6 +303,7 @@ def _load(source: str) -> object:
 def grade(grader: Grader, response: str, answer: str, row: dict) -> Reward:
     """Call the grader; whatever is no number that can be trained on becomes an error."""
     value, error, start = 0.0, "", time.perf_counter()
+    parts: dict[str, float] = {}
     cases: tuple[tuple[float, bool, bool], ...] = ()
     try:
         result = grader(response, answer, row)
@@ -284,14 +311,15 @@ def grade(grader: Grader, response: str, answer: str, row: dict) -> Reward:
             result = asyncio.run(_wait_for(result))
         if isinstance(result, Reward):
             error, cases, result = str(result.error), result.cases if grader is code else (), result.value
-        number = reward_number(result)
+        numbers = {str(k): reward_number(v) for k, v in (result if isinstance(result, dict) else {"": result}).items()}
+        number = None if None in numbers.values() or not numbers else reward_number(sum(numbers.values()))
         if number is None:
             error = f"the grader returned {repr(result)[:200]}, not a finite number of at most {LARGEST_REWARD:g}"
         elif not error:
-            value = number
+            value, parts = number, numbers if isinstance(result, dict) else {}
     except (Exception, SystemExit) as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return Reward(value, time.perf_counter() - start, error[:500], cases)
+    return Reward(value, time.perf_counter() - start, error[:500], cases, parts)
 
 
 async def _wait_for(result: Any) -> Any:

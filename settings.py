@@ -15,7 +15,7 @@ from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
 from parallel import check_group_size, group_sizes, own_node_size
 from planner import PROFILE_NAME, PlannerConfig, Profile, load_profile
-from reward import TASK_OF_JUDGE, RewardConfig, check_rewards, try_graders
+from reward import TASK_OF_JUDGE, RewardConfig, by_grader, check_rewards, try_graders
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig
@@ -214,6 +214,8 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
         rollout_profile(c, shape, sizes, world_size, device)
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
     first = {p.task: p for p in reversed(prompts + held_out)}
+    also = by_grader("reward.also", c.reward.also)
+    first = {name: prompt for prompt in (prompts + held_out)[:1] for name in also} | first
     if TASK_OF_JUDGE in first:
         check_judge(c.judge, model_dtype(config, device.type))
     elif c.judge.path:

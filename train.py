@@ -156,6 +156,7 @@ def evaluate(run: "Run", clock: Clock) -> dict[str, Any]:
         f"avg@{k}": per_prompt.mean().item(),
         f"pass@{k}": (rewards.amax(1) >= 1).double().mean().item(),
         "standard_error": (per_prompt.std() / len(groups) ** 0.5).item() if len(groups) > 1 else 0.0,
+        **reward_parts(groups),
         "num_prompts": len(groups),
         "seconds": time.perf_counter() - start,
         "truncated": sum(s.finish_reason == "length" for g in groups for s in g.samples) / rewards.numel(),
@@ -202,6 +203,7 @@ def step_record(
         "rollout_tokens_per_second": sum(lengths) / max(slowest.get("rollout", seconds), 1e-9),
         "reward": sum(r.value for r in rewards) / len(rewards),
         "reward_by_task": mean_by_task(groups),
+        **reward_parts(groups),
         "rewards": merge_stats(pools, seconds),
         "reward_errors": len(errors),
         "first_reward_error": errors[0] if errors else "",
@@ -236,6 +238,14 @@ def mean_by_task(groups: Sequence[Group]) -> dict[str, float]:
     for group in groups:
         values.setdefault(group.prompt.task, []).extend(reward.value for reward in group.rewards)
     return {task: sum(v) / len(v) for task, v in sorted(values.items())}
+
+
+def reward_parts(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """Return the mean of each part of the rewards, where they have parts."""
+    values: dict[str, list[float]] = {}
+    for part in (part for group in groups for reward in group.rewards for part in reward.parts.items()):
+        values.setdefault(part[0], []).append(part[1])
+    return {"reward_parts": {name: sum(v) / len(v) for name, v in sorted(values.items())}} if values else {}
 
 
 # ---- building, saving, resuming ----------------------------------------------------------------------------------

@@ -322,6 +322,19 @@ def test_graders_sends_each_task_to_its_own(writer):
         assert graders.judge is None and graders.take_stats()[1].texts == 0
 
 
+def test_graders_adds_up_what_several_say_of_one_sample(writer):
+    config = RewardConfig(also="match=0.5,judge=2", num_workers=1)
+    with open_graders(config, config_for(writer), ["code"], CPU, torch.float32) as graders:
+        graders.submit("a", "code", "5", "no cases", ROW)
+        graders.submit("b", "code", "5", "no cases", ROW)
+        assert graders.poll() == []  # the judge has not spoken
+        graders.forget(keep=["a"])
+        ((key, whole),) = graders.wait(["a"])
+        assert key == "a" and list(whole.parts) == ["code", "match", "judge"] and 0 < whole.parts["judge"] < 1
+        assert whole.value == pytest.approx(2 * whole.parts["judge"]) and "task code" in whole.error
+        assert graders.drain() == [] and graders.num_pending == 0 and not graders._graded
+
+
 def test_graders_waits_for_and_forgets_samples_of_every_task(writer):
     with open_graders(RewardConfig(), config_for(writer), ["judge", "match"], CPU, torch.float32) as graders:
         for task in ("match", "judge"):

@@ -751,10 +751,27 @@ time.sleep(1000)
         (RewardConfig(weights="code=-1"), "code = -1 must be at least 0"),
         (RewardConfig(weights="code=nan"), "cannot read"),
         (RewardConfig(concurrency="code=0"), "code = 0 must be at least 1"),
+        (RewardConfig(also="match=1", weights="match=1"), "names 'match'; the graders here are code"),
+        (RewardConfig(also="matsch=1"), "'matsch' is not built in"),
+        (RewardConfig(also="match=1e30"), "must be at most"),
+        (RewardConfig(also="math=1"), "the answer is empty"),
     ],
 )
 def test_reward_settings_that_do_not_fit(config, cause):
     prompt = Prompt(0, (1,), "", '[{"test": ""}]', "code")
+    blank = Prompt(0, (1,), "", " ", "match")
     with pytest.raises(ConfigError, match=cause):
-        check_rewards(config, [prompt])
+        check_rewards(config, [blank if "math=" in config.also else prompt])
+    check_rewards(RewardConfig(also="match=-1", concurrency="match=2"), [prompt])
     check_rewards(RewardConfig(weights="code=0.5", concurrency="code=2"), [prompt])
+
+
+def test_a_grader_may_return_parts_by_name():
+    def graded(result):
+        return reward.grade(lambda *_: result, "", "", {})
+
+    both = graded({"right": 1, "style": 0.25})
+    assert (both.value, both.parts, both.error) == (1.25, {"right": 1.0, "style": 0.25}, "")
+    assert graded(0.5).parts == {}
+    for bad in ({}, {"a": None}, {"a": float("nan")}, {"a": 1, "b": "1"}, {"a": {"b": 1}}):
+        assert graded(bad).value == 0 and "not a finite number" in graded(bad).error

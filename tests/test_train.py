@@ -406,6 +406,32 @@ def test_responses_end_at_the_stop_texts_of_the_config(settings, tiny_folder, tm
     assert by_text > 3
 
 
+def test_several_graders_of_one_sample_add_up_and_are_recorded(settings, tmp_path):
+    own = ["tests/graders.py:share_of_digits", "tests/graders.py:parts"]
+    rows = [{"prompt": f"say {i}", "answer": str(i), "task": own[i % 2]} for i in range(24)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"data__train": tmp_path / "data.jsonl", "data__graders": ",".join(own), "run__steps": 2}
+    options |= {"reward__also": f"{own[1]}=-0.5,match=2", "run__eval_every": 0}
+    assert train.main(settings("recorded", run__dump_rollouts="true", **options)) == 0
+    records = steps_of(tmp_path / "recorded")
+    for record in records:
+        groups = load_groups(tmp_path / "recorded" / "rollouts", record["step"])
+        seen = {}
+        for group in groups:
+            for reward in group.rewards:
+                digits, parts = (reward.parts.get(name) for name in own)
+                assert reward.value == pytest.approx((digits or 0.0) - 0.5 * parts + 2 * reward.parts["match"])
+                assert parts == reward.parts[f"{own[1]}/length"] + reward.parts[f"{own[1]}/ascii"]
+                assert (digits is None) == (group.prompt.task == own[1])
+                for name, value in reward.parts.items():
+                    seen.setdefault(name, []).append(value)
+        assert record["reward_parts"] == {name: pytest.approx(sum(v) / len(v)) for name, v in sorted(seen.items())}
+        assert record["reward_parts"][own[1]] > 0 and record["reward_errors"] == 0
+    assert "reward_parts" in read_records(tmp_path / "recorded" / "steps.jsonl")[0]["eval"]
+    assert train.main(settings("replayed", run__replay=tmp_path / "recorded" / "rollouts", **options)) == 0
+    assert trajectory(tmp_path / "replayed") == trajectory(tmp_path / "recorded")
+
+
 def test_a_replayed_run_trains_the_same(settings, tmp_path):
     assert train.main(settings("recorded", run__dump_rollouts="true")) == 0
     line = json.loads((tmp_path / "recorded" / "rollouts" / "step_000001.jsonl").read_text().splitlines()[0])
