@@ -69,8 +69,9 @@ def summary(points: list[dict]) -> dict:
         first, *_, last = [p for p in points if p["seed"] == seed]
         rise = last["avg@4"] - first["avg@4"]
         error = (first["standard_error"] ** 2 + last["standard_error"] ** 2) ** 0.5
-        print(f"seed {seed}: {first['avg@4']:.3f} -> {last['avg@4']:.3f}, {rise / error:.0f} standard errors")
-        for name, value in zip(gained, (first["avg@4"], last["avg@4"], rise / error), strict=True):
+        errors = rise / error if error else 0.0  # a few held-out prompts can all be wrong
+        print(f"seed {seed}: {first['avg@4']:.3f} -> {last['avg@4']:.3f}, {errors:.0f} standard errors")
+        for name, value in zip(gained, (first["avg@4"], last["avg@4"], errors), strict=True):
             gained[name].append(round(value, 3))
     return {"name": "learning", "seeds": len(seeds), "steps": max(p["step"] for p in points), **gained}
 
