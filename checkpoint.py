@@ -14,13 +14,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from config import ConfigError
+from config import ConfigError, regular
 from model import Model, ModelShape, parse_shape
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STATE = "state.pt"
 CHECKSUMS = "checksums.json"  # CRC-32 of every file of a checkpoint
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What a checkpoint takes along from the model's folder, beside config.json. Nothing else in there is looked at.
+CARRIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
+vocab.json vocab.txt merges.txt tokenizer.model chat_template.jinja chat_template.json""".split()
+KINDS = ("F64", "F32", "F16", "BF16")  # of weights: others are quantised, or no numbers of a model
 SCORE = "score.weight"  # the head of a reward model
 
 
@@ -39,21 +43,46 @@ def read_config(folder: str | Path, key: str = "model.path") -> dict:
 
 def _read_json(path: Path) -> dict:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(_own(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot read it ({error.strerror}); a model folder holds config.json, weights and tokenizer"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error}); copy the file again") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: a JSON {type(value).__name__}, not an object; copy the file again")
     return value
 
 
+def _own(path: Path) -> Path:
+    """Return the path of a regular file that is its folder's own; raise ConfigError for a link to one elsewhere.
+
+    Files of a model go into every checkpoint. In Hugging Face's cache they are links to the blobs beside snapshots/.
+    """
+    folder, real = path.parent.resolve(), Path(os.path.realpath(path))
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if path.is_symlink() and real.parent not in (folder, blobs):
+        raise ConfigError(f"{path}: a link to {real}, outside of its folder; copy that file here")
+    return regular(path)
+
+
+def carried_files(folder: Path) -> list[Path]:
+    """Return those of CARRIED that the folder has. Raises ConfigError for one that no checkpoint could take along."""
+    files = [folder / name for name in CARRIED if os.path.lexists(folder / name)]
+    for path in files:
+        try:
+            with open(_own(path), "rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot read it ({error.strerror}); copy the file again") from None
+    return files
+
+
 def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # late: it takes seconds to import
 
+    carried_files(Path(folder))
     # Without them transformers makes an empty tokenizer.
     if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ConfigError(f"{folder}: cannot load the tokenizer: no tokenizer.json; copy the tokenizer's files too")
@@ -109,30 +138,35 @@ def check_model(
         raise ConfigError(
             f"{key} = {str(folder)!r} is a reward model ({config['architectures'][0]}); it writes no text"
         )
-    found, shapes = _stored_weights(folder)
+    found, stored_as = _stored_weights(folder)
     if labels:
         shape = replace(shape, tied=True)
     elif shape.tied and HEAD in found:  # as `transformers` reads it: what the file has outweighs config.json
         found.setdefault(EMBEDDING, found[HEAD])
         shape = replace(shape, tied=_are_equal(found[EMBEDDING], found[HEAD]))
-    wanted = _expected_weights(shape)
+    try:
+        wanted = _expected_weights(shape)
+    except RuntimeError as error:
+        raise ConfigError(f"{folder / 'config.json'}: sizes that no machine holds ({error}); correct them") from None
     if labels:
         wanted[SCORE] = [labels, shape.hidden_size]
     if missing := wanted.keys() - found.keys():
         raise ConfigError(f"{folder}: {len(missing)} weights are missing, such as {min(missing)}")
     for name, size in wanted.items():
-        if shapes[found[name]] != size:
-            path, stored = found[name]
-            raise ConfigError(f"{path}: {stored} has shape {shapes[found[name]]}, config.json wants {size}")
+        (path, stored), (shape_there, kind) = found[name], stored_as[found[name]]
+        if shape_there != size:
+            raise ConfigError(f"{path}: {stored} has shape {shape_there}, config.json wants {size}")
+        if kind not in KINDS:
+            raise ConfigError(f"{path}: {stored} is of type {kind}; plainroll reads {', '.join(KINDS)}: convert it")
     return shape, {name: found[name] for name in wanted}
 
 
-def _stored_weights(folder: Path) -> tuple[dict[str, tuple[Path, str]], dict[tuple[Path, str], list[int]]]:
-    """Return where each weight is, by its name in a whole model, and the shape of each.
+def _stored_weights(folder: Path) -> tuple[dict[str, tuple[Path, str]], dict[tuple[Path, str], tuple[list[int], str]]]:
+    """Return where each weight is, by its name in a whole model, and the shape and type of each.
 
     The file of a bare decoder has the same names without "model.".
     """
-    found, shapes = {}, {}
+    found, stored_as = {}, {}
     for path in _weight_files(folder):
         try:
             with safe_open(path, "pt") as file:
@@ -141,10 +175,11 @@ def _stored_weights(folder: Path) -> tuple[dict[str, tuple[Path, str]], dict[tup
                     name = stored if is_whole else f"model.{stored}"
                     if is_whole or name not in found:
                         found[name] = path, stored
-                    shapes[path, stored] = file.get_slice(stored).get_shape()
+                    tensor = file.get_slice(stored)
+                    stored_as[path, stored] = tensor.get_shape(), tensor.get_dtype()
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: cannot read the weights ({error}); copy the file again") from None
-    return found, shapes
+    return found, stored_as
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:
@@ -187,6 +222,9 @@ def _load(
                 if name == SCORE:
                     targets[SCORE] = torch.empty_like(tensor, dtype=dtype, device=device)
                 targets[name].copy_(tensor.view(targets[name].shape))
+                if not targets[name].isfinite().all():
+                    kind = str(dtype).removeprefix("torch.")
+                    raise ConfigError(f"{path}: {stored} is not finite in {kind}; take a folder without such weights")
     return model, targets.get(SCORE)
 
 
@@ -196,10 +234,12 @@ def _weight_files(folder: Path) -> list[Path]:
         if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
             raise ConfigError(f"{folder / INDEX}: no weight_map, which names the file of each weight; copy it again")
         files = [folder / name for name in sorted(set(names.values()))]
+        if away := [path for path in files if path.parent != folder]:
+            raise ConfigError(f"{folder / INDEX}: {away[0]} is outside of the folder; name files in it only")
     else:
         files = [folder / WEIGHTS]
     for path in files:
-        if not path.exists():
+        if not path.is_file():
             raise ConfigError(f"{path}: no such file; plainroll reads safetensors ({WEIGHTS}, or shards with {INDEX})")
     return files
 
@@ -214,9 +254,8 @@ def save_model(folder: str | Path, model: Model, source: str | Path) -> None:
     config["tie_word_embeddings"] = model.shape.tied
     config["dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    for path in source.iterdir():
-        if path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in ("config.json", INDEX):
-            shutil.copyfile(path, folder / path.name)
+    for path in carried_files(source):
+        shutil.copyfile(path, folder / path.name)
 
 
 def save_weights(folder: Path, model: Model, max_shard_bytes: int = 5 * 2**30) -> None:

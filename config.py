@@ -6,8 +6,10 @@ them together. Everything a user can get wrong raises `ConfigError` naming key, 
 
 import dataclasses
 import difflib
+import errno
 import json
 import math
+import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +18,19 @@ from typing import Any, TypeVar
 LONGEST = 10_000  # characters of a text
 
 T = TypeVar("T")
+Name = TypeVar("Name", str, Path)
 
 
 class ConfigError(ValueError):
     """A user's mistake: shown as one message without a traceback, exit code 2."""
+
+
+def regular(path: Name) -> Name:
+    """Return the path of a regular file. Raises OSError: a pipe is waited for without end, a device may never end."""
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a folder the system says it well
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path
 
 
 def option(
@@ -48,7 +59,7 @@ def load_config(cls: type[T], path: str | None, overrides: list[str]) -> T:
     config = cls()
     if path is not None:
         try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"--config={path}: cannot read it ({error.strerror}); see configs/ for examples"

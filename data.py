@@ -1,17 +1,25 @@
 """Prompts: JSONL files and built-in tasks, tokenised and checked before work starts; the cursor over them."""
 
 import json
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from config import ConfigError, option
+from config import ConfigError, option, regular
 from core import Group, Prompt, Reward, Sample
+from jobs import reward_number
 from reward import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
+
+TEMPLATE_SECONDS = 10.0  # the longest that a chat template may take
+TOKEN_CHARACTERS = 512  # no tokenizer has a longer token
+DEEPEST = 50  # lists and objects within each other in a row; copies and graders recurse into them
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,9 @@ def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> 
     if config.eval:
         held_out = _read_jsonl(config.eval, "data.eval", config)[: config.eval_prompts]
     train_prompts, eval_prompts = (
-        _check_lengths([_prompt(i, row, config, tokenizer) for i, row in enumerate(rows)], max_prompt_tokens)
+        _check_lengths(
+            [_prompt(i, row, config, tokenizer, max_prompt_tokens) for i, row in enumerate(rows)], max_prompt_tokens
+        )
         for rows in (train, held_out)
     )
     return train_prompts, eval_prompts
@@ -95,7 +105,7 @@ def _task_rows(name: str) -> list[_Row]:
 def _read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
     rows, graders = [], _graders(config)
     try:
-        with open(path, encoding="utf-8-sig") as file:  # a byte order mark does no harm
+        with open(regular(path), encoding="utf-8-sig") as file:  # a byte order mark does no harm
             for number, line in enumerate(file, 1):
                 if line.strip():
                     rows.append(_row(line, f"{path}:{number}", config.task, graders))
@@ -138,6 +148,8 @@ def _row(line: str, where: str, task: str, graders: list[str]) -> _Row:
         raise ConfigError(f"{where}: not JSON that Python reads ({error}); shorten it") from None
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: a {type(row).__name__}, not an object; write {{"prompt": ..., "answer": ...}}')
+    if _is_deep(row, DEEPEST):
+        raise ConfigError(f"{where}: over {DEEPEST} lists and objects within each other; flatten the row")
     for field in ("prompt", "answer"):
         if field not in row:
             raise ConfigError(f"{where}: no field {field!r} (it has: {', '.join(row) or 'nothing'})")
@@ -164,28 +176,71 @@ def _row(line: str, where: str, task: str, graders: list[str]) -> _Row:
     return _Row({"task": task, **row}, where)
 
 
+def _is_deep(value: Any, levels: int) -> bool:
+    if not isinstance(value, list | dict):
+        return False
+    return not levels or any(_is_deep(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value))
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _prompt(index: int, row: _Row, config: DataConfig, tokenizer: Any) -> Prompt:
+def _prompt(index: int, row: _Row, config: DataConfig, tokenizer: Any, max_tokens: int) -> Prompt:
     fields, where = row.fields, row.where
     messages, answer, task = (fields[name] for name in ("prompt", "answer", "task"))
     if isinstance(messages, str):
         text = config.template.replace("{prompt}", messages)
         messages = [{"role": "user", "content": text}]
         if not (config.chat and tokenizer.chat_template):
+            _check_characters(text, max_tokens, where)
             return Prompt(index, tuple(tokenizer.encode(text)), text, answer, task, fields, where)
     elif not tokenizer.chat_template:
         raise ConfigError(
             f"{where}: prompt is a list of messages, but the tokenizer has no chat template; write it as text"
         )
     try:
-        token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        text = converse(tokenizer, messages, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's author and raises what it likes
         raise ConfigError(f"{where}: the tokenizer's chat template refuses this prompt: {error}") from None
+    _check_characters(text, max_tokens, where)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes them
     return Prompt(index, tuple(token_ids), tokenizer.decode(token_ids), answer, task, fields, where)
+
+
+def converse(tokenizer: Any, messages: list[dict], add_generation_prompt: bool) -> str:
+    """Return messages as the tokenizer's chat template writes them. Raises TimeoutError, and what the template does."""
+    with _time_limit(TEMPLATE_SECONDS):
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after `seconds`. Only the main thread can be stopped: others have no limit."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"it does not end within {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _check_characters(text: str, max_tokens: int, where: str) -> None:
+    """Refuse what must be too long ahead of making tokens of it, which can take minutes."""
+    if len(text) > TOKEN_CHARACTERS * max_tokens:
+        raise ConfigError(
+            f"{where}: the prompt has {len(text)} characters, far over rollout.max_prompt_tokens = {max_tokens}; raise "
+            "it, or remove the row"
+        )
 
 
 def _check_lengths(prompts: list[Prompt], max_prompt_tokens: int) -> list[Prompt]:
@@ -253,8 +308,8 @@ def load_groups(folder: Path, step: int) -> list[Group]:
     """Read back what `dump_groups` wrote. Raises ConfigError when the step is not there."""
     path = _dump_path(folder, step)
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
+        rows = [json.loads(line) for line in regular(path).read_text(encoding="utf-8").splitlines()]
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"run.replay: {path} is cut short or damaged ({error}); dump the step again") from None
     except OSError as error:
         raise ConfigError(
@@ -262,18 +317,27 @@ def load_groups(folder: Path, step: int) -> list[Group]:
         ) from None
     if not rows:
         raise ConfigError(f"run.replay: {path} is empty; dump the step again, or lower run.steps")
-    return [
-        Group(
-            prompt=Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])}),
-            epoch=row["epoch"],
-            samples=tuple(
-                Sample(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()})  # type: ignore[arg-type]
-                for s in row["samples"]
-            ),
-            rewards=tuple(Reward(**reward) for reward in row["rewards"]),
-        )
-        for row in rows
-    ]
+    try:
+        return [_group(row) for row in rows]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"run.replay: {path} holds no groups of this version ({error}); dump the step again"
+        ) from None
+
+
+def _group(row: dict) -> Group:
+    rewards = tuple(Reward(**reward) for reward in row["rewards"])
+    if wrong := [reward.value for reward in rewards if reward_number(reward.value) is None]:
+        raise ValueError(f"a reward of {wrong[0]!r}")
+    return Group(
+        prompt=Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])}),
+        epoch=row["epoch"],
+        samples=tuple(
+            Sample(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()})  # type: ignore[arg-type]
+            for s in row["samples"]
+        ),
+        rewards=rewards,
+    )
 
 
 def _dump_path(folder: Path, step: int) -> Path:

@@ -23,6 +23,7 @@ import checkpoint
 from attention import PackedAttention
 from config import ConfigError, option
 from core import Reward
+from data import converse
 from graphs import upload
 from jobs import PoolStats
 from layers import Layers, num_resident, token_bytes
@@ -107,7 +108,7 @@ class Reader:
         return self._last_read(ids) if self.is_reward_model else ids
 
     def _converse(self, messages: list[dict], generation: bool) -> list[int]:
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=generation, return_dict=False)
+        return self.tokenizer.encode(converse(self.tokenizer, messages, generation), add_special_tokens=False)
 
     def _last_read(self, ids: list[int]) -> list[int]:
         """Reward models of transformers read out the last token that is no padding, even where padding is the end."""

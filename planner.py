@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from config import ConfigError, entry, option
+from config import ConfigError, entry, option, regular
 from core import RoundPlan
 from replica import Replica, Response
 
@@ -122,7 +122,7 @@ def load_profile(path: Path, made_on: dict[str, Any], sizes: Sequence[int]) -> P
 def read_profile(path: Path) -> Profile:
     """Read a profile, whatever it was made on. Raises ConfigError when there is none."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(regular(path).read_text(encoding="utf-8"))
         by_size = {
             int(n): SizeProfile(p["pages"], tuple(map(tuple, p["decode"])), tuple(map(tuple, p["prefill"])))
             for n, p in raw["sizes"].items()

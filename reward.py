@@ -213,11 +213,16 @@ def check_grader(name: str) -> None:
     if remote.is_address(name):
         try:
             address = urlsplit(name)
-            has_host, _ = address.hostname, address.port
+            is_sound = bool(address.hostname and address.hostname.encode("idna")) and address.port != 0
+            is_sound &= "@" not in address.netloc  # a name and password would not be sent
+            is_sound &= bool(re.fullmatch("[!-~]*", address.path + address.query))
         except ValueError:
-            has_host = None
-        if not has_host:
-            raise ConfigError(f"grader {name!r} names no host and port; write http://host:port/path")
+            is_sound = False
+        if not is_sound or re.search(r"\s", name):
+            raise ConfigError(
+                f"grader {name!r} is no address that can be asked; write http://host:port/path, with other characters "
+                "of the path as in %20 and %C3%A9"
+            )
         return
     source, _, function = name.rpartition(":")
     if name not in GRADERS and not (source and function):
@@ -253,6 +258,12 @@ def check_rewards(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
         if "math" in (prompt.task, *also) and not prompt.answer.strip():
             raise ConfigError(f"{prompt.where}: the answer is empty; the grader math has nothing to compare with")
         if "code" in (prompt.task, *also):
+            template = prompt.extra.get("template", "{program}")
+            if not isinstance(template, str) or "{program}" not in template:
+                raise ConfigError(
+                    f"{prompt.where}: template = {repr(template)[:60]} must be text with {{program}} where the program "
+                    "goes; correct it, or leave it out"
+                )
             try:
                 sandbox.read_cases(prompt.answer)
             except ValueError as error:

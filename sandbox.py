@@ -133,7 +133,10 @@ def try_isolation(kind: str) -> tuple[Isolation | None, str]:
 
 def read_cases(answer: str) -> list[dict[str, str]]:
     """Return the test cases of a data row's answer, a JSON list. Raises ValueError."""
-    cases = json.loads(answer)
+    try:
+        cases = json.loads(answer)
+    except RecursionError:
+        raise ValueError("the answer of a program is a JSON list of test cases, not lists in lists") from None
     if not isinstance(cases, list) or not cases:
         raise ValueError(f"the answer of a program is a JSON list of test cases, not {answer[:80]!r}")
     for case in cases:
@@ -144,7 +147,7 @@ def read_cases(answer: str) -> list[dict[str, str]]:
 def _check_case(case: dict[str, str]) -> None:
     keys = set(case) if isinstance(case, dict) else set()
     if keys not in ({"test"}, {"stdin", "stdout"}) or not all(isinstance(value, str) for value in case.values()):
-        raise ValueError(f'a test case has {{"stdin", "stdout"}} or {{"test"}}, all text, not {str(case)[:80]}')
+        raise ValueError(f'a test case has {{"stdin", "stdout"}} or {{"test"}}, all text, not {json.dumps(case)[:80]}')
 
 
 def run(program: str, case: dict[str, str], limits: Limits, how: Isolation | None = None) -> Outcome:

@@ -1,6 +1,7 @@
 """What a user gets wrong ends before any rank works, in one line of error and exit code 2. Never a traceback."""
 
 import json
+import os
 import random
 import shutil
 from dataclasses import fields, is_dataclass
@@ -8,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
+import data
 import profiler
 import train
-from checkpoint import eos_ids, load_tokenizer
+from checkpoint import INDEX, WEIGHTS, eos_ids, load_tokenizer
 from model import Model, parse_shape
 from settings import Config
 
@@ -172,6 +176,7 @@ def test_a_bad_config_file_is_refused_by_name(name, capsys, base) -> None:
 
 # ---- data --------------------------------------------------------------------------------------------------------
 
+CASES = json.dumps([{"test": "assert f"}])
 LINES = {
     "not json": "prompt: 1 + 1",
     "python": "{'prompt': 'a', 'answer': 'b'}",
@@ -200,6 +205,14 @@ LINES = {
     "code with odd cases": json.dumps({"prompt": "a", "answer": json.dumps([{"in": 1}]), "task": "code"}),
     "math without answer": json.dumps({"prompt": "a", "answer": "", "task": "math"}),
     "nan": '{"prompt": "a", "answer": NaN}',
+    "deep": '{"prompt": "a", "answer": "b", "more": ' + "[" * 60 + "]" * 60 + "}",
+    "deep objects": '{"prompt": "a", "answer": "b", "more": ' + '{"a": ' * 60 + "1" + "}" * 61,
+    "code with deep cases": json.dumps({"prompt": "a", "answer": "[" * 10**5, "task": "code"}),
+    "code with deep case": json.dumps({"prompt": "a", "answer": "[" * 900 + "]" * 900, "task": "code"}),
+    "template a number": json.dumps({"prompt": "a", "answer": CASES, "task": "code", "template": 3}),
+    "template null": json.dumps({"prompt": "a", "answer": CASES, "task": "code", "template": None}),
+    "template a list": json.dumps({"prompt": "a", "answer": CASES, "task": "code", "template": ["{program}"]}),
+    "template without program": json.dumps({"prompt": "a", "answer": CASES, "task": "code", "template": "f()"}),
 }
 
 
@@ -231,6 +244,9 @@ DATA = {
     "csv": lambda path: path.write_text("prompt,answer\na,b\n"),
     "an array": lambda path: path.write_text(json.dumps(GOOD)),
     "parquet": lambda path: path.write_bytes(b"PAR1\x15\x04"),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
 }
 
 
@@ -238,6 +254,52 @@ DATA = {
 def test_a_bad_data_file_is_refused_by_name(name, capsys, base) -> None:
     DATA[name](Path("data.jsonl"))
     assert "data.jsonl" in refused(capsys, base)
+
+
+@pytest.mark.parametrize("key", ["--config", "--data.eval", "--planner.profile"])
+def test_nobody_waits_for_a_pipe(key, capsys, base) -> None:
+    os.mkfifo("pipe")
+    more = ["--planner.rule=paper"] if "profile" in key else []
+    assert "not a regular file" in refused(capsys, base, f"{key}=pipe", *more)
+
+
+def test_a_prompt_far_too_long_is_refused_before_it_has_tokens(capsys, base, monkeypatch) -> None:
+    def encode(*_, **__):
+        raise AssertionError("nobody makes tokens of this")
+
+    with open("data.jsonl", "w") as file:
+        file.write(json.dumps({"prompt": "a" * (data.TOKEN_CHARACTERS * 32 + 1), "answer": "b"}) + "\n")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "encode", encode)
+    for chat in ("true", "false"):
+        said = refused(capsys, base, f"--data.chat={chat}", "--data.eval_prompts=0")
+        assert "data.jsonl:1" in said and "16385 characters" in said and "max_prompt_tokens = 32" in said
+
+
+TEMPLATES = {
+    "no end": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "no end of text": "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
+    "reaches out": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "wrong": "{% for %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_template_that_does_not_end_or_fails_is_refused_with_the_row(name, capsys, base, monkeypatch) -> None:
+    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 0.3)
+    for path in Path("model").glob("chat_template*"):
+        path.unlink()
+    settings = json.loads(Path("model/tokenizer_config.json").read_text())
+    Path("model/tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATES[name]}))
+    said = refused(capsys, base)
+    assert "data.jsonl:" in said and "chat template" in said and ("0.3 s" in said) == ("no end" in name)
+
+
+def test_a_tokenizer_brings_no_code(capsys, base) -> None:
+    Path("model/own.py").write_text("open('pwned', 'w')\nclass Own: pass")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    Path("model/tokenizer_config.json").write_text(json.dumps(settings))
+    code, said = check(capsys, base)
+    assert code in (0, 2) and said.count("\n") == (code == 2) and not Path("pwned").exists()
 
 
 # ---- model folders -----------------------------------------------------------------------------------------------
@@ -248,6 +310,14 @@ def set_config(**changes):
         path = folder / "config.json"
         config = json.loads(path.read_text()) | changes
         path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+    return change
+
+
+def store_as(kind: str):
+    def change(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        save_file({name: weight.to(getattr(torch, kind)) for name, weight in weights.items()}, folder / WEIGHTS)
 
     return change
 
@@ -287,6 +357,24 @@ MODELS = {
     "end token beyond the vocabulary": lambda folder: set_config(
         eos_token_id=json.loads((folder / "config.json").read_text())["vocab_size"]
     )(folder),
+    "a width beyond all memory": set_config(hidden_size=2**30),
+    "all sizes beyond all memory": set_config(hidden_size=2**30, intermediate_size=2**31 - 1, head_dim=2**30),
+    "a link to nothing": lambda folder: (folder / "chat_template.json").symlink_to("nowhere"),
+    "a link to itself": lambda folder: (folder / "vocab.txt").symlink_to("vocab.txt"),
+    "a folder as file": lambda folder: (folder / "merges.txt").mkdir(),
+    "a pipe": lambda folder: os.mkfifo(folder / "added_tokens.json"),
+    "a pipe as config": lambda folder: ((folder / "config.json").unlink(), os.mkfifo(folder / "config.json")),
+    "a pipe as weights": lambda folder: ((folder / WEIGHTS).unlink(), os.mkfifo(folder / WEIGHTS)),
+    "a file from elsewhere": lambda folder: (folder / "vocab.json").symlink_to("/etc/hostname"),
+    "config from elsewhere": lambda folder: (
+        shutil.move(folder / "config.json", "elsewhere.json"),
+        (folder / "config.json").symlink_to(Path("elsewhere.json").resolve()),
+    ),
+    "deep config": lambda folder: (folder / "config.json").write_text("[" * 10**5),
+    "index that leads away": lambda folder: (folder / INDEX).write_text(
+        json.dumps({"weight_map": {"a": f"../{folder.name}/{WEIGHTS}"}})
+    ),
+    **{f"weights of {kind}": store_as(kind) for kind in ("int8", "bool", "complex64", "float8_e4m3fn")},
     "generation config broken": lambda folder: (folder / "generation_config.json").write_text("{"),
 }
 
@@ -296,6 +384,37 @@ def test_a_bad_model_folder_is_refused_by_name(name, capsys, base) -> None:
     MODELS[name](Path("model"))
     said = refused(capsys, base)
     assert "model" in said or "context" in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_weights_that_are_not_finite_are_refused_before_the_first_step(value, capsys, base) -> None:
+    weights = load_file("model/model.safetensors")
+    name = next(n for n in weights if n.endswith("q_proj.weight"))
+    weights[name] = weights[name].double()
+    weights[name][3, 4] = value
+    save_file(weights, "model/model.safetensors")
+    assert train.main([f"--{key}={value}" for key, value in base.items()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: model/model.safetensors") and name in said and said.count("\n") == 1
+
+
+def test_a_folder_of_the_cache_trains_and_no_file_but_the_models_goes_into_checkpoints(capsys, base) -> None:
+    """Its files are links to blobs, as huggingface_hub lays them out; what else lies there is left alone."""
+    snapshot, blobs = Path("hub/models--a--b/snapshots/0f"), Path("hub/models--a--b/blobs")
+    snapshot.mkdir(parents=True)
+    shutil.move("model", blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    (snapshot / "x.json").mkdir()
+    (snapshot / "y.json").symlink_to("nowhere")
+    (snapshot / "secret.txt").symlink_to("/etc/hostname")
+    os.mkfifo(snapshot / "z.json")
+    base["model.path"] = str(snapshot)
+    assert train.main([*(f"--{key}={value}" for key, value in base.items()), "--run.steps=1"]) == 0
+    [folder] = Path("run/checkpoints").iterdir()
+    added = {path.name for path in folder.iterdir()} - {path.name for path in blobs.iterdir()}
+    assert added == {"state.pt", "checksums.json"} and not any(path.is_symlink() for path in folder.iterdir())
+    assert {path.name for path in blobs.iterdir()} <= {path.name for path in folder.iterdir()}
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------
@@ -430,6 +549,15 @@ def test_an_odd_weight_map_is_refused(map, capsys, base) -> None:
         "--reward.worker_gib=1e300",
         "--data.task=http://[::1/x",
         "--data.task=http://h:abc/x",
+        "--data.task=http://h:0/x",
+        "--data.task=http://a..b/x",
+        "--data.task=http://" + "a" * 64 + "/x",
+        "--data.task=http://name:word@h/x",
+        "--data.task=http://h/ä",
+        "--data.task=http://h/x?a=ä",
+        "--data.task=http://h/a b",
+        "--data.task=http://a b/x",
+        "--data.graders=match,http://a..b/x",
     ],
 )
 def test_an_absurd_setting_is_refused(setting, capsys, base) -> None:

@@ -1,13 +1,15 @@
 """Prompts: rows become token ids or an error that names their line, and each epoch visits every prompt once."""
 
 import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from config import ConfigError
 from core import Prompt
-from data import DataConfig, PromptStream, load_prompts
+from data import DataConfig, PromptStream, load_groups, load_prompts
 from tasks import TASKS, is_held_out
 from warm_start import byte_tokenizer
 
@@ -276,6 +278,24 @@ def test_an_evaluation_file_takes_nothing_from_training(jsonl, plain):
     prompts, held_out = load(plain, "hailstone", eval=own)
     assert [p.text for p in held_out] == [f"e{i}" for i in range(9)]
     assert not any(is_held_out(p.extra["number"]) for p in prompts)
+
+
+# ---- rollouts on disk
+
+
+def test_a_dump_that_is_none_is_refused_by_name(tmp_path):
+    path = tmp_path / "step_000001.jsonl"
+    reward = json.dumps({"prompt": asdict(PROMPTS[0]), "epoch": 0, "samples": [], "rewards": [{"value": float("nan")}]})
+    for text in ("", "{", "[" * 10**5, "[]", "3", "{}", '{"prompt": {}}', reward):
+        path.write_text(text + "\n" * bool(text))
+        with pytest.raises(ConfigError, match=r"^run.replay: .*step_000001.jsonl .*dump the step again"):
+            load_groups(tmp_path, 1)
+    path.write_text(reward.replace("NaN", "0.5"))
+    assert load_groups(tmp_path, 1)[0].rewards[0].value == 0.5
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        load_groups(tmp_path, 1)
 
 
 # ---- the cursor
