@@ -175,7 +175,7 @@ def by_grader(key: str, text: str) -> dict[str, float]:
 
 def add_up(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
     """Return the weighted sum of several graders' rewards of one sample; one that failed counts 0 and is reported."""
-    parts = {}
+    parts: dict[str, float] = {}
     for name, reward in rewards.items():
         parts |= {name: reward.value} | {f"{name}/{part}": value for part, value in reward.parts.items()}
     return Reward(
