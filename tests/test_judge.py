@@ -299,7 +299,7 @@ def test_what_cannot_be_judged_is_one_reward_with_the_cause(writer, tmp_path, ma
     rewards.submit(0, "judge", "1", "5", ROW)
     assert "only poems" in dict(rewards.drain())[0].error
     weights = load_file(writer / "model.safetensors")
-    weights["model.norm.weight"][:] = float("nan")
+    weights["model.norm.weight"][:] = 3e38  # finite, as every weight must be; what is computed is not
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     sick = make_judge(folder, chat=False)
     submit(sick, TEXTS[:2])
