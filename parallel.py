@@ -1,7 +1,8 @@
 """torch.distributed, directly: start-up, reductions of gradients, exchange of small Python values.
 
-Every function here is collective over all ranks unless it says otherwise, and every wait ends after
-`timeout_seconds`. Tensors travel by NCCL on GPUs and gloo on CPU; Python values always by gloo.
+A `World` is a communicator: the ranks that take part, a group for tensors and one for Python values. Every function
+here is collective over the world that it gets unless it says otherwise, and every wait ends after `timeout_seconds`.
+Tensors travel by NCCL on GPUs and gloo on CPU; Python values always by gloo.
 """
 
 import ctypes
@@ -34,11 +35,12 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks."""
+    """This process among the ranks of a run, or of a part of it (`subsets`)."""
 
-    rank: int
+    rank: int  # in this world
     size: int
     device: torch.device
+    tensors: Any = None  # the group for tensors: NCCL on GPUs, else gloo; None: a single process
     objects: Any = None  # the gloo group for Python values; None: a single process
     node_size: int = 0  # ranks on each machine; their greatest common divisor where machines differ; 0: unknown
     store: Any = None  # torch's, which all ranks reach; None: a single process
@@ -82,8 +84,9 @@ def start(device: str, timeout_seconds: float) -> World:
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend, device_id = ("nccl", torch_device) if use_cuda else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
-    objects = dist.new_group(backend="gloo", timeout=timeout) if use_cuda else dist.group.WORLD
-    world = World(rank, size, torch_device, objects, store=store, timeout_seconds=timeout_seconds)
+    everyone = dist.group.WORLD
+    objects = dist.new_group(backend="gloo", timeout=timeout) if use_cuda else everyone
+    world = World(rank, size, torch_device, everyone, objects, store=store, timeout_seconds=timeout_seconds)
     return replace(world, node_size=math.gcd(*gather_objects(world, own_node_size(size))))
 
 
@@ -145,38 +148,62 @@ def broadcast_object(world: World, value: Any) -> Any:
     if world.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=world.objects)
+    dist.broadcast_object_list(box, group=world.objects, group_src=0)
     return box[0]
 
 
 def sum_tensors(world: World, tensors: Iterable[Tensor]) -> None:
-    """Replace each tensor by its sum over all ranks, in flat buckets: few, large all-reduces."""
+    """Replace each tensor by its sum over the world's ranks, in flat buckets: few, large all-reduces."""
     if world.size == 1:
         return
     bucket: list[Tensor] = []
     num_bytes = 0
     for tensor in tensors:
         if bucket and (num_bytes + tensor.nbytes > BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
-            _sum_bucket(bucket)
+            _sum_bucket(world, bucket)
             bucket, num_bytes = [], 0
         bucket.append(tensor)
         num_bytes += tensor.nbytes
     if bucket:
-        _sum_bucket(bucket)
+        _sum_bucket(world, bucket)
 
 
-def _sum_bucket(tensors: Sequence[Tensor]) -> None:
+def _sum_bucket(world: World, tensors: Sequence[Tensor]) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=world.tensors)
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def max_tensor(world: World, tensor: Tensor) -> None:
+    """Replace each element of a tensor by its maximum over the world's ranks."""
+    if world.size > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=world.tensors)
 
 
 def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
     """Overwrite each tensor with rank 0's."""
     if world.size > 1:
         for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group=world.tensors, group_src=0)
+
+
+def subsets(world: World, parts: Iterable[Sequence[int]]) -> list[World | None]:
+    """Return a world of each part of all ranks, a list of them; None for a part without this rank.
+
+    Every rank of the run takes part in making every group. A part's ranks keep their order, as torch's groups do.
+    """
+    assert world.tensors is dist.group.WORLD, "torch makes groups among all ranks, not among a part of them"
+    timeout = timedelta(seconds=world.timeout_seconds)
+    worlds: list[World | None] = []
+    for part in map(sorted, parts):
+        tensors = dist.new_group(part, timeout)
+        objects = dist.new_group(part, timeout, "gloo") if world.device.type == "cuda" else tensors
+        own = None
+        if world.rank in part:
+            own = replace(world, rank=part.index(world.rank), size=len(part), tensors=tensors, objects=objects)
+        worlds.append(own)
+    return worlds
 
 
 def own_group(world: World, groups: Iterable[list[int]]) -> Any:
@@ -190,15 +217,6 @@ def own_group(world: World, groups: Iterable[list[int]]) -> Any:
 
 
 # ---- samples that travel beside the work -------------------------------------------------------------------------
-
-
-def first_ranks(world: World, counts: Iterable[int]) -> dict[int, World]:
-    """Return worlds of the first n ranks, by n: among these, Python values can be gathered without the others."""
-    timeout = timedelta(seconds=world.timeout_seconds)
-    worlds = {}
-    for n in sorted(set(counts)):  # every rank takes part in making every group
-        worlds[n] = replace(world, size=n, objects=dist.new_group(list(range(n)), timeout, "gloo"))
-    return worlds
 
 
 class SampleStream:

@@ -55,8 +55,8 @@ class StreamTraining:
 
     def __init__(self, config: Config, engine: Engine, trainer: Trainer, world: World, sizes: Iterable[int]):
         self.config, self.engine, self.trainer, self.world = config, engine, trainer, world
-        kept = [world.size // n // 2 * n for n in sizes]
-        self.firsts = parallel.first_ranks(world, [n for n in kept if n])
+        kept = sorted({world.size // n // 2 * n for n in sizes} - {0})  # ranks that may go on decoding
+        self.decoding = dict(zip(kept, parallel.subsets(world, [range(n) for n in kept]), strict=True))
         self.stream = parallel.SampleStream(world, world.timeout_seconds)
         page = config.rollout.page_size
         self.times = {n: DecodeTimes(pages * page) for n, pages in engine.num_pages.items()}
@@ -171,7 +171,7 @@ class StreamedRound:
             self.run.stream.open_from((self.world.rank - first_freed) % replicas * size)
         else:
             self._take_over(r, [part for part in everyone[first_freed::size]])
-            r.world = self.run.firsts[first_freed]
+            r.world = self.run.decoding[first_freed]
             freed = range(first_freed, self.world.size)
             mine = [rank for rank in freed if (rank - first_freed) % replicas * size == self.world.rank]
             self.waiting: dict[int, Ready] = {rank: [] for rank in mine}  # for the stream to have room

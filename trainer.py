@@ -271,8 +271,7 @@ class Trainer:
             self.learner.set_requires_all_reduce(False)
         gradients = [master.grad for master in self.masters]
         parallel.sum_tensors(self.world, [self.sums] if self.mesh else [*gradients, self.sums])
-        if self.world.size > 1:
-            dist.all_reduce(self.worst_diff, op=dist.ReduceOp.MAX)
+        parallel.max_tensor(self.world, self.worst_diff)
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         count, tokens = max(sums["count"], 1.0), max(sums["tokens"], 1.0)
         torch._foreach_div_(gradients, count)

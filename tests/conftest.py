@@ -56,7 +56,8 @@ def tiny_model(tiny_folder: Path) -> Model:
 def _rank(rank: int, size: int, store: str, function, args) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    world = parallel.World(rank, size, torch.device("cpu"), torch.distributed.group.WORLD, node_size=size)
+    everyone = torch.distributed.group.WORLD
+    world = parallel.World(rank, size, torch.device("cpu"), everyone, everyone, node_size=size)
     try:
         function(world, *args)
     finally:

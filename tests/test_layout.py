@@ -117,3 +117,15 @@ def test_no_bare_except() -> None:
     for path in ROOMS.values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{path.name}:{node.lineno}"
+
+
+def test_every_collective_outside_of_parallel_names_its_group() -> None:
+    """On the default group a subset of the ranks would wait for all others."""
+    collectives = {"all_reduce", "all_gather", "broadcast", "barrier", "reduce", "gather", "scatter", "send", "recv"}
+    collectives |= {"all_gather_object", "broadcast_object_list", "all_gather_into_tensor", "reduce_scatter_tensor"}
+    for name, path in ROOMS.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("dist.", "torch.distributed.")):
+                if ast.unparse(node.func).rpartition(".")[2] in collectives:
+                    named = {keyword.arg for keyword in node.keywords} | ({"group"} if len(node.args) > 2 else set())
+                    assert "group" in named, f"{name}.py:{node.lineno}"

@@ -39,7 +39,7 @@ def check_collectives(world: World) -> None:
     expected = [torch.stack(parts).sum(0, dtype=parts[0].dtype) for parts in zip(*everyone, strict=True)]
     calls = []
     all_reduce = torch.distributed.all_reduce
-    parallel.dist.all_reduce = lambda flat: (calls.append(flat.nbytes), all_reduce(flat))
+    parallel.dist.all_reduce = lambda flat, **group: (calls.append(flat.nbytes), all_reduce(flat, **group))
     for bucket_bytes, least in ((1, 8), (100, 5), (2**20, 5)):
         parallel.BUCKET_BYTES = bucket_bytes
         calls.clear()
@@ -52,6 +52,7 @@ def check_collectives(world: World) -> None:
         largest = max(tensor.nbytes for tensor in mine)
         assert len(calls) >= least and max(calls) <= max(bucket_bytes, largest)
     assert len(calls) == 5  # float32, float64, bfloat16, int64, float32
+    parallel.dist.all_reduce = all_reduce
     parallel.sum_tensors(world, [])
 
     for size in (0, parallel.FRAME_BYTES // 2, parallel.FRAME_BYTES - 60, parallel.FRAME_BYTES, 10**6):
@@ -71,6 +72,10 @@ def check_collectives(world: World) -> None:
     parallel.broadcast_tensors(world, theirs)
     assert all((tensor == 0).all() for tensor in theirs)
 
+    highest = torch.tensor([world.rank, -world.rank])
+    parallel.max_tensor(world, highest)
+    assert highest.tolist() == [world.size - 1, 0]
+
     if world.rank == 1:
         time.sleep(0.5)
     before = time.time()
@@ -79,9 +84,25 @@ def check_collectives(world: World) -> None:
     assert min(after for _, after in arrived) >= max(before for before, _ in arrived) - 0.01
 
 
+def check_subsets(world: World) -> None:
+    """A part of the ranks is a world like any other; the others take no part."""
+    pair, others = parallel.subsets(world, [[2, 0], [1, 3]])  # in any order
+    mine = pair or others
+    assert (pair is None) == (world.rank in (1, 3)) and mine.size == 2
+    check_collectives(mine)
+    assert parallel.gather_objects(mine, world.rank) == ([0, 2] if pair else [1, 3])
+    assert parallel.broadcast_object(mine, world.rank) == (0 if pair else 1)
+    if pair:
+        check_collectives(pair)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_sums_and_exchanges_among_ranks(run_ranks, size: int) -> None:
     run_ranks(size, check_collectives)
+
+
+def test_a_part_of_the_ranks_is_a_world(run_ranks) -> None:
+    run_ranks(4, check_subsets)
 
 
 def test_a_process_alone_needs_no_group() -> None:

@@ -226,7 +226,7 @@ def test_an_engine_without_memory_takes_it_again(tiny_model, kind: type[Engine])
 def use_stream(world: World) -> None:
     """Rank 0 feeds rank 1, twice; then rank 2 goes, and rank 1 stops to listen."""
     stream, hasty = SampleStream(world, 60.0, in_flight=3), SampleStream(world, 1.0, in_flight=3)
-    pair = parallel.first_ranks(world, [2])[2]
+    [pair] = parallel.subsets(world, [[0, 1]])
     for _ in range(2):
         if world.rank == 0:
             stream.open_to([1, 2])
