@@ -82,6 +82,8 @@ def bad_values(default: object, limits: dict) -> list[str]:
         return ["7", "maybe", "[]"]
     if isinstance(default, str):
         return ["no such choice", "{ a = 1 }"] if limits["choices"] else ["{ a = 1 }", "[1, 2]"]
+    if isinstance(default, tuple):
+        return ["{ a = 1 }", "[1, 2]", '[""]', "[[]]"]
     low = limits["min"] - 1 if limits["min"] is not None else limits["above"]
     values = ["many", "true", "[1]", str(low if isinstance(default, float) else int(low)), "nan", "-1e999"]
     return values + ([str(limits["max"] + 1)] if limits["max"] is not None else [])
