@@ -45,7 +45,7 @@ STREAM = ("streaming.py", "stream_training.py")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script, its arguments, the files that its numbers are about beside the script, and its row in the README."""
+    """A script, its arguments, the files that its numbers are about beside it, and its row in docs/results.md."""
 
     command: str
     measures: tuple[str, ...]
@@ -56,12 +56,12 @@ class Benchmark:
         return (self.command.split()[0], *self.measures)
 
 
-# In the order in which they run: what the README claims first comes first.
+# In the order in which they run: what docs/results.md claims first comes first.
 BENCHMARKS = {
     "end_to_end": Benchmark(
         "benchmarks/end_to_end.py",
         (*ROUND, *TRAINING, *REWARDS, *STREAM, "planner.py", "train.py", "benchmarks/texts.py"),
-        "all parts added one by one ([table](#all-parts-together-measured)), on {cores} cores: {speedup_all:.1f} x; "
+        "all parts added one by one ([table](#all-parts-together)), on {cores} cores: {speedup_all:.1f} x; "
         "TRL's GRPOTrainer, on the same prompts, lengths, graders and cores, took {ratio_trl:.0f} times as long as "
         "all parts",
     ),
@@ -84,7 +84,7 @@ BENCHMARKS = {
         "benchmarks/reward.py",
         (*REWARDS, "rounds.py", "judge.py", "layers.py", "benchmarks/texts.py"),
         "step time with programs graded as responses end {speedup_async:.2f} x, with limits that adapt another "
-        "{speedup_adaptive:.2f} x ([table](#rewards-measured)); {rewards_changed} rewards changed",
+        "{speedup_adaptive:.2f} x ([table](#rewards)); {rewards_changed} rewards changed",
     ),
     "stream": Benchmark(
         "benchmarks/stream.py",
@@ -113,7 +113,7 @@ BENCHMARKS = {
         "{roofline_fraction_b32:.0%}, {roofline_fraction_b128:.0%} of the measured roofline for 1, 8, 32, 128 rows; "
         "equal lengths at least {ratio_generate_equal_min:.2f} x `generate`; long-tailed lengths on a small model "
         "{ratio_generate_longtail:.1f} x `generate` in static batches and {ratio_generate_batch_longtail:.1f} x "
-        "`generate_batch` ([all of it](benchmarks/results/engine_cpu.md))",
+        "`generate_batch` ([all of it](../benchmarks/results/engine_cpu.md))",
     ),
     "profile_decode": Benchmark("benchmarks/profile_decode.py", (*ENGINE, "benchmarks/engine.py")),
     "faults": Benchmark(
@@ -123,7 +123,7 @@ BENCHMARKS = {
         "right to write a checkpoint; checkpoints damaged; NaN; reward workers killed): {resumed} resumed to the same"
         " losses, {clear_errors} ended in one clear error and then resumed; {hangs} hangs, {prompts_lost} prompts "
         "lost, {prompts_doubled} doubled; the slowest took {slowest_seconds:.1f} s, 8 of them the configured time-out"
-        " ([all of it](benchmarks/results/faults_cpu.md))",
+        " ([all of it](../benchmarks/results/faults_cpu.md))",
     ),
     "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, "train.py", "warm_start.py", "configs/tiny.toml")),
     "accuracy": Benchmark(
@@ -136,7 +136,7 @@ BENCHMARKS = {
         "tail batching, stream training, sandbox and checkpoints: in 1,000 steps memory grows by {memory_slope:.1%} "
         "in the worst process, open files by {files_slope:.1%}, step time by {step_time_slope:.1%}, processor time of"
         " a step by {cpu_slope:.1%}; {processes_left} processes and {temporary_files_left} temporary files are left "
-        "([all of it](benchmarks/results/soak_cpu.md))",
+        "([all of it](../benchmarks/results/soak_cpu.md))",
     ),
 }
 

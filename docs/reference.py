@@ -1,0 +1,62 @@
+"""Writes docs/reference.md, every setting with default, meaning and limits: `python docs/reference.py`."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from config import _toml  # noqa: E402
+from settings import FREE_TO_CHANGE, Config  # noqa: E402
+from simulate import SimulationConfig  # noqa: E402
+
+HEAD = """# Reference: every setting
+
+Made from the code by `python docs/reference.py`; `tests/test_readme.py` fails when it is not current.
+
+`train.py` and `profiler.py` take a TOML file (`--config FILE.toml`) and any key as `--section.key=value`, which
+wins over the file.
+A wrong key, type or value is refused before work starts, in one line that names the limit and a remedy.
+
+`--resume` refuses settings that would change the trajectory of a run. It accepts other values of: {free}; and of all of
+`log`, `planner` and `stream`. `run.steps` must stay where the learning rate follows a schedule.
+"""
+SIMULATOR = """## The simulator
+
+[`simulate.py`](simulator.md) takes the sections `scheduler`, `planner` and `stream` of above, with
+`stream.policy = {policy}` as its default, and two of its own.
+"""
+
+
+def limits(of: Any) -> str:
+    """Return the limits of an option in words."""
+    words = {"min": "at least", "above": "more than", "max": "at most"}
+    bounds = [f"{word} {f'{of[name]:,}'.removesuffix('.0')}" for name, word in words.items() if of[name] is not None]
+    return ", ".join(bounds) or ", ".join(f"`{choice}`" for choice in of["choices"] or ())
+
+
+def table(section: str, config: Any) -> str:
+    rows = ["| key | default | meaning | limits |", "|---|---|---|---|"]
+    for field in dataclasses.fields(config):
+        help = field.metadata["help"].replace("<", "&lt;")
+        cells = f"`{section}.{field.name}`", f"`{_toml(getattr(config, field.name))}`", help, limits(field.metadata)
+        rows.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+    return "\n".join(rows)
+
+
+def text() -> str:
+    """Return the whole page."""
+    run, simulation = Config(), SimulationConfig()
+    own = [field.name for field in dataclasses.fields(run)]
+    parts = [HEAD.format(free=", ".join(f"`{key}`" for key in FREE_TO_CHANGE))]
+    parts += [f"## {name}\n\n{table(name, getattr(run, name))}\n" for name in own]
+    parts.append(SIMULATOR.format(policy=simulation.stream.policy))
+    more = [field.name for field in dataclasses.fields(simulation) if field.name not in own]
+    parts += [f"### {name}\n\n{table(name, getattr(simulation, name))}\n" for name in more]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "reference.md").write_text(text(), encoding="utf-8")
