@@ -22,6 +22,8 @@ A wrong key, type or value is refused before work starts, in one line that names
 
 `--resume` refuses settings that would change the trajectory of a run. It accepts other values of: {free}; and of all of
 `log`, `planner` and `stream`. `run.steps` must stay where the learning rate follows a schedule.
+
+Sections: {sections}
 """
 SIMULATOR = """## The simulator
 
@@ -38,7 +40,8 @@ def limits(of: Any) -> str:
 
 
 def table(section: str, config: Any) -> str:
-    rows = ["| key | default | meaning | limits |", "|---|---|---|---|"]
+    made = f"`{type(config).__name__}` in `{type(config).__module__}.py`."
+    rows = [made, "", "| key | default | meaning | limits |", "|---|---|---|---|"]
     for field in dataclasses.fields(config):
         help = field.metadata["help"].replace("<", "&lt;")
         cells = f"`{section}.{field.name}`", f"`{_toml(getattr(config, field.name))}`", help, limits(field.metadata)
@@ -50,10 +53,11 @@ def text() -> str:
     """Return the whole page."""
     run, simulation = Config(), SimulationConfig()
     own = [field.name for field in dataclasses.fields(run)]
-    parts = [HEAD.format(free=", ".join(f"`{key}`" for key in FREE_TO_CHANGE))]
+    more = [field.name for field in dataclasses.fields(simulation) if field.name not in own]
+    sections = " · ".join(f"[{name}](#{name})" for name in (*own, *more))
+    parts = [HEAD.format(free=", ".join(f"`{key}`" for key in FREE_TO_CHANGE), sections=sections)]
     parts += [f"## {name}\n\n{table(name, getattr(run, name))}\n" for name in own]
     parts.append(SIMULATOR.format(policy=simulation.stream.policy))
-    more = [field.name for field in dataclasses.fields(simulation) if field.name not in own]
     parts += [f"### {name}\n\n{table(name, getattr(simulation, name))}\n" for name in more]
     return "\n".join(parts)
 
