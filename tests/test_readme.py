@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, steps_of
 
-from config import flatten
+from config import flatten, load_config
 from settings import Config
 from simulate import SimulationConfig
 
@@ -74,6 +74,15 @@ def test_keys_and_files_that_it_names_are_there() -> None:
     )
     missing = {name for name in files if not (ROOT / name).exists()}
     assert len(files) > 60 and missing <= {"my_rewards.py"}, missing
+
+
+def test_the_settings_files_and_sbatch_scripts_can_be_read(tmp_path) -> None:
+    for text in (files := re.findall(r"^cat > \S+\.toml <<'END'\n(.*?)^END\n", TEXT, re.DOTALL | re.MULTILINE)):
+        (tmp_path / "run.toml").write_text(text)
+        load_config(Config, str(tmp_path / "run.toml"), [])
+    for script in (scripts := re.findall(r"^```\n(#!/bin/bash\n.*?)^```", TEXT, re.DOTALL | re.MULTILINE)):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert files and scripts
 
 
 # ---- the shape of the pages ----------------------------------------------------------------------------------------
