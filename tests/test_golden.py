@@ -53,6 +53,8 @@ SETTINGS: dict[str, tuple[tuple[int, ...], float, dict]] = {
     "elastic": ((2, 4), 0.0, RACES | dict(planner__rule="paper", rollout__kv_gib=0.0003)),
 }
 SHORT = {("tail batching", 1), ("tail batching", 2), ("stream training", 2), ("elastic", 2)}
+SHORT |= {("synchronous", 2), ("tensor parallel", 2)}
+SAME = ("tail batching", "stream training", "sharded", "tensor parallel")  # one trajectory, however it is computed
 
 
 def play(world: World, runs: dict[str, list[str]]) -> None:
@@ -69,6 +71,7 @@ def trajectory(folder: Path) -> dict[str, list]:
     dumps = [folder / "rollouts" / f"step_{r['step']:06d}.jsonl" for r in steps]
     samples = [[json.loads(line)["samples"] for line in path.read_text().splitlines()] for path in dumps]
     tokens = [[s["token_ids"] for group in step for s in group] for step in samples]
+    assert all(r["train"]["logprob_diff_max"] < 1e-4 for r in steps), "rollout and trainer disagree"
     return {
         "kind": [r["round"]["kind"] for r in steps],
         "tensor_parallel": [r["planner"]["size"] for r in steps],
@@ -108,3 +111,13 @@ def test_trajectories_are_the_golden_ones(ranks: int, settings, run_ranks, tmp_p
         assert not same or run["tokens"] == wanted["tokens"], name  # elsewhere a draw can tip
         for key in ("loss", "grad_norm"):
             assert run[key] == pytest.approx(wanted[key], rel=bound, abs=bound), (name, key)
+
+
+def test_how_a_run_is_spread_leaves_its_golden_trajectory_as_it_is() -> None:
+    runs = json.loads(FILE.read_text())["runs"]
+    for name, like in (("synchronous", "synchronous"), *((n, "tail batching") for n in SETTINGS if n in SAME)):
+        for ranks in SETTINGS[name][0]:
+            mine, alone = runs[f"{name}, {ranks} ranks"], runs[f"{like}, 1 ranks"]
+            assert mine["tokens"] == alone["tokens"] and len(set(alone["tokens"])) == 6
+            assert mine["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+            assert mine["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)

@@ -1,13 +1,12 @@
 """Tensor-parallel engines against one that has the whole model: same weights, same tokens, on every rank."""
 
 import copy
-import json
 from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
-from conftest import FusedEngine, steps_of
+from conftest import FusedEngine
 
 import parallel
 from checkpoint import load_model, save_model
@@ -158,20 +157,6 @@ def test_a_split_that_does_not_divide_is_refused_with_what_is_possible() -> None
     with pytest.raises(ValueError, match=r"8 ranks .* possible here: \[1, 2, 4\]"):
         Engine(model, CONFIG, SamplingConfig(), (), parallel=parallel)
     assert Split(shape, 3, 4).num_kv_heads == 1 and Split(shape, 3, 4).groups == 1
-
-
-def test_a_run_with_tensor_parallel_rollout_has_the_same_trajectory(settings, tmp_path, torchrun) -> None:
-    rows = [{"prompt": f"say {i}", "answer": str(i)} for i in range(24)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"data__train": tmp_path / "data.jsonl", "data__task": "tests/graders.py:share_of_digits"}
-    for size in (1, 2):
-        own = settings(str(size), rollout__tensor_parallel=size, run__steps=3, **data)
-        torchrun(2 * size, *own)
-    runs = {size: steps_of(tmp_path / str(size)) for size in (1, 2)}
-    for mine, alone in zip(runs[2], runs[1], strict=True):
-        assert (mine["reward"], mine["tokens"]) == (alone["reward"], alone["tokens"])
-        assert mine["train"]["loss"] == pytest.approx(alone["train"]["loss"], abs=1e-5)
-        assert mine["train"]["logprob_diff_max"] < 1e-4
 
 
 def test_exported_weights_do_not_depend_on_the_split(tmp_path, tiny_folder) -> None:
