@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import io
 import json
+import re
 import socket
 import threading
 import time
@@ -27,7 +28,8 @@ def is_address(name: str) -> bool:
 class _Bounded(io.BufferedReader):
     """What a service sends, at most MAX_REPLY bytes of it: it may announce any length, and none is refused elsewhere.
 
-    Raises HTTPException beyond them, and for a negative length, which means "all there is" to Python.
+    Raises HTTPException beyond them, for a line that is cut off, and for a negative length, which means "all there
+    is" to Python.
     """
 
     left = MAX_REPLY
@@ -38,7 +40,10 @@ class _Bounded(io.BufferedReader):
         return self._count(super().read(self.left + 1 if size is None else min(size, self.left + 1)))
 
     def readline(self, size: int | None = -1) -> bytes:
-        return self._count(super().readline(size))
+        line = self._count(super().readline(size))
+        if not line.endswith(b"\n") and len(line) != size:
+            raise http.client.HTTPException("a reply cut off in its status line, headers or chunk sizes")
+        return line
 
     def _count(self, data: bytes) -> bytes:
         self.left -= len(data)
@@ -53,11 +58,21 @@ class _Reply(http.client.HTTPResponse):
         self.fp.close()
         self.fp = _Bounded(sock.makefile("rb", 0))
 
+    def begin(self) -> None:
+        """Read status and headers. Raises HTTPException where a reward's do not tell its end: it may be a half."""
+        super().begin()
+        lengths, encodings = (self.headers.get_all(name, []) for name in ("Content-Length", "Transfer-Encoding"))
+        is_counted = len(lengths) == 1 and bool(re.fullmatch("[0-9]+", lengths[0].strip(" \t"))) and not encodings
+        is_chunked = self.chunked and len(encodings) == 1 and not lengths
+        if self.status == 200 and (self.headers.defects or not (is_counted or is_chunked)):
+            raise http.client.HTTPException("a reply with neither one Content-Length nor Transfer-Encoding: chunked")
+
 
 def ask(address: str, body: bytes, seconds: float, retries: int, closing: threading.Event) -> float:
     """Return the service's reward. Raises RemoteError when there is none within `seconds` and `retries`.
 
-    What may pass is tried again: no connection, a connection cut off, a reply cut short, status 408, 429 and 5xx.
+    What may pass is tried again: no connection, a connection cut off, a reply cut short or that does not tell its
+    length, status 408, 429 and 5xx.
     """
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
     for attempt in range(retries + 1):
@@ -89,10 +104,12 @@ def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
     connection.response_class = _Reply
     connection.connect()
     sock = connection.sock  # the connection forgets it when the reply is the last
+    is_cut = threading.Event()
 
     def cut() -> None:
+        is_cut.set()  # ahead of the end that the reader sees, and could take for the service's
         with contextlib.suppress(OSError):  # it is over already
-            sock.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of TLS would have the reader go on without TLS
 
     # The connection's own time-out is for each read: a service that sends a byte now and then never meets it.
     timer = threading.Timer(max(deadline - time.monotonic(), 0.0), cut)
@@ -102,7 +119,10 @@ def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
         path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
-        return response.status, response.read()  # all of it: less than was announced raises IncompleteRead
+        reply = response.read()  # all of it: less than was announced raises IncompleteRead
+        if is_cut.is_set():
+            raise TimeoutError
+        return response.status, reply
     finally:
         timer.cancel()
         connection.close()

@@ -23,6 +23,7 @@ class Service(BaseHTTPRequestHandler):
 
     def reply(self, status: int, body: str) -> None:
         self.send_response(status)
+        self.send_header("Content-Length", str(len(body.encode())))
         self.end_headers()
         self.wfile.write(body.encode())
 
@@ -75,7 +76,12 @@ def test_anything_else_is_an_error_that_quotes_it(service, body):
 
 @pytest.mark.parametrize("status, attempts", [(500, 4), (503, 4), (429, 4), (408, 4), (400, 1), (404, 1), (302, 1)])
 def test_which_status_is_tried_again(service, status, attempts):
-    service.act = lambda handler, _: handler.reply(status, "1.0")
+    def act(handler, _):
+        handler.send_response(status)  # without a length: only that of a reward matters
+        handler.end_headers()
+        handler.wfile.write(b"1.0")
+
+    service.act = act
     with pytest.raises(remote.RemoteError, match=f"status {status}"):
         ask(service)
     assert len(service.seen) == attempts
@@ -113,19 +119,33 @@ CUT_OR_ENDLESS = {
     "no length": b"\r\n" + b"1" * 2**21,
     "a long header": b"X: " + b"1" * 2**21,
     "many headers": b"X: 1\r\n" * 2**18,
+    "no length, closed early": b"\r\n1",
+    "a length that is none": b"Content-Length: abc\r\n\r\n1",
+    "a negative length": b"Content-Length: -1\r\n\r\n1",
+    "a length with a sign": b"Content-Length: +1\r\n\r\n1",
+    "two lengths": b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n12",
+    "a length and chunks": b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n1\r\n0\r\n\r\n",
+    "packed chunks": b"Transfer-Encoding: gzip, chunked\r\n\r\n1",
+    "packed, then chunks": b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n1",
+    "a header that is none": b"Content-Length: 1\r\nContent-Length 2\r\n\r\n12",
+    "cut before the last line": b"Transfer-Encoding: chunked\r\n\r\n1\r\n1\r\n0\r\n",
+    "cut in a header": b"Content-Length: 1",
+    "cut in the headers": b"Content-Length: 0\r\n",
+    "cut in the status line": b"",
     "go on for ever": b"\r\n" + b"HTTP/1.1 100 Continue\r\n\r\n" * 2**17,
 }
 
 
 @pytest.mark.parametrize("name", CUT_OR_ENDLESS)
 def test_a_reply_that_is_cut_short_or_too_long_is_a_failure_and_asked_for_again(name, service):
-    status, read = b"HTTP/1.1 " + (b"100 Continue" if name == "go on for ever" else b"200 OK") + b"\r\n", []
+    status = {"go on for ever": b"100 Continue\r\n", "cut in the status line": b"404 Not"}.get(name, b"200 OK\r\n")
+    read: list[int] = []
 
     def act(handler, _):
         if len(service.seen) > 1:
             return handler.reply(200, "0.75")
         with contextlib.suppress(OSError):  # the client has enough
-            handler.connection.sendall(status + CUT_OR_ENDLESS[name])
+            handler.connection.sendall(b"HTTP/1.1 " + status + CUT_OR_ENDLESS[name])
 
     def count(self, buffer):
         assert len(buffer) <= remote.MAX_REPLY + 1
@@ -140,7 +160,8 @@ def test_a_reply_that_is_cut_short_or_too_long_is_a_failure_and_asked_for_again(
 
 
 @pytest.mark.parametrize(
-    "framing", ["Content-Length: 4\r\n\r\n0.75", "\r\n0.75", CHUNKED + "2\r\n0.\r\n2\r\n75\r\n0\r\n\r\n"]
+    "framing",
+    ["Content-Length: 4\r\n\r\n0.75", "content-length:4 \n\n0.75", CHUNKED + "2\r\n0.\r\n2\r\n75\r\n0\r\n\r\n"],
 )
 def test_whole_replies_of_every_framing_are_read(framing, service):
     service.act = lambda handler, _: handler.connection.sendall(f"HTTP/1.1 200 OK\r\n{framing}".encode())
@@ -152,13 +173,15 @@ def test_no_service_is_an_error():
         remote.ask("http://127.0.0.1:1/", b"{}", 5.0, 1, threading.Event())
 
 
-@pytest.mark.parametrize("kind", ["silent", "drips"])
-def test_the_limit_holds_whatever_the_service_does(service, kind):
+@pytest.mark.parametrize("kind", ["silent", "drips", "half a number"])
+@pytest.mark.parametrize("header", ["", "Content-Length: 20\r\n", "Content-Length: -1\r\n"])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_the_limit_holds_whatever_the_service_does(service, kind, header, version):
     over = threading.Event()
 
     def act(handler, _):
-        handler.send_response(200)
-        handler.end_headers()
+        start = f"HTTP/{version} 200 OK\r\n{header}\r\n" + "1" * (kind == "half a number")
+        handler.connection.sendall(start.encode())
         while not over.wait(0.05):
             if kind == "drips":
                 try:
@@ -168,7 +191,7 @@ def test_the_limit_holds_whatever_the_service_does(service, kind):
 
     service.act = act
     start = time.monotonic()
-    with pytest.raises(remote.RemoteError):
+    with pytest.raises(remote.RemoteError, match="no reward within 0.5 s" if "20" in header else "failed: "):
         ask(service, seconds=0.5)
     over.set()
     assert time.monotonic() - start < 3
