@@ -326,7 +326,6 @@ class SchedulerConfig:
 
 
 RELAXED = 8  # windows are so much longer where nothing races
-CALM = 64  # and so much where nothing at all is decided before the end
 
 
 def window(
@@ -340,10 +339,8 @@ def window(
     decides_soon = kind == "short" or config.dynamic_sampling or streams
     if num_replicas == 1 and not decides_soon and not feeds:
         return math.inf, math.inf  # nobody to exchange with, nothing to decide before the end
+    # Of several replicas one may run dry long before the others: it must not wait for them until the time-out.
     stretch = 1 if decides_soon else RELAXED
     if config.window_seconds:
         return math.inf, config.window_seconds * stretch
-    if not decides_soon and not feeds and not config.migrate:
-        # All wait for the slowest at the end of each window. One that runs dry must not wait until the time-out.
-        stretch = CALM
     return config.window_iterations * stretch, math.inf
