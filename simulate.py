@@ -223,6 +223,20 @@ class Rollout:
 # ---- a whole run -------------------------------------------------------------------------------------------------
 
 
+def check(config: SimulationConfig) -> None:
+    """Raise ConfigError on settings that are not simulated, or that a run refuses."""
+    if config.scheduler.window_seconds:
+        raise ConfigError(
+            f"scheduler.window_seconds = {config.scheduler.window_seconds} is not simulated; take "
+            "scheduler.window_iterations (and window_seconds = 0)"
+        )
+    if config.stream.policy != "off" and config.scheduler.dynamic_sampling:
+        raise ConfigError(
+            f"stream.policy = {config.stream.policy} does nothing with scheduler.dynamic_sampling; take "
+            "stream.policy = off"
+        )
+
+
 class Simulation:
     """A run: `step` until `config.cluster.steps` are done. Records look like those of steps.jsonl."""
 
@@ -235,6 +249,7 @@ class Simulation:
         profile: Profile | None = None,
     ):
         """`workload`: instead of lengths by `model`; `profile`: measured times instead of the roofline's."""
+        check(config)
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
         c = config.cluster
         self.workload = workload or Drawn(model.lengths, c.seed)
@@ -268,14 +283,14 @@ class Simulation:
         else:
             node = min(self.hardware.node_gpus, c.gpus)
             sizes = {c.tensor_parallel} | {n for n in group_sizes(c.gpus, node) if n <= self.model.shape.kv_heads}
-            found = {n: Costs(*given, n, self._num_pages(n, c.weights), c.page_size) for n in sorted(sizes)}
+            found = {n: Costs(*given, n, self.num_pages(n, c.weights), c.page_size) for n in sorted(sizes)}
         needed = pages_needed(self.longest, c.page_size)
         fitting = {n: costs for n, costs in found.items() if costs.pages >= needed}
         if c.tensor_parallel not in fitting:
             raise ConfigError(self._misfit(found, needed))
         return fitting
 
-    def _num_pages(self, size: int, layout: str) -> int:
+    def num_pages(self, size: int, layout: str) -> int:
         c, s = self.config.cluster, self.model.shape
         cache = Cache(s.layers, s.kv_heads, s.head_dim, BYTES, c.page_size, c.max_running, self.longest)
         memory = self.hardware.memory * self.model.efficiency.kv_memory
@@ -293,7 +308,7 @@ class Simulation:
             room = self.hardware.memory * self.model.efficiency.kv_memory
             text += f". cluster.weights = {c.weights}: {each / 1e9:.3g} GB of weights, {room / 1e9:.3g} GB of a GPU "
             text += "for weights and pages"
-            if c.weights == "whole" and self._num_pages(c.tensor_parallel, "sharded") >= needed:
+            if c.weights == "whole" and self.num_pages(c.tensor_parallel, "sharded") >= needed:
                 text += "; they would fit sharded, which the engine cannot yet"
         return text
 
@@ -491,7 +506,11 @@ def main(argv: list[str]) -> int:
         return 2
     for record in run.records:
         print(json.dumps(record))
-    print(json.dumps({"mean_step_seconds": mean(r["seconds"]["step"] for r in run.records), "events": run.events}))
+    last = {"mean_step_seconds": mean(r["seconds"]["step"] for r in run.records), "events": run.events}
+    if not profile:  # with one, pages are as measured
+        size = config.cluster.tensor_parallel
+        last |= {"weights": config.cluster.weights, "pages": {n: run.num_pages(size, n) for n in LAYOUTS}}
+    print(json.dumps(last))
     return 0
 
 

@@ -391,6 +391,11 @@ def test_what_freed_ranks_train_by_hand() -> None:
     streamed, late = sim._stream(rollout, lengths, graded)
     assert streamed == {(0, 0), (0, 1)}  # the first from 6 to 8, the second from 18 to 22, two seconds after the end
     assert late == 2.0 * 4 / 8 + 0.5 * 48 / 8
+    rollout.seconds, graded = 5.0, {(0, 0, 0): 3.0, (0, 0, 1): 3.0}
+    streamed, late = sim._stream(
+        rollout, {id: lengths[id] for id in graded}, graded
+    )  # ready at once: from 4, after the switch, to 6
+    assert streamed == {(0, 0)} and late == 1.0 * 4 / 8 + 0.5 * 16 / 8
 
 
 def test_the_planner_is_told_of_every_sequence_and_preemption() -> None:
@@ -548,8 +553,8 @@ def test_engine_and_simulator_have_the_same_pages(kv_heads: int) -> None:
         real = replace(rollout, max_running=max_running)
         for n in (1, 2, 4, 8):
             pages = num_pages_for(real, heads, torch.bfloat16, torch.device("cpu"), n)
-            assert sim._num_pages(n, "whole") == pages
-            more = sim._num_pages(n, "sharded") - pages
+            assert sim.num_pages(n, "whole") == pages
+            more = sim.num_pages(n, "sharded") - pages
             assert more > 0 if n > 1 and max_running > 4 else more == 0
 
 
@@ -576,6 +581,7 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert sum(r["tokens"] for r in records) == sum(map(sum, trained.values()))
     assert last["mean_step_seconds"] == pytest.approx(np.mean([r["seconds"]["step"] for r in records]))
+    assert last["weights"] == "whole" and last["pages"]["whole"] == last["pages"]["sharded"] > 0  # at size 1
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
@@ -587,6 +593,10 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
     (tmp_path / "rollouts" / "step_000001.jsonl").write_text("")
     assert main([f"--replay={tmp_path}"]) == 2
     assert "not a run as train.py records it" in capsys.readouterr().err
+    assert main(["--scheduler.window_seconds=2"]) == 2
+    assert "window_seconds = 2.0 is not simulated" in capsys.readouterr().err
+    assert main(["--stream.policy=paper", "--scheduler.dynamic_sampling=true"]) == 2
+    assert "does nothing with scheduler.dynamic_sampling" in capsys.readouterr().err
     big = ["--cluster.gpus=8", "--cluster.model=qwen2.5-32b", "--scheduler.num_prompts=4"]
     for layout, sizes in (("whole", "[4, 8]"), ("sharded", "[2, 4, 8]")):
         for rule in ("fixed", "paper", "predict"):
