@@ -17,6 +17,7 @@ import walls
 UIDS = range(60706, 61184)  # given to nobody: by distributions, systemd (also not as DynamicUser) or containers
 LOCK_FOLDERS = ("/run/plainroll-uids", "/dev/shm/plainroll-uids", "/tmp/plainroll-uids")  # the first that can be made
 WORLD_WRITABLE = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock", "/run/shm")
+TRIES = 10  # to read one of a process's threads, which may start and end faster than they are read
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -29,13 +30,12 @@ def descendants(root: int) -> dict[int, int]:
     resident = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
+            parent, used = look(pid)
         except (FileNotFoundError, ProcessLookupError):
             continue
-        children.setdefault(int(fields[1]), []).append(pid)
-        if fields[0] not in b"ZX":
-            resident[pid] = int(fields[21]) * resource.getpagesize()
+        children.setdefault(parent, []).append(pid)
+        if used is not None:
+            resident[pid] = used
     below, todo = {}, [root]
     while todo:
         for pid in children.get(todo.pop(), []):
@@ -43,6 +43,33 @@ def descendants(root: int) -> dict[int, int]:
             if pid in resident:
                 below[pid] = resident[pid]
     return below
+
+
+def look(pid: int) -> tuple[int, int | None]:
+    """Return a process's parent and its resident bytes; None if it is dead. Raises OSError if there is none.
+
+    A process whose first thread has ended looks dead, but lives on in the others; only they tell its bytes.
+    """
+    state, parent, num_threads, resident = _read_stat(f"/proc/{pid}/stat")
+    if state not in b"ZX":
+        return parent, resident
+    if num_threads == 1:
+        return parent, None
+    for _ in range(TRIES):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            try:
+                if resident := _read_stat(f"/proc/{pid}/task/{thread}/stat")[3]:
+                    return parent, resident
+            except (FileNotFoundError, ProcessLookupError):
+                pass
+    return parent, 0
+
+
+def _read_stat(path: str) -> tuple[bytes, int, int, int]:
+    """Return a state, a parent, the number of the process's threads, and its resident bytes."""
+    with open(path, "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    return fields[0], int(fields[1]), int(fields[17]), int(fields[21]) * resource.getpagesize()
 
 
 def end_descendants(uid: int | None) -> None:
@@ -171,10 +198,8 @@ def _lives(uid: int) -> bool:
     """Tell whether a user has a process that is no zombie: nobody may reap those."""
     for name in os.listdir("/proc"):
         try:
-            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == uid:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    if file.read().rpartition(b")")[2].split()[0] not in b"ZX":
-                        return True
+            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == uid and look(int(name))[1] is not None:
+                return True
         except (FileNotFoundError, ProcessLookupError):
             pass
     return False

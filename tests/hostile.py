@@ -9,6 +9,15 @@ TEST = "assert mul(6, 7) == 42\nassert mul(2, 3) == 6"
 GOOD = "a, b = map(int, input().split())\nprint(a * b)"
 GOOD_FUNCTION = "def mul(a, b): return a * b"
 
+# What a process needs to look dead and to live on with so many bytes.
+HEADLESS = """
+import ctypes, os, threading, time
+def end_first_thread(num_bytes):
+    kept = b'x' * num_bytes
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    ctypes.CDLL(None).syscall({'x86_64': 60, 'aarch64': 93}[os.uname().machine], 0)
+"""
+
 # Each runs on STDIN and would have to print EXPECTED and end with exit code 0.
 PROGRAMS = {
     "endless loop": "while True: pass",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hostile
 import pytest
 from conftest import ROOT
 
@@ -83,6 +84,28 @@ print("ended")
 """
     with script(code) as process:
         assert process.communicate(timeout=60)[0] == "ended\n"
+
+
+def test_a_process_lives_when_its_first_thread_has_ended():
+    code = """
+uid = leftovers.UIDS[0] if not os.geteuid() else os.getuid()
+child = os.fork()
+if not child:
+    if not os.geteuid():
+        os.setresuid(uid, uid, uid)
+    end_first_thread(20 << 20)
+deadline = time.monotonic() + 60
+while b") Z" not in open("/proc/%d/stat" % child, "rb").read() and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(leftovers.descendants(os.getpid()).get(child, 0) >= 20 << 20, leftovers._lives(uid), flush=True)
+leftovers.end_descendants(None)
+print("ended")
+"""
+    with script(hostile.HEADLESS + code) as process:
+        try:
+            assert process.communicate(timeout=60)[0] == "True True\nended\n"
+        finally:
+            process.kill()
 
 
 # ---- throw-away users

@@ -30,7 +30,9 @@ from reward import (
     try_graders,
 )
 
-USER_GRADERS = r"""
+USER_GRADERS = (
+    hostile.HEADLESS
+    + r"""
 import asyncio, os, signal, subprocess, sys, threading, time
 
 def good(response, answer, row): return 2 * (response == answer) + row["bonus"]
@@ -74,6 +76,10 @@ def daemon(response, answer, row):
         time.sleep(60)
     os.waitpid(child, 0)
     return int(os.read(read, 99))
+def headless(response, answer, row):
+    if not (child := os.fork()): end_first_thread(0)
+    while b") Z" not in open(f"/proc/{child}/stat", "rb").read(): time.sleep(0.01)
+    return child
 def text(response, answer, row): return "1.0"
 def garbage(response, answer, row):
     for fd in range(3, 10):
@@ -106,6 +112,7 @@ def at_the_gate(response, answer, row):
 
 not_callable = 7
 """
+)
 
 # What each bad grader's error must tell.
 BAD = {
@@ -123,7 +130,7 @@ BAD = {
     "garbage": "instead of a reply",
     "alarm": "TimeoutError: alarm",
 }
-CHILDREN = ("child", "session", "daemon")  # graders that leave one behind
+CHILDREN = ("child", "session", "daemon", "headless")  # graders that leave one behind
 CONFIG = RewardConfig(num_workers=2, timeout_seconds=1.0)
 # A selection for speed, and none that reaches for what mere resource limits leave open.
 NAMES = ("endless loop", "fork bomb", "memory bomb", "output of a gigabyte", "daemon", "os._exit", "fake verdict")
@@ -144,10 +151,9 @@ def user(tmp_path, monkeypatch):
 
 def is_running(pid: float) -> bool:
     try:
-        status = Path(f"/proc/{int(pid)}/stat").read_text()
+        return leftovers.look(int(pid))[1] is not None
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until_gone(pids: list[float]) -> bool:
@@ -472,7 +478,7 @@ time.sleep(60)
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
     try:
         pids = list(map(float, parent.stdout.readline().split()))
-        assert len(pids) == 4 and all(map(is_running, pids))
+        assert len(pids) == 5 and all(map(is_running, pids))
     finally:
         parent.kill()
         parent.wait()

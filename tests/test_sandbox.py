@@ -382,6 +382,15 @@ def test_files_are_limited_in_number_and_bytes(how, clean, monkeypatch, program)
     assert how.kind == "namespaces" or outcome.cause.startswith("made over 50 files")
 
 
+def test_memory_counts_and_ends_where_the_first_thread_has_ended(how, clean):
+    program = (
+        hostile.HEADLESS
+        + "for _ in range(4):\n    if not os.fork(): end_first_thread(80 << 20)\n    time.sleep(0.3)\ntime.sleep(99)"
+    )
+    outcome = run(program, stdin_case("", ""), Limits(seconds=10.0, memory_bytes=256 * 2**20), how)
+    assert outcome.cause.startswith("used over"), outcome
+
+
 def test_a_killed_keeper_leaves_nothing(how, clean):
     """As one that the machine killed for memory."""
     if how.kind == "limits" and os.geteuid():
