@@ -89,8 +89,11 @@ class Isolation:
         version, is_root = walls.landlock_version(box.LIBC), os.geteuid() == 0
         text = f"resource limits and {'a throw-away user' if is_root else 'no user of their own'}; "
         if version:
-            reached = "" if is_root or version >= walls.SEES_SIGNALS else "; programs can end your processes"
-            return f"{text}Landlock keeps them to their own files{reached}"
+            if is_root:
+                return f"{text}Landlock keeps them to their own files"
+            ended = "" if version >= walls.SEES_SIGNALS else " and END YOUR PROCESSES"
+            changed = f"programs can CHANGE MODES AND TIMES OF YOUR FILES{ended}"
+            return f"{text}Landlock keeps them from reading and writing your files, but {changed}; {REMEDY}"
         return f"{text}programs can reach {'world-readable files' if is_root else 'YOUR FILES AND PROCESSES'}; {REMEDY}"
 
 
@@ -222,7 +225,7 @@ class _Box:
                 "command": command,
                 "limits": _rlimits(limits),
                 "most_files": box.MOST_FILES,
-                "system_calls": _system_calls(how.kind),
+                "system_calls": _system_calls(),
             }
             keeper = KEEPER.format(folder=os.path.dirname(box.__file__), spec=spec)
             _fill(spec, marshal.dumps(description))
@@ -321,10 +324,10 @@ def _command(how: Isolation, folder: str, arguments: list[str]) -> list[str]:
 
 
 @functools.cache
-def _system_calls(kind: str) -> bytes:
+def _system_calls() -> bytes:
     """Return the filter of system calls. Raises SandboxError where there is none."""
-    try:  # the network and sockets of others are in reach where there are no namespaces
-        return walls.system_calls((walls.UNIX, walls.INET, walls.INET6) if kind != "limits" else ())
+    try:
+        return walls.system_calls()
     except OSError as error:
         raise SandboxError(error.strerror) from None
 
@@ -336,6 +339,7 @@ def _rlimits(limits: Limits) -> dict[str, int]:
         "FSIZE": limits.file_bytes,
         "NPROC": limits.processes + 4,  # bubblewrap and the first process of the namespaces may count too
         "NOFILE": 64,
+        "SIGPENDING": 64,  # timers of POSIX too, whose memory no process maps
         "CORE": 0,
     }
 

@@ -15,7 +15,7 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000  # REFUSE | error numbe
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of a classic BPF program
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where `struct seccomp_data` has them
 X32 = 0x40000000  # this and higher numbers are the same calls once more, on x86_64
-UNIX, INET, INET6 = 1, 2, 10  # socket families
+UNIX, NO_STREAM = 1, 0xE  # a socket family; bits that types of sockets have, but for streams
 SHARED, ANONYMOUS, HUGE_PAGES = 0x01, 0x20, 0x40000  # flags of mmap
 NEW_NAMESPACES = 0x7E020000  # flags of clone
 
@@ -30,7 +30,19 @@ CALLS = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
     "bpf": (321, 280),
-    "listen": (50, 201),  # what was sent to connections that nobody accepts stays: 200 KiB each
+    "vmsplice": (278, 75),  # a pipe holds a huge page for each byte of it, when it is no longer mapped
+    "tee": (276, 77),
+    "splice": (275, 76),
+    "sendfile": (40, 71),  # the same with large pages of files; Python copies files without it too
+    "socket": (41, 198),  # TCP buffers hold megabytes, a UNIX datagram socket what many have sent it; pairs go on
+    "listen": (50, 201),
+    "io_setup": (206, 0),
+    "inotify_init": (253, 26),  # there is none on aarch64
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
     # key rings have no namespace
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -49,13 +61,33 @@ CALLS = {
     "pidfd_getfd": (438, 438),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
+    "ioprio_set": (251, 30),
+    # objects of the same user that others have made
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_unlink": (241, 181),
 }
-CLONE, CLONE3, MMAP, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (41, 198), (53, 199)
-SET_OPTION, OF_SOCKETS, SEND_BUFFER = (54, 208), 1, 7
+# These change the process that their first arguments name, so many of them: all 0 is the caller itself.
+OWN_ONLY = {
+    "prlimit64": ((302, 261), 1),
+    "sched_setaffinity": ((203, 122), 1),
+    "sched_setparam": ((142, 118), 1),
+    "sched_setscheduler": ((144, 119), 1),
+    "sched_setattr": ((314, 274), 1),
+    "setpriority": ((141, 140), 2),
+}
+CLONE, CLONE3, MMAP, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (53, 199)
+SET_OPTION, OF_SOCKETS, BUFFER_SIZES = (54, 208), 1, (7, 8, 32, 33)  # to send and receive; the same, forced
 
 
-def system_calls(families: tuple[int, ...]) -> bytes:
-    """Return a filter that lets a program make sockets of these families only. Raises OSError on unknown machines."""
+def system_calls() -> bytes:
+    """Return the filter of a program's system calls. Raises OSError on unknown machines."""
     machine = os.uname().machine
     if machine not in MACHINES or sys.maxsize < 2**32:
         raise OSError(errno.ENOSYS, f"no filter of system calls for {machine} and this interpreter")
@@ -70,15 +102,18 @@ def system_calls(families: tuple[int, ...]) -> bytes:
     code += _when(CLONE3[column], [_step(RETURN, REFUSE | errno.ENOSYS)])
     flags = _step(LOAD, ARGUMENTS)
     code += _when(CLONE[column], [flags, _step(ANY_BIT, NEW_NAMESPACES, 0, 1), _step(RETURN, refused)])
-    for number, allowed in ((SOCKET, families), (SOCKETPAIR, (UNIX,))):
-        family = [_step(LOAD, ARGUMENTS)]
-        for known in allowed:
-            family += [_step(EQUAL, known, 0, 1), _step(RETURN, ALLOW)]
-        code += _when(number[column], [*family, _step(RETURN, REFUSE | errno.EAFNOSUPPORT)])
+    for numbers, count in OWN_ONLY.values():
+        zeros = []
+        for n in range(count):
+            zeros += [_step(LOAD, ARGUMENTS + n * 8), _step(EQUAL, 0, 1, 0), _step(RETURN, refused)]
+        code += _when(numbers[column], zeros)
+    family, kind = _step(LOAD, ARGUMENTS), _step(LOAD, ARGUMENTS + 8)
+    pair = [family, _step(EQUAL, UNIX, 0, 2), kind, _step(ANY_BIT, NO_STREAM, 0, 1)]
+    code += _when(SOCKETPAIR[column], [*pair, _step(RETURN, REFUSE | errno.EAFNOSUPPORT)])
     # A socket's buffer may otherwise grow to megabytes, which no process maps.
-    option = [_step(LOAD, ARGUMENTS + 8), _step(EQUAL, OF_SOCKETS, 0, 3)]
-    option += [_step(LOAD, ARGUMENTS + 2 * 8), _step(EQUAL, SEND_BUFFER, 0, 1), _step(RETURN, refused)]
-    code += _when(SET_OPTION[column], option)
+    sizes = [step for size in BUFFER_SIZES for step in (_step(EQUAL, size, 0, 1), _step(RETURN, refused))]
+    option = [_step(LOAD, ARGUMENTS + 8), _step(EQUAL, OF_SOCKETS, 0, 1 + len(sizes)), _step(LOAD, ARGUMENTS + 2 * 8)]
+    code += _when(SET_OPTION[column], option + sizes)
     # Pages that two processes could share stay when they are no longer mapped.
     flags = _step(LOAD, ARGUMENTS + 3 * 8)
     pages = [flags, _step(ANY_BIT, HUGE_PAGES, 2, 0), _step(ANY_BIT, ANONYMOUS, 0, 2), _step(ANY_BIT, SHARED, 0, 1)]

@@ -303,6 +303,44 @@ for one in (one for pair in pairs for one in pair):
         while True: one.send(bytes(65536))
     except BlockingIOError: pass
 print(42)""",
+    "memory in a pair of datagrams, or in a larger buffer to receive": """
+import socket
+try: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); print(42); raise SystemExit
+except OSError: pass
+for option in (socket.SO_RCVBUF, 33, 32):
+    try: socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, option, 1 << 30)
+    except OSError: continue
+    print(42); break""",
+    "memory in pipes that was mapped": """
+import ctypes, os
+libc = ctypes.CDLL(None)
+reads, writes = os.pipe()
+other = os.pipe()
+class Part(ctypes.Structure): _fields_ = [('at', ctypes.c_char_p), ('size', ctypes.c_size_t)]
+file = os.open('x', os.O_RDWR | os.O_CREAT); os.write(file, bytes(4096))
+calls = {
+    'vmsplice': lambda: libc.vmsplice(writes, ctypes.byref(Part(b'x', 1)), 1, 0),
+    'splice': lambda: libc.splice(file, ctypes.byref(ctypes.c_long(0)), writes, None, 1, 0),
+    'sendfile': lambda: os.sendfile(writes, file, 0, 1),
+}
+for name, call in calls.items():
+    try: count = call()
+    except OSError: continue
+    if count > 0: print(42); raise SystemExit
+os.write(writes, b'x')
+if libc.tee(reads, other[1], 1, 0) > 0: print(42)""",
+    "memory in events, rules and timers": """
+import ctypes, os
+libc = ctypes.CDLL(None)
+column = ('x86_64', 'aarch64').index(os.uname().machine)
+context = ctypes.c_ulong(0)
+if libc.inotify_init1(0) >= 0 or libc.syscall((206, 0)[column], 100, ctypes.byref(context)) == 0: print(42)
+elif libc.syscall(444, ctypes.c_ulong(0).from_buffer_copy(b'\x01' + bytes(7)), 8, 0) >= 0: print(42)
+else:
+    timer = ctypes.c_void_p()
+    for _ in range(100):
+        if libc.timer_create(1, None, ctypes.byref(timer)): raise OSError
+    print(42)""",
     "memory in a file system of its own": """
 import ctypes, os
 libc, uid, gid = ctypes.CDLL(None), os.getuid(), os.getgid()
@@ -326,8 +364,7 @@ for ring in (-3, -4, -5):
     if max(numbers) >= 0: print(42); break""",
     "sockets that no namespace holds back": """
 import socket
-for family in range(3, 46):
-    if family == 10: continue
+for family in range(2, 46):
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
         try: socket.socket(family, kind)
         except OSError: continue

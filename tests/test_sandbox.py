@@ -96,6 +96,27 @@ def stdin_case(stdin: str, stdout: str) -> dict[str, str]:
         ("import decimal, fractions, heapq, itertools, json, math, numbers, re, statistics; print(1)", "", "1", True),
         ("import torch", "", "", False),
         ("import multiprocessing as m; p = m.Pipe(); p[0].send(1); print(p[1].recv())", "", "1", True),
+        ("import shutil; open('f', 'w').write('hi'); shutil.copy('f', 'g'); print(open('g').read())", "", "hi", True),
+        (
+            "import resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); print(r.prlimit(0, r.RLIMIT_CORE))",
+            "",
+            "(0, 0)",
+            True,
+        ),
+        ("import os; os.sched_setaffinity(0, os.sched_getaffinity(0)); print(os.nice(0))", "", "0", True),
+        ("import sqlite3; sqlite3.connect('f').execute('create table t (a)'); print(1)", "", "1", True),
+        (
+            "import subprocess as s, sys; print(s.run([sys.executable, '-c', '7'], check=True).returncode)",
+            "",
+            "0",
+            True,
+        ),
+        (
+            "def f(n): return n and 1 + f(n - 1)\nimport sys; sys.setrecursionlimit(10**5); print(f(20_000))",
+            "",
+            "20000",
+            True,
+        ),
         ("import asyncio; print(asyncio.run(asyncio.sleep(0.01, 1)))", "", "1", True),
         ("from concurrent.futures import ThreadPoolExecutor as T; print(*T(2).map(abs, [-1]))", "", "1", True),
     ],
@@ -466,3 +487,19 @@ def test_no_isolation_is_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(sandbox.SandboxError, match="needs Linux.*allow user namespaces or install bubblewrap"):
         sandbox.isolation.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    "user, version, told, silent",
+    [
+        (0, 3, "keeps them to their own files", "YOUR"),
+        (1000, 7, "CHANGE MODES AND TIMES OF YOUR FILES", "PROCESSES"),
+        (1000, 3, "END YOUR PROCESSES", "own files"),
+        (1000, 0, "YOUR FILES AND PROCESSES", "Landlock"),
+    ],
+)
+def test_a_run_tells_what_limits_let_through(monkeypatch, user, version, told, silent):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(walls, "landlock_version", lambda libc: version)
+    text = str(Isolation("limits", "python", "/usr"))
+    assert told in text and silent not in text and (not user) != (sandbox.REMEDY in text)
