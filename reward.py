@@ -8,7 +8,6 @@ costs one reward. Programs that a model wrote run in a sandbox of their own belo
 
 import asyncio
 import contextlib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -30,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import neighbours
 import remote
 import sandbox
 from config import ConfigError, option
@@ -190,14 +190,16 @@ def add_up(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Rewar
 def resolve_grader(name: str) -> Grader:
     """Return the table's grader or a user's: `package.module:function` or `path/to/file.py:function`.
 
-    Modules and paths start from the working directory. Raises ConfigError if that leads to no function.
+    Modules and paths start from the working directory. For workers: it enters the grader's folder (neighbours.py).
+    Raises ConfigError if that leads to no function.
     """
     check_grader(name)
     if name in GRADERS:
+        neighbours.enter("")
         return GRADERS[name]
     source, _, function = name.rpartition(":")
     try:
-        found = getattr(_load(source), function, None)
+        found = getattr(neighbours.load(source), function, None)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"grader {name!r}: cannot import {source} from {os.getcwd()}: {type(error).__name__}: {error}; "
@@ -293,22 +295,6 @@ def try_graders(config: RewardConfig, rows: Mapping[str, Prompt]) -> None:
         if reward.error:
             said = " ".join(reward.error.split())
             raise ConfigError(f"{row.where}: grader {name!r} fails on the row's own answer: {said}; correct it")
-
-
-def _load(source: str) -> object:
-    """Import a module by its name or from a file. For workers: it changes where they import from."""
-    if not source.endswith(".py"):
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        return importlib.import_module(source)
-    folder = os.path.dirname(os.path.abspath(source))
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # as Python does with a script's: the file may import its neighbours
-    name = f"grader:{source}"  # no import statement can spell it, so it stands in no other module's way
-    spec = importlib.util.spec_from_file_location(name, source)
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def grade(grader: Grader, response: str, answer: str, row: dict) -> Reward:

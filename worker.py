@@ -11,6 +11,7 @@ from dataclasses import astuple
 
 import box
 import leftovers
+import neighbours
 import sandbox
 from core import Reward
 from reward import WARM_UP, grade, resolve_grader
@@ -79,10 +80,10 @@ def work(tasks: list[str]) -> None:
         except BrokenPipeError:  # the parent was killed before `keep` could hear of it
             sys.exit(1)
 
-    graders, error = {}, ""
+    graders, folders, error = {}, {}, ""
     try:
         for task in tasks:
-            graders[task] = resolve_grader(task)
+            graders[task], folders[task] = resolve_grader(task), neighbours.entered
             if task in WARM_UP:
                 WARM_UP[task]()  # the first call imports: not at a sample's expense
     except (Exception, SystemExit) as raised:
@@ -90,6 +91,7 @@ def work(tasks: list[str]) -> None:
     reply(0, Reward(0.0, error=error))
     for line in requests:
         id, task, response, answer, row = json.loads(line)
+        neighbours.enter(folders[task])
         reply(id, grade(graders[task], response, answer, row))
 
 

@@ -13,6 +13,7 @@ import hostile
 import pytest
 
 import leftovers
+import neighbours
 import reward
 from config import ConfigError
 from core import Prompt
@@ -145,6 +146,7 @@ def user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     yield "mine/graders.py:"
+    neighbours.enter("")
     for name in ("mine", "mine.graders", "broken"):  # the next test's are in another folder
         sys.modules.pop(name, None)
 
@@ -206,6 +208,28 @@ def test_a_grader_file_imports_its_neighbours(user, tmp_path):
     (tmp_path / "mine" / "two.py").write_text("import loss\ndef f(response, answer, row): return loss.VALUE")
     with RewardPool(CONFIG, ["mine/two.py:f"]) as pool:
         assert grade_one(pool, "mine/two.py:f").value == 0.5
+
+
+def test_each_grader_has_its_own_neighbours_when_it_is_loaded_and_when_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "import config, helper\ndef f(response, answer, row):\n    import pack, late, core\n"
+    text += "    return helper.A + config.A + late.A + core.Reward(len(pack.A)).value"
+    for number, folder in enumerate(("a", "b", ".")):
+        (tmp_path / folder / "pack").mkdir(parents=True)
+        (tmp_path / folder / "g.py").write_text(text)
+        (tmp_path / folder / "pack" / "__init__.py").write_text("from pack.part import A")
+        (tmp_path / folder / "pack" / "part.py").write_text(f"A = 'x' * {number}")
+        for name, factor in (("helper", 10), ("config", 100), ("late", 1000)):  # `config` is also a room of ours
+            (tmp_path / folder / f"{name}.py").write_text(f"A = {number * factor}")
+    tasks = ["a/g.py:f", "b/g.py:f", "g:f", "math"]
+    with RewardPool(CONFIG, tasks) as pool:
+        for _ in range(2):
+            assert [grade_one(pool, task, "1", "1").value for task in tasks] == [0, 1111, 2222, 1]
+    (tmp_path / "a" / "helper.py").write_text("import random")
+    (tmp_path / "a" / "random.py").write_text("A = 1")
+    both = r"a/helper.py imports random, which is .*a/random.py and also a module of Python; rename"
+    with pytest.raises(ConfigError, match=both):
+        try_graders(CONFIG, {"a/g.py:f": Prompt(0, (), "", "1", "a/g.py:f")})
 
 
 def test_inline_names_are_graders():

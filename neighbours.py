@@ -1,0 +1,103 @@
+"""Gives each grader its own neighbours: the modules of its folder, though other folders have some of the same names.
+
+Python keeps one module under each name. Here a folder is entered before its graders are loaded or called: it comes
+first on the path, and its modules take the places of others of their names until another folder is entered.
+"""
+
+import ast
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+entered = ""  # the folder whose modules are found now; "": none
+_modules: dict[str, dict[str, ModuleType]] = {}  # of each folder, while another one is entered
+_hidden: dict[str, ModuleType] = {}  # modules from elsewhere that have a name of this folder's
+_shared: set[str] = set()  # this folder's modules that were there before: it is the folder of our rooms
+
+
+def enter(folder: str) -> None:
+    """Let imports find the modules of `folder` first, and none of the folder before; "" leaves that one only."""
+    global entered, _hidden, _shared
+    if folder == entered:
+        return
+    if entered:
+        if entered in sys.path:
+            sys.path.remove(entered)
+        own = [name for name in sys.modules if name not in _shared and _place(name) == entered]
+        _modules[entered] = {name: sys.modules[name] for name in own}
+        for name in own:
+            del sys.modules[name]
+        sys.modules.update(_hidden)
+    entered, _hidden, _shared = folder, {}, set()
+    if folder:
+        sys.path.insert(0, folder)
+        names = names_in(folder) - sys.stdlib_module_names
+        loaded = [name for name in sys.modules if name.partition(".")[0] in names]
+        _shared = {name for name in loaded if os.path.realpath(_place(name)) == os.path.realpath(folder)}
+        _hidden = {name: sys.modules[name] for name in loaded if name not in _shared}
+        for name in _hidden:
+            del sys.modules[name]
+        sys.modules.update(_modules.get(folder, {}))
+
+
+def load(source: str) -> ModuleType:
+    """Enter the folder of a file, or for a module the working directory, and import it.
+
+    Raises ImportError where a name means two modules.
+    """
+    if not source.endswith(".py"):
+        enter(os.getcwd())
+        module = importlib.import_module(source)
+        file = Path(getattr(module, "__file__", None) or "/")
+        if file.suffix == ".py" and file.is_relative_to(entered):
+            check_names(file, Path(entered))
+        return module
+    file = Path(source).absolute()
+    enter(str(file.parent))
+    check_names(file, file.parent)
+    name = f"grader:{source}"  # no import statement can spell it, so it stands in no other module's way
+    spec = importlib.util.spec_from_file_location(name, source)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def names_in(folder: str) -> set[str]:
+    """Return the names of the modules and packages in `folder`."""
+    with os.scandir(folder) as entries:
+        paths = [Path(entry) for entry in entries]
+    return {path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").is_file()}
+
+
+def check_names(source: Path, folder: Path) -> None:
+    """Refuse what `source`, or a neighbour that it imports, imports by a name that Python's own library has too.
+
+    Which of the two it got would depend on what else is loaded.
+    """
+    names, files = names_in(str(folder)), [source]
+    for file in files:  # grows
+        for name in sorted(imports(file) & names):
+            path = next(p for p in (folder / name / "__init__.py", folder / f"{name}.py") if p.is_file())
+            if name in sys.stdlib_module_names:
+                raise ImportError(f"{file} imports {name}, which is {path} and also a module of Python; rename {path}")
+            files += [path] if path not in files else []
+
+
+def imports(file: Path) -> set[str]:
+    """Return the top-level names that a file imports anywhere, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def _place(name: str) -> str:
+    """Return the folder in which a loaded module, or the package that it is of, lies; "" where none is known."""
+    top = sys.modules.get(name.partition(".")[0])
+    places = [*(getattr(top, "__path__", None) or []), getattr(top, "__file__", None) or ""]
+    return os.path.dirname(places[0])
