@@ -62,6 +62,7 @@ def keep(spec: dict) -> None:
         main = os.fork()
         if not main:
             _in_child(_first if is_apart else _start, spec, uid)
+        _leave_channels(spec)
         status = os.waitpid(main, 0)[1]
         if not is_apart:  # there the first process has said it
             _say(report, "end", status, time.monotonic())
@@ -110,11 +111,18 @@ def _first(spec: dict, uid: int | None) -> None:
     main = os.fork()
     if not main:
         _in_child(_start, spec, uid)
+    _leave_channels(spec)
     while True:
         pid, status = os.wait()
         if pid == main:
             _say(spec["report"], "end", status, time.monotonic())
             os._exit(0)
+
+
+def _leave_channels(spec: dict) -> None:
+    """Close what only the program is to hold: its end must be seen at once, not after the clean-up."""
+    for channel in spec["channels"]:
+        os.close(channel)
 
 
 def _start(spec: dict, uid: int | None) -> None:

@@ -220,6 +220,7 @@ class _Box:
                 "prefix": how.prefix,
                 "caller": os.getpid(),
                 "report": report,
+                "channels": channels,
                 "folder": self.folder,
                 "files": files,
                 "command": command,
