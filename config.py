@@ -129,6 +129,8 @@ def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
     texts = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()
     if any("\0" in text or len(text) > LONGEST for text in texts):
         raise ConfigError(f"{source}{key} is no text that can be used: it has a zero byte or over {LONGEST} characters")
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        raise ConfigError(f"{source}{key} = {value!r} is not UTF-8 text; write it in UTF-8")
     low, above, high, choices = (limits[name] for name in ("min", "above", "max", "choices"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{source}{key} = {value!r} is not one of: {', '.join(choices)}")

@@ -5,9 +5,9 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from tasks import TASKS, is_held_out
 TEMPLATE_SECONDS = 10.0  # the longest that a chat template may take
 TOKEN_CHARACTERS = 512  # no tokenizer has a longer token
 DEEPEST = 50  # lists and objects within each other in a row; copies and graders recurse into them
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -188,25 +190,27 @@ def _short(value: Any) -> str:
 
 
 def _prompt(index: int, row: _Row, config: DataConfig, tokenizer: Any, max_tokens: int) -> Prompt:
-    fields, where = row.fields, row.where
-    messages, answer, task = (fields[name] for name in ("prompt", "answer", "task"))
+    where = row.where
+    messages, answer, task = (row.fields[name] for name in ("prompt", "answer", "task"))
+    is_chat = not isinstance(messages, str) or (config.chat and bool(tokenizer.chat_template))
     if isinstance(messages, str):
-        text = config.template.replace("{prompt}", messages)
-        messages = [{"role": "user", "content": text}]
-        if not (config.chat and tokenizer.chat_template):
-            _check_characters(text, max_tokens, where)
-            return Prompt(index, tuple(tokenizer.encode(text)), text, answer, task, fields, where)
+        messages = [{"role": "user", "content": config.template.replace("{prompt}", messages)}]
     elif not tokenizer.chat_template:
         raise ConfigError(
             f"{where}: prompt is a list of messages, but the tokenizer has no chat template; write it as text"
         )
     try:
-        text = converse(tokenizer, messages, add_generation_prompt=True)
+        text = converse(tokenizer, messages, add_generation_prompt=True) if is_chat else messages[0]["content"]
+        _check_characters(text, max_tokens, where)
+        text.encode()  # a tokenizer does not say what is wrong with half a character
+        token_ids = tuple(tokenizer.encode(text, add_special_tokens=not is_chat))  # a chat template writes them
+        text = tokenizer.decode(token_ids) if is_chat else text
+    except ConfigError:
+        raise
     except Exception as error:  # a template is a program of the model's author and raises what it likes
-        raise ConfigError(f"{where}: the tokenizer's chat template refuses this prompt: {error}") from None
-    _check_characters(text, max_tokens, where)
-    token_ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes them
-    return Prompt(index, tuple(token_ids), tokenizer.decode(token_ids), answer, task, fields, where)
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
+    return Prompt(index, token_ids, text, answer, task, row.fields, where)
 
 
 def converse(tokenizer: Any, messages: list[dict], add_generation_prompt: bool) -> str:
@@ -304,8 +308,8 @@ def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: An
     part.replace(path)
 
 
-def load_groups(folder: Path, step: int) -> list[Group]:
-    """Read back what `dump_groups` wrote. Raises ConfigError when the step is not there."""
+def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:
+    """Read back what `dump_groups` wrote. Raises ConfigError when the step is not there or not of such a model."""
     path = _dump_path(folder, step)
     try:
         rows = [json.loads(line) for line in regular(path).read_text(encoding="utf-8").splitlines()]
@@ -318,26 +322,55 @@ def load_groups(folder: Path, step: int) -> list[Group]:
     if not rows:
         raise ConfigError(f"run.replay: {path} is empty; dump the step again, or lower run.steps")
     try:
-        return [_group(row) for row in rows]
+        groups = [_group(row, vocabulary) for row in rows]
+        if len(sizes := {len(group.samples) for group in groups}) > 1:
+            raise ValueError(f"groups of {min(sizes)} and of {max(sizes)} samples")
+        return groups
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"run.replay: {path} holds no groups of this version ({error}); dump the step again"
-        ) from None
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(f"run.replay: {path} holds no groups of this model ({said}); dump the step again") from None
 
 
-def _group(row: dict) -> Group:
-    rewards = tuple(Reward(**reward) for reward in row["rewards"])
-    if wrong := [reward.value for reward in rewards if reward_number(reward.value) is None]:
-        raise ValueError(f"a reward of {wrong[0]!r}")
-    return Group(
-        prompt=Prompt(**{**row["prompt"], "token_ids": tuple(row["prompt"]["token_ids"])}),
-        epoch=row["epoch"],
-        samples=tuple(
-            Sample(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()})  # type: ignore[arg-type]
-            for s in row["samples"]
-        ),
-        rewards=rewards,
-    )
+def _group(row: dict, vocabulary: int) -> Group:
+    samples, rewards = tuple(_read(Sample, s) for s in row["samples"]), tuple(_read(Reward, r) for r in row["rewards"])
+    prompt = _read(Prompt, row["prompt"])
+    group = _read(Group, {"prompt": prompt, "epoch": row["epoch"], "samples": samples, "rewards": rewards})
+    if not group.samples or len(group.samples) != len(group.rewards):
+        raise ValueError(f"{len(group.samples)} samples with {len(group.rewards)} rewards")
+    for part in (group.prompt, *group.samples):
+        if not part.token_ids or max(part.token_ids) >= vocabulary:
+            raise ValueError(f"token_ids = {_short(part.token_ids)} must be tokens of a vocabulary of {vocabulary}")
+    for sample in group.samples:
+        if len(sample.logprobs) != len(sample.token_ids):
+            raise ValueError(f"{len(sample.logprobs)} logprobs of {len(sample.token_ids)} tokens")
+        if sample.finish_reason not in ("stop", "length"):
+            raise ValueError(f"finish_reason = {_short(sample.finish_reason)}")
+    return group
+
+
+def _read(kind: type[T], values: dict) -> T:
+    """Return a `kind` of core.py from JSON. Raises ValueError for another type or a number beyond all use."""
+    made = kind(**{name: _tuples(value) for name, value in values.items()})
+    for field in fields(kind):  # type: ignore[arg-type]
+        if not _fits(value := getattr(made, field.name), field.type):
+            raise ValueError(f"{kind.__name__}.{field.name} = {_short(value)}")
+    return made
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if (outer := get_origin(kind)) is tuple:
+        inner = get_args(kind)
+        inner = inner[:1] * len(value) if inner[-1] is Ellipsis and isinstance(value, tuple) else inner
+        return isinstance(value, tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if outer is dict:
+        return isinstance(value, dict) and all(_fits(v, get_args(kind)[1]) for v in value.values())
+    if kind is float:
+        return type(value) in (int, float) and reward_number(value) is not None
+    return type(value) is kind and (kind is not int or 0 <= value < 2**63)
 
 
 def _dump_path(folder: Path, step: int) -> Path:

@@ -84,7 +84,7 @@ def take_step(run: "Run", clock: Clock) -> dict[str, Any]:
     if config.run.replay:
         plan, played = None, {}
         with clock.span("rollout"):
-            groups = load_groups(Path(config.run.replay), run.step + 1)
+            groups = load_groups(Path(config.run.replay), run.step + 1, run.trainer.model.shape.vocab_size)
     else:
         plan = run.policy.begin(run.stream.take, config.run.steps - run.step)
         regroup(run, plan, clock)

@@ -282,6 +282,7 @@ TEMPLATES = {
     "no end of text": "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
     "reaches out": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
     "wrong": "{% for %}",
+    "half a character": "{{ '\\ud800' }}",
 }
 
 
@@ -294,6 +295,14 @@ def test_a_chat_template_that_does_not_end_or_fails_is_refused_with_the_row(name
     Path("model/tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATES[name]}))
     said = refused(capsys, base)
     assert "data.jsonl:" in said and "chat template" in said and ("0.3 s" in said) == ("no end" in name)
+
+
+@pytest.mark.parametrize("chat", ["true", "false"])
+def test_a_tokenizer_that_fails_is_refused_with_the_row(chat, capsys, base) -> None:
+    settings = json.loads(Path("model/tokenizer_config.json").read_text())
+    Path("model/tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": "x"}))
+    said = refused(capsys, base, f"--data.chat={chat}")
+    assert "data.jsonl:" in said and "tokenizer" in said and "'<' not supported" in said or "'>' not supported" in said
 
 
 def test_a_tokenizer_brings_no_code(capsys, base) -> None:
@@ -453,7 +462,7 @@ def test_a_bad_grader_is_refused_by_name(name, capsys, base) -> None:
 # ---- templates and run folders -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", ["no place", "{prompt", "{answer}", "{prompt:d}", "{}", "{0}"])
+@pytest.mark.parametrize("template", ["no place", "{prompt", "{answer}", "{prompt:d}", "{}", "{0}", "{prompt}\udcff"])
 def test_a_bad_template_is_refused(template, capsys, base) -> None:
     assert "data.template" in refused(capsys, base, data__template=template)
 

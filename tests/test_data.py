@@ -283,19 +283,73 @@ def test_an_evaluation_file_takes_nothing_from_training(jsonl, plain):
 # ---- rollouts on disk
 
 
+SAMPLE = {
+    "prompt_index": 0,
+    "response_index": 0,
+    "epoch": 0,
+    "token_ids": [1, 2],
+    "logprobs": [-0.5, -1.0],
+    "finish_reason": "stop",
+    "weights_version": 0,
+}
+DAMAGE = {
+    "no prompt": ("prompt", {}),
+    "a huge token of a prompt": ("prompt", "token_ids", [10**9]),
+    "no tokens of a prompt": ("prompt", "token_ids", []),
+    "a token that is a truth": ("prompt", "token_ids", [True]),
+    "a grader that is a list": ("prompt", "task", ["match"]),
+    "an index that is a text": ("prompt", "index", "0"),
+    "fields that are a list": ("prompt", "extra", []),
+    "an epoch that is a text": ("epoch", "0"),
+    "no samples": ("samples", []),
+    "samples that are none": ("samples", [3]),
+    "fewer samples than rewards": ("rewards", [{"value": 0.5}] * 2),
+    "rewards that are none": ("rewards", [3]),
+    "a reward that is not a number": ("rewards", 0, "value", float("nan")),
+    "a part that is no number": ("rewards", 0, "parts", {"a": "b"}),
+    "seconds that are a text": ("rewards", 0, "seconds", "1"),
+    "an error that is a number": ("rewards", 0, "error", 1),
+    "a huge token": ("samples", 0, "token_ids", [1, 10**9]),
+    "a token outside the vocabulary": ("samples", 0, "token_ids", [1, 50]),
+    "a token below 0": ("samples", 0, "token_ids", [1, -1]),
+    "tokens that are texts": ("samples", 0, "token_ids", ["1", "2"]),
+    "tokens that are one text": ("samples", 0, "token_ids", "12"),
+    "tokens that are fractions": ("samples", 0, "token_ids", [1.0, 2.0]),
+    "no tokens": ("samples", 0, {**SAMPLE, "token_ids": [], "logprobs": []}),
+    "short logprobs": ("samples", 0, "logprobs", [-0.5]),
+    "logprobs that are texts": ("samples", 0, "logprobs", ["-0.5", "-1"]),
+    "logprobs that are nan": ("samples", 0, "logprobs", [-0.5, float("nan")]),
+    "logprobs that are infinite": ("samples", 0, "logprobs", [-0.5, float("-inf")]),
+    "an end that is none": ("samples", 0, "finish_reason", ["stop"]),
+    "a version that is a text": ("samples", 0, "weights_version", "0"),
+}
+
+
 def test_a_dump_that_is_none_is_refused_by_name(tmp_path):
     path = tmp_path / "step_000001.jsonl"
-    reward = json.dumps({"prompt": asdict(PROMPTS[0]), "epoch": 0, "samples": [], "rewards": [{"value": float("nan")}]})
-    for text in ("", "{", "[" * 10**5, "[]", "3", "{}", '{"prompt": {}}', reward):
+    row = {"prompt": asdict(PROMPTS[0]), "epoch": 0, "samples": [SAMPLE], "rewards": [{"value": 0.5}]}
+    texts = {text: text for text in ("", "{", "[" * 10**5, "[]", "3", "{}")}
+    for name, (*keys, last, value) in DAMAGE.items():
+        damaged = inner = json.loads(json.dumps(row))
+        for key in keys:
+            inner = inner[key]
+        inner[last] = value
+        texts[name] = json.dumps(damaged)
+    texts["groups of two sizes"] = (
+        json.dumps(row) + "\n" + json.dumps(row | {k: 2 * row[k] for k in ("samples", "rewards")})
+    )
+    for name, text in texts.items():
         path.write_text(text + "\n" * bool(text))
-        with pytest.raises(ConfigError, match=r"^run.replay: .*step_000001.jsonl .*dump the step again"):
-            load_groups(tmp_path, 1)
-    path.write_text(reward.replace("NaN", "0.5"))
-    assert load_groups(tmp_path, 1)[0].rewards[0].value == 0.5
+        with pytest.raises(ConfigError, match=r"^run.replay: .*step_000001.jsonl .*dump the step again") as caught:
+            load_groups(tmp_path, 1, vocabulary=50)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400, name
+    path.write_text(json.dumps(row))
+    [group] = load_groups(tmp_path, 1, vocabulary=50)
+    assert group.rewards[0].value == 0.5 and group.samples[0].token_ids == (1, 2)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="not a regular file"):
-        load_groups(tmp_path, 1)
+        load_groups(tmp_path, 1, vocabulary=50)
 
 
 # ---- the cursor

@@ -391,7 +391,7 @@ def test_responses_end_at_the_stop_texts_of_the_config(settings, tiny_folder, tm
     options = {"run__steps": 1, "run__eval_every": 0, "data__eval_prompts": 0, "run__dump_rollouts": "true"}
     assert train.main(settings(**options, rollout__stop=json.dumps(stops))) == 0
     tokenizer = load_tokenizer(tiny_folder)
-    samples = [s for g in load_groups(tmp_path / "run" / "rollouts", 1) for s in g.samples]
+    samples = [s for g in load_groups(tmp_path / "run" / "rollouts", 1, len(tokenizer)) for s in g.samples]
     by_text = 0
     for sample in samples:
         text = tokenizer.decode(sample.token_ids)
@@ -411,7 +411,7 @@ def test_several_graders_of_one_sample_add_up_and_are_recorded(settings, tmp_pat
     assert train.main(settings("recorded", run__dump_rollouts="true", **options)) == 0
     records = steps_of(tmp_path / "recorded")
     for record in records:
-        groups = load_groups(tmp_path / "recorded" / "rollouts", record["step"])
+        groups = load_groups(tmp_path / "recorded" / "rollouts", record["step"], 2**31)
         seen = {}
         for group in groups:
             for reward in group.rewards:
