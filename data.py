@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -17,7 +18,8 @@ from jobs import reward_number
 from reward import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
 
-TEMPLATE_SECONDS = 10.0  # the longest that a chat template may take
+TEMPLATE_SECONDS = 10.0  # the longest that a chat template may take for a row,
+ROW_SECONDS = 0.05  # and what rows may take on average: 10000 that are just fast enough would take a day
 TOKEN_CHARACTERS = 512  # no tokenizer has a longer token
 DEEPEST = 50  # lists and objects within each other in a row; copies and graders recurse into them
 
@@ -77,13 +79,25 @@ def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> 
             train = [row for row in train if repr(row.fields["prompt"]) not in chosen]
     if config.eval:
         held_out = _read_jsonl(config.eval, "data.eval", config)[: config.eval_prompts]
+    allowance = _Allowance()
     train_prompts, eval_prompts = (
         _check_lengths(
-            [_prompt(i, row, config, tokenizer, max_prompt_tokens) for i, row in enumerate(rows)], max_prompt_tokens
+            [_prompt(i, row, config, tokenizer, max_prompt_tokens, allowance) for i, row in enumerate(rows)],
+            max_prompt_tokens,
         )
         for rows in (train, held_out)
     )
     return train_prompts, eval_prompts
+
+
+class _Allowance:
+    """The seconds that a chat template may take for the next row: each row brings some, what is not used is kept."""
+
+    def __init__(self) -> None:
+        self.left = TEMPLATE_SECONDS
+
+    def spend(self, seconds: float) -> None:
+        self.left = min(max(self.left - seconds, 0.0) + ROW_SECONDS, TEMPLATE_SECONDS)
 
 
 def _spread(rows: list[_Row], count: int) -> list[_Row]:
@@ -189,7 +203,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _prompt(index: int, row: _Row, config: DataConfig, tokenizer: Any, max_tokens: int) -> Prompt:
+def _prompt(
+    index: int, row: _Row, config: DataConfig, tokenizer: Any, max_tokens: int, allowance: _Allowance
+) -> Prompt:
     where = row.where
     messages, answer, task = (row.fields[name] for name in ("prompt", "answer", "task"))
     is_chat = not isinstance(messages, str) or (config.chat and bool(tokenizer.chat_template))
@@ -200,22 +216,31 @@ def _prompt(index: int, row: _Row, config: DataConfig, tokenizer: Any, max_token
             f"{where}: prompt is a list of messages, but the tokenizer has no chat template; write it as text"
         )
     try:
-        text = converse(tokenizer, messages, add_generation_prompt=True) if is_chat else messages[0]["content"]
+        start = time.monotonic()
+        text = converse(tokenizer, messages, True, allowance.left) if is_chat else messages[0]["content"]
+        allowance.spend(time.monotonic() - start)
         _check_characters(text, max_tokens, where)
         text.encode()  # a tokenizer does not say what is wrong with half a character
         token_ids = tuple(tokenizer.encode(text, add_special_tokens=not is_chat))  # a chat template writes them
         text = tokenizer.decode(token_ids) if is_chat else text
     except ConfigError:
         raise
+    except TimeoutError:
+        raise ConfigError(
+            f"{where}: the tokenizer's chat template does not end in time: it has {TEMPLATE_SECONDS:g} s for a row, "
+            f"and {ROW_SECONDS:g} s on average; correct it"
+        ) from None
     except Exception as error:  # a template is a program of the model's author and raises what it likes
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
     return Prompt(index, token_ids, text, answer, task, row.fields, where)
 
 
-def converse(tokenizer: Any, messages: list[dict], add_generation_prompt: bool) -> str:
+def converse(
+    tokenizer: Any, messages: list[dict], add_generation_prompt: bool, seconds: float = TEMPLATE_SECONDS
+) -> str:
     """Return messages as the tokenizer's chat template writes them. Raises TimeoutError, and what the template does."""
-    with _time_limit(TEMPLATE_SECONDS):
+    with _time_limit(seconds):
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
@@ -337,9 +362,9 @@ def _group(row: dict, vocabulary: int) -> Group:
     group = _read(Group, {"prompt": prompt, "epoch": row["epoch"], "samples": samples, "rewards": rewards})
     if not group.samples or len(group.samples) != len(group.rewards):
         raise ValueError(f"{len(group.samples)} samples with {len(group.rewards)} rewards")
-    for part in (group.prompt, *group.samples):
-        if not part.token_ids or max(part.token_ids) >= vocabulary:
-            raise ValueError(f"token_ids = {_short(part.token_ids)} must be tokens of a vocabulary of {vocabulary}")
+    for ids in (prompt.token_ids, *(sample.token_ids for sample in samples)):
+        if not ids or max(ids) >= vocabulary:
+            raise ValueError(f"token_ids = {_short(ids)} must be tokens of a vocabulary of {vocabulary}")
     for sample in group.samples:
         if len(sample.logprobs) != len(sample.token_ids):
             raise ValueError(f"{len(sample.logprobs)} logprobs of {len(sample.token_ids)} tokens")

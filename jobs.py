@@ -12,12 +12,17 @@ from typing import Any
 from timeouts import TimeoutStats
 
 LARGEST_REWARD = 1e9  # float32 squares it and sums over all weights
+LARGEST_WEIGHT = 1e5  # of advantages: float32 squares its product with a reward, too
 
 
 def reward_number(value: Any) -> float | None:
     """Return a grader's number, or None for what a step cannot train on: no number, or none of a sensible size."""
-    is_sound = isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD  # type: ignore[operator]  # nan is not
-    return float(value) if is_sound else None
+    try:
+        # As float64: LARGEST_REWARD as float16 is infinite, and nothing is over that.
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return None
+    return number if abs(number) <= LARGEST_REWARD else None  # nan is not
 
 
 @dataclass

@@ -34,7 +34,7 @@ import remote
 import sandbox
 from config import ConfigError, option
 from core import Prompt, Reward
-from jobs import LARGEST_REWARD, Job, JobQueue, PoolStats, reward_number
+from jobs import LARGEST_REWARD, LARGEST_WEIGHT, Job, JobQueue, PoolStats, reward_number
 from timeouts import AdaptiveTimeouts, CasePlan
 
 KEEPER_SECONDS = 10.0  # the longest wait for a worker's keeper to end all below it
@@ -178,10 +178,14 @@ def add_up(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Rewar
     parts: dict[str, float] = {}
     for name, reward in rewards.items():
         parts |= {name: reward.value} | {f"{name}/{part}": value for part, value in reward.parts.items()}
+    value = sum(weights[name] * reward.value for name, reward in rewards.items())
+    errors = [reward.error for reward in rewards.values() if reward.error]
+    if (number := reward_number(value)) is None:
+        errors.append(f"the graders' weighted sum is {value:g}, not a finite number of at most {LARGEST_REWARD:g}")
     return Reward(
-        sum(weights[name] * reward.value for name, reward in rewards.items()),
+        number or 0.0,
         sum(reward.seconds for reward in rewards.values()),
-        next((reward.error for reward in rewards.values() if reward.error), ""),
+        next(iter(errors), ""),
         next((reward.cases for reward in rewards.values() if reward.cases), ()),
         parts,
     )
@@ -217,6 +221,7 @@ def check_grader(name: str) -> None:
             address = urlsplit(name)
             is_sound = bool(address.hostname and address.hostname.encode("idna")) and address.port != 0
             is_sound &= "@" not in address.netloc  # a name and password would not be sent
+            is_sound &= bool(re.fullmatch(r"[\w.-]*|[0-9a-f.]*:[0-9a-f:.]*(%[\w.-]+)?", address.hostname or ""))
             is_sound &= bool(re.fullmatch("[!-~]*", address.path + address.query))
         except ValueError:
             is_sound = False
@@ -250,12 +255,17 @@ def check_rewards(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
         if abs(weight) > LARGEST_REWARD:
             raise ConfigError(f"reward.also: {name} = {weight:g} must be at most {LARGEST_REWARD:g}")
     tasks = {prompt.task for prompt in prompts}
-    for key, least, known in (("concurrency", 1, tasks | also.keys()), ("weights", 0, tasks)):
+    for key, least, most, known in (
+        ("concurrency", 1, math.inf, tasks | also.keys()),
+        ("weights", 0, LARGEST_WEIGHT, tasks),
+    ):
         for name, number in by_grader(f"reward.{key}", getattr(config, key)).items():
             if name not in known:
                 raise ConfigError(f"reward.{key} names {name!r}; the graders here are {', '.join(sorted(known))}")
             if number < least:
                 raise ConfigError(f"reward.{key}: {name} = {number:g} must be at least {least}")
+            if number > most:
+                raise ConfigError(f"reward.{key}: {name} = {number:g} must be at most {most:g}")
     for prompt in prompts:
         if "math" in (prompt.task, *also) and not prompt.answer.strip():
             raise ConfigError(f"{prompt.where}: the answer is empty; the grader math has nothing to compare with")

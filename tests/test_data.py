@@ -2,11 +2,13 @@
 
 import json
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+import data
 from config import ConfigError
 from core import Prompt
 from data import DataConfig, PromptStream, load_groups, load_prompts
@@ -198,6 +200,25 @@ def test_a_message_that_the_chat_template_refuses_is_named(jsonl, chat):
     with pytest.raises(ConfigError) as caught:
         load(chat, path)
     assert f"{path}:1: " in str(caught.value) and "only users may speak" in str(caught.value)
+
+
+def test_a_chat_template_that_is_slow_on_every_row_is_refused_with_the_row(jsonl, chat, monkeypatch):
+    def slow(tokenizer, messages, **_):
+        rendered.append(messages)
+        time.sleep(0.02)
+        return "text"
+
+    rendered: list = []
+    monkeypatch.setattr(type(chat), "apply_chat_template", slow)
+    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 0.1)
+    monkeypatch.setattr(data, "ROW_SECONDS", 0.001)
+    path = jsonl(*rows(100))
+    with pytest.raises(ConfigError, match=f"{path}:[2-6]: the tokenizer's chat template .* 0.1 s .* 0.001 s"):
+        load(chat, path, eval_prompts=0)
+    assert len(rendered) <= 6
+    monkeypatch.setattr(data, "ROW_SECONDS", 1e3)
+    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1e3)
+    assert len(load(chat, path, eval_prompts=0)[0]) == 100
 
 
 def test_a_prompt_as_long_as_allowed_is_taken(jsonl, plain):

@@ -1,22 +1,26 @@
 """Graders, and what a bad one costs: its own sample's reward and bounded time, nothing else."""
 
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import hostile
+import numpy as np
 import pytest
 
+import jobs
 import leftovers
 import neighbours
 import reward
 from config import ConfigError
-from core import Prompt
+from core import Prompt, Reward
 from reward import (
     GRADERS,
     INLINE,
@@ -780,6 +784,7 @@ time.sleep(1000)
         (RewardConfig(weights="code=1,math=2"), "names 'math'; the graders here are code"),
         (RewardConfig(weights="code=-1"), "code = -1 must be at least 0"),
         (RewardConfig(weights="code=nan"), "cannot read"),
+        (RewardConfig(weights="code=1e300"), "code = 1e\\+300 must be at most"),
         (RewardConfig(concurrency="code=0"), "code = 0 must be at least 1"),
         (RewardConfig(also="match=1", weights="match=1"), "names 'match'; the graders here are code"),
         (RewardConfig(also="matsch=1"), "'matsch' is not built in"),
@@ -794,6 +799,38 @@ def test_reward_settings_that_do_not_fit(config, cause):
         check_rewards(config, [blank if "math=" in config.also else prompt])
     check_rewards(RewardConfig(also="match=-1", concurrency="match=2"), [prompt])
     check_rewards(RewardConfig(weights="code=0.5", concurrency="code=2"), [prompt])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "longdouble"])
+def test_no_kind_of_number_brings_in_what_is_not_finite_or_beyond_the_largest(kind):
+    kind = getattr(np, kind)
+    assert jobs.reward_number(kind(0.5)) == 0.5 and type(jobs.reward_number(kind(0.5))) is float
+    for value in (math.inf, -math.inf, math.nan, 1e10):  # float16 makes an infinity of the last
+        assert jobs.reward_number(kind(value)) is None
+    assert jobs.reward_number(10**400) is None and jobs.reward_number(Fraction(10**400)) is None
+
+
+def test_the_sum_of_several_graders_is_checked_as_each_of_them_is():
+    rewards = {"a": Reward(1e9, 1.0), "b": Reward(1.0, 2.0)}
+    assert reward.add_up(rewards, {"a": 0.5, "b": 2.0}).value == 5e8 + 2
+    for weight in (1e9, -1e9):
+        whole = reward.add_up(rewards, {"a": weight, "b": 1.0})
+        assert whole.value == 0 and "not a finite number of at most 1e+09" in whole.error and whole.seconds == 3.0
+
+
+@pytest.mark.parametrize("host", ["a", "a.b-c.d", "my_host:80", "127.0.0.1:8000", "[::1]:8000", "bücher.de"])
+def test_addresses_of_services(host):
+    check_grader(f"http://{host}/score?a=1")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "a\x01b", "a\x00b", "a\x7fb", "a b", "a\tb", 'a"b', "a<b", "a%62", "a\\b", "a,b", "a:x", "u:p@a", "[::1"],
+)
+def test_hosts_that_are_none(host):
+    with pytest.raises(ConfigError, match="no address that can be asked"):
+        check_grader(f"http://{host}/score")
 
 
 def test_a_grader_may_return_parts_by_name():
