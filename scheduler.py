@@ -12,6 +12,7 @@ A policy is a `RoundPolicy` with a `plan` of its own and an entry in POLICIES.
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -20,6 +21,7 @@ from config import entry, option
 from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
 
 Take = Callable[[int], list[tuple[int, Prompt]]]
+QUEUED = 64  # times num_prompts: the most prompts that wait for a policy that may never take them
 
 
 class Race:
@@ -134,10 +136,13 @@ class Waiting:
 class RoundPolicy(ABC):
     """What policies share. One of your own needs `plan` only: what a round launches, in which order, and what it keeps.
 
-    What a round launched and did not keep waits in `queue`; `plan` takes it from there with `requeued`. Every rank has
-    its own copy and all must plan alike, so `plan` uses nothing but what it is given and what is here. A policy that
+    What a round launched and did not keep waits in `queue`; `plan` takes it from there with `requeued`, or leaves it.
+    Unless the policy `trains_all`, the queue forgets the oldest beyond QUEUED x num_prompts. Every rank has its own
+    copy and all must plan alike, so `plan` uses nothing but what it is given and what is here. A policy that
     remembers more adds it to `state_dict` and `load_state_dict`.
     """
+
+    trains_all = False  # promises to train whatever it draws: a run must then be long enough for its queue
 
     def __init__(self, config: "SchedulerConfig", seed: int = 0):
         self.config, self.seed = config, seed
@@ -172,6 +177,11 @@ class RoundPolicy(ABC):
 
     @staticmethod
     def _wrong(plan: RoundPlan) -> str:
+        if not isinstance(plan, RoundPlan):
+            return f"returned {plan!r}; return a RoundPlan"
+        ids = Counter((epoch, prompt.index) for epoch, prompt in plan.prompts)
+        if twice := [id for id, count in ids.items() if count > 1]:
+            return f"has the prompt (epoch, index) = {twice[0]} {ids[twice[0]]} times; launch each once"
         prompts, kept = (len(plan.prompts), plan.num_responses), (plan.keep_prompts, plan.keep_responses)
         if not (0 < kept[0] <= prompts[0] and 0 < kept[1] <= prompts[1]):
             return f"keeps {kept[0]} prompts x {kept[1]} responses of {prompts[0]} x {prompts[1]}"
@@ -202,6 +212,8 @@ class RoundPolicy(ABC):
         gone = {*race.accepted, *race.zero_variance}
         losers = [self._wait(id, race, tokens) for id in {**self._queued, **race.prompts} if id not in gone]
         self.queue = sorted(losers + self.queue, key=lambda w: w.since)  # stable: who was first stays
+        if not self.trains_all:
+            self.queue = self.queue[-QUEUED * self.config.num_prompts :]
         return RoundStats(
             kind=race.plan.kind,
             audit=race.plan.audit,
@@ -247,6 +259,8 @@ class TailBatching(RoundPolicy):
     rounds empty the queue. (With dynamic sampling: is trained or found to have zero variance.) A queued prompt keeps
     its name, so its responses come from the same random streams, by newer weights.
     """
+
+    trains_all = True
 
     def plan(self, take: Take, steps_left: int) -> RoundPlan:
         c = self.config

@@ -322,7 +322,7 @@ def build(config: Config, world: World, resume: bool) -> Run:
         step = state["step"]
         policy.load_state_dict(state["policy"], prompts)
         waiting, places = len(policy.queue), (config.run.steps - step) * config.scheduler.num_prompts
-        if waiting > places:
+        if policy.trains_all and waiting > places:
             raise ConfigError(
                 f"run.steps = {config.run.steps} leaves {waiting - places} prompts of the long-prompt queue untrained; "
                 f"take at least {step + -(-waiting // config.scheduler.num_prompts)}"

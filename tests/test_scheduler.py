@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+import scheduler
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats
 from data import PromptStream
 from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, Synchronous, TailBatching, window
@@ -412,6 +413,22 @@ def test_a_policy_needs_a_plan_only(monkeypatch, kill: float) -> None:
     assert all(bool(stats.aborted) == (stats.kind == "short") for stats in story.stats)
 
 
+class NeverAgain(HalfWins):
+    """Leaves in the queue what lost."""
+
+    def requeued(self, count: int) -> list:
+        return []
+
+
+def test_a_policy_that_takes_nothing_from_the_queue_does_not_hoard(monkeypatch) -> None:
+    monkeypatch.setattr(scheduler, "QUEUED", 3)
+    monkeypatch.setitem(POLICIES, "never_again", NeverAgain)
+    story, policy, _ = run(SchedulerConfig("never_again", num_prompts=4, num_responses=3), 8, Toy(1))
+    assert [plan.kind for plan in story.plans] == ["short"] * 8
+    assert [len(rounds) for rounds in ({w.since for w in policy.queue}, policy.queue)] == [3, 12]  # the newest
+    assert TailBatching.trains_all and Synchronous.trains_all and not NeverAgain.trains_all
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -420,12 +437,14 @@ def test_a_policy_needs_a_plan_only(monkeypatch, kill: float) -> None:
         (dict(keep_prompts=3), "kind = 'long'; a round that keeps all it launches is long, any other is short"),
         (dict(kind="mine"), "kind = 'mine'"),
         (dict(expected=(1.0,)), "1 expected lengths for 4 prompts"),
+        (dict(prompts=((0, PROMPTS[0]), (0, PROMPTS[1])) * 2), r"has the prompt \(epoch, index\) = \(0, 0\) 2 times"),
+        (None, "Bad.plan: returned None; return a RoundPlan"),
     ],
 )
-def test_a_plan_that_cannot_end_or_contradicts_itself_is_refused(changes: dict, message: str) -> None:
+def test_a_plan_that_cannot_end_or_contradicts_itself_is_refused(changes: dict | None, message: str) -> None:
     class Bad(RoundPolicy):
         def plan(self, take, steps_left: int) -> RoundPlan:
-            return replace(RoundPlan("long", tuple(take(4)), 2, 4, 2), **changes)
+            return None if changes is None else replace(RoundPlan("long", tuple(take(4)), 2, 4, 2), **changes)
 
     with pytest.raises(ValueError, match=message):
         Bad(SchedulerConfig()).begin(PromptStream(PROMPTS, 0).take, 1)

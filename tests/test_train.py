@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ALONE, ROOT, steps_of, torchrun_command
-from test_scheduler import HalfWins
+from test_scheduler import HalfWins, NeverAgain
 
 import train
 from checkpoint import list_checkpoints, load_tokenizer
@@ -361,6 +361,14 @@ def test_a_policy_with_a_plan_only_trains_and_resumes(settings, tmp_path, monkey
     assert trajectory(tmp_path / "stopped") == trajectory(tmp_path / "straight")
     assert rounds_of(tmp_path / "stopped") == rounds_of(tmp_path / "straight")
     assert [row[0] for row in rounds_of(tmp_path / "stopped")] == ["short", "long", "short", "long"]
+
+
+def test_a_policy_that_leaves_its_queue_resumes_to_the_end(settings, tmp_path, monkeypatch):
+    monkeypatch.setitem(POLICIES, "synchronous", NeverAgain)
+    whole = dict(scheduler__policy="synchronous", run__eval_every=0)
+    assert train.main(settings(**whole | dict(run__steps=2))) == 0
+    assert train.main([*settings(**whole | dict(run__steps=3)), "--resume"]) == 0
+    assert [r["round"]["queue"] for r in steps_of(tmp_path / "run")] == [4, 8, 12]
 
 
 def test_sigterm_ends_after_the_step_with_a_checkpoint(settings, torchrun, tmp_path):
