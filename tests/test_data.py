@@ -6,12 +6,13 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import data
 from config import ConfigError
-from core import Prompt
-from data import DataConfig, PromptStream, load_groups, load_prompts
+from core import Group, Prompt, Reward, Sample
+from data import DataConfig, PromptStream, dump_groups, load_groups, load_prompts
 from tasks import TASKS, is_held_out
 from warm_start import byte_tokenizer
 
@@ -344,6 +345,15 @@ DAMAGE = {
     "an end that is none": ("samples", 0, "finish_reason", ["stop"]),
     "a version that is a text": ("samples", 0, "weights_version", "0"),
 }
+
+
+def test_a_dump_is_read_back_as_it_was(tmp_path):
+    sample = Sample(0, 1, 2, (1, 49), (-0.5, 0.0), "length", 3)
+    prompt = Prompt(0, (1,), "é\n", "", "code", {"tests": [1, {"a": None}]}, "rows.jsonl:1")
+    rewards = Reward(0.5, 0.25, "", ((0.1, True, False), (2.0, False, True)), {"a": 1.0}), Reward(0, error="died")
+    groups = [Group(prompt, 2, (sample, sample), rewards)]
+    dump_groups(tmp_path, 7, groups, np.zeros((1, 2)))
+    assert load_groups(tmp_path, 7, vocabulary=50) == groups
 
 
 def test_a_dump_that_is_none_is_refused_by_name(tmp_path):
