@@ -14,7 +14,9 @@ import time
 
 import walls
 
-UIDS = range(60706, 61184)  # given to nobody: by distributions, systemd (also not as DynamicUser) or containers
+UIDS = range(60707, 61184)  # given to nobody: by distributions, systemd (also not as DynamicUser) or containers
+KILLER = 60706  # nor is this one, which owns no process but those that kill a throw-away user's
+END_SECONDS = 10.0  # for the processes of a throw-away user to end; one that cannot be ended blocks its user alone
 LOCK_FOLDERS = ("/run/plainroll-uids", "/dev/shm/plainroll-uids", "/tmp/plainroll-uids")  # the first that can be made
 WORLD_WRITABLE = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock", "/run/shm")
 TRIES = 10  # to read one of a process's threads, which may start and end faster than they are read
@@ -95,15 +97,21 @@ def end_descendants(uid: int | None) -> None:
 
 
 def _kill_all_of(uid: int) -> None:
-    """Kill every process of a user at one moment, so that none can fork out of it."""
-    killer = os.fork()
-    if not killer:
-        try:
-            os.setresuid(uid, uid, uid)
-            os.kill(-1, signal.SIGKILL)
-        finally:
-            os._exit(0)
-    os.waitpid(killer, 0)
+    """Kill every process of a user at one moment, so that none can fork out of it.
+
+    A process may kill what has its effective user, and be stopped or killed by what has its real one: here only by
+    others of its kind, each of which has then done its own work.
+    """
+    status = -1
+    while status:
+        killer = os.fork()
+        if not killer:
+            try:
+                os.setresuid(KILLER, uid, KILLER)
+                os.kill(-1, signal.SIGKILL)
+            finally:
+                os._exit(0)
+        status = os.waitpid(killer, 0)[1]
 
 
 def num_tasks(uid: int) -> int:
@@ -171,7 +179,7 @@ def _lock_folder() -> str:
 
 
 def _lock(folder: str, uid: int) -> int | None:
-    """Lock a user and return the open file; None if somebody else has it."""
+    """Lock a user and return the open file; None if somebody else has it, or a process of its last program lives on."""
     import pwd  # here: only root needs it
 
     lock = os.open(f"{folder}/{uid}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -187,7 +195,11 @@ def _lock(folder: str, uid: int) -> int | None:
     except KeyError:
         pass
     if os.fstat(lock).st_size:
+        deadline = time.monotonic() + END_SECONDS
         while _lives(uid):
+            if time.monotonic() > deadline:
+                os.close(lock)
+                return None
             _kill_all_of(uid)
             time.sleep(0.001)
         give_back(uid, lock)

@@ -156,9 +156,40 @@ def test_a_user_of_a_killed_keeper_is_cleaned_before_it_is_given_on(tmp_path):
         first.stdout.readline()
         first.kill()
     assert leftovers._lives(uid)
-    code = f"leftovers.LOCK_FOLDERS = ({folder!r},)\nleftovers.UIDS = leftovers.UIDS[:1]\n"
+    code = f"leftovers.LOCK_FOLDERS = ({folder!r},)\nleftovers.UIDS = leftovers.UIDS[:2]\nos.getpid = lambda: 0\n"
+    with script(code + "leftovers.END_SECONDS = -1\nprint(leftovers.take_uid()[0])") as hasty:
+        assert hasty.communicate(timeout=60)[0] == f"{leftovers.UIDS[1]}\n" and os.path.getsize(f"{folder}/{uid}")
     with script(code + "uid, lock = leftovers.take_uid()\nprint(uid, leftovers._lives(uid))") as second:
         assert second.communicate(timeout=60)[0] == f"{uid} False\n"
+
+
+@as_root
+def test_a_program_cannot_stop_who_ends_it():
+    code = """
+uid, lock = leftovers.take_uid()
+reads, writes = os.pipe()
+if not os.fork():
+    os.setresuid(uid, uid, uid)
+    os.write(writes, b"1")
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            os.kill(-1, 19)  # SIGSTOP
+        except ProcessLookupError:
+            pass
+    os._exit(0)
+os.read(reads, 1)
+become = os.setresuid
+os.setresuid = lambda *users: (become(*users), time.sleep(0.2))  # time to stop it
+leftovers.end_descendants(uid)
+leftovers.give_back(uid, lock)
+print("ended")
+"""
+    with script(code) as process:
+        try:
+            assert process.communicate(timeout=50)[0] == "ended\n"
+        finally:
+            process.kill()
 
 
 @as_root
@@ -191,5 +222,6 @@ def test_locks_lie_in_a_folder_of_root_alone(tmp_path, monkeypatch):
 
 def test_users_are_outside_the_ranges_of_others():
     for low, high in ((0, 60577), (60578, 60705), (61184, 65519), (65534, 65535)):  # systemd's table of users
-        assert not set(leftovers.UIDS) & set(range(low, high + 1))
+        assert not {leftovers.KILLER, *leftovers.UIDS} & set(range(low, high + 1))
+    assert leftovers.KILLER not in leftovers.UIDS
     assert signal.SIGKILL == leftovers.signal.SIGKILL
