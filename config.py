@@ -107,6 +107,10 @@ def _merge(config: T, values: dict, source: str, prefix: str = "", raw: str | No
         else:
             if isinstance(old, str | tuple) and raw is not None and not isinstance(value, str | dict | list):
                 value = raw  # --run.dir=7 names a folder
+            if isinstance(old, tuple) and value == raw and value.startswith("["):
+                raise ConfigError(
+                    f"{key} = {value[:60]} is no list of texts; shells take quotes away: write '--{key}=[\"END\"]'"
+                )
             if isinstance(old, tuple) and isinstance(value, str | list):
                 value = (value,) if isinstance(value, str) else tuple(value)  # --rollout.stop=END is a list of one
             new[name] = _checked(key, value, old, fields[name].metadata, source)

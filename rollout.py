@@ -538,17 +538,23 @@ class Engine:
         return int(self.host_length[sequence.row]) - len(sequence.prompt_ids) + 1
 
     def _stopped_by_text(self) -> list[Sequence]:
-        """Return the running sequences that have one of their stop texts in their newest tokens."""
+        """Return the running sequences that have one of their stop texts in their newest tokens.
+
+        The text is what graders see, without special tokens; only a stop text that names one finds it.
+        """
+        special = self.tokenizer.all_special_tokens
         asking = [s for s in self.running if s.stop]
         windows = [4 * max(map(len, s.stop)) + 8 for s in asking]  # a character is at most 4 tokens
         counts = np.array([self._num_drawn(s) for s in asking])
         columns = (counts[:, None] - max(windows) + np.arange(max(windows))).clip(0)
         rows = upload([[s.row] for s in asking], self.device)
-        newest = self.tokens[rows, upload(columns, self.device)].tolist()
+        tokens = self.tokens[rows, upload(columns, self.device)].tolist()
         stopped = []
-        for s, ids, window, count in zip(asking, newest, windows, counts.tolist(), strict=True):
-            text = self.tokenizer.decode(ids[-min(window, count) :])
-            stopped += [s] if count and any(stop in text for stop in s.stop) else []
+        for s, ids, window, count in zip(asking, tokens, windows, counts.tolist(), strict=True):
+            names_one = {stop: any(name in stop for name in special) for stop in s.stop}
+            newest = ids[-min(window, count) :]
+            texts = {one: self.tokenizer.decode(newest, skip_special_tokens=not one) for one in {*names_one.values()}}
+            stopped += [s] if count and any(stop in texts[one] for stop, one in names_one.items()) else []
         return stopped
 
     def _evict(self, sequences: list[Sequence]) -> None:

@@ -324,6 +324,12 @@ def test_what_is_no_list_of_texts_is_refused(given):
     assert "rollout.stop" in refusal(f"--rollout.stop={given}", cls=settings.Config)
 
 
+def test_a_list_whose_quotes_a_shell_took_is_refused():
+    said = refusal("--rollout.stop=[</answer>]", cls=settings.Config)
+    assert "is no list" in said and """'--rollout.stop=["END"]'""" in said
+    assert load_config(settings.Config, None, ['--rollout.stop="[END]"']).rollout.stop == ("[END]",)
+
+
 @pytest.mark.parametrize("text", AWKWARD)
 def test_awkward_text_reads_back_equal(text, toml):
     config = settings.Config()

@@ -521,7 +521,11 @@ def test_a_stop_text_ends_the_response_that_asked_for_it(model, oracle, kind) ->
     engine = make_engine(model, kind=kind)
     with pytest.raises(ValueError, match="tokenizer"):
         engine.add(replace(sequences[0], stop=("x",)))
-    engine.tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
+
+    def decode(ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(f"<{i}>" for i in ids)
+
+    engine.tokenizer = SimpleNamespace(decode=decode, all_special_tokens=[])
     sequences[0].stop = ("never", f"<{tokens[19]}><{tokens[20]}>")
     first = oracle(sequences[1].prompt_ids, sequences[1].key, SamplingConfig())
     sequences[1].stop = (f"<{first[0]}>",)  # from the prefill
@@ -532,6 +536,18 @@ def test_a_stop_text_ends_the_response_that_asked_for_it(model, oracle, kind) ->
     assert samples[sequences[2].id].finish_reason == "stop"
     assert samples[sequences[0].id].token_ids == tokens[:21] and samples[sequences[0].id].finish_reason == "stop"
     assert len(samples[sequences[3].id].token_ids) == LIMIT
+
+
+def test_a_stop_text_is_not_found_in_the_name_of_a_special_token(model, tiny_folder) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    text = tokenizer.decode([tokenizer.eos_token_id])
+    letters = tokenizer.encode(text[2], add_special_tokens=False)
+    engine = SimpleNamespace(device=torch.device("cpu"), tokenizer=tokenizer, _num_drawn=lambda s: 2)
+    asking = [SimpleNamespace(row=row, stop=(text[2],)) for row in (0, 1)]
+    engine.running, engine.tokens = asking, torch.tensor([[letters[0]] * 2, [tokenizer.eos_token_id] * 2])
+    assert Engine._stopped_by_text(engine) == asking[:1]
+    asking[0].stop = asking[1].stop = (text, "never")  # a stop text that names it
+    assert Engine._stopped_by_text(engine) == asking[1:]
 
 
 @pytest.mark.parametrize("num_pages", [16, 40])
