@@ -451,6 +451,7 @@ def main(spec: int) -> None:
 
 
 if __name__ == "__main__":
+    builtins.exit = builtins.quit = sys.exit  # as sandbox.STARTER does
     _wire = Wire(int(sys.argv[2]), int(sys.argv[3]))
     try:
         {"serve": serve, "check": check}[sys.argv[1]](_wire)

@@ -36,6 +36,17 @@ CLEANING_SECONDS = 1.0  # a program's files may take so long to remove; then tha
 FOLDER_BYTES = 8192  # an entry may take so much on disk, beside its content
 KEEPER_DIED = "the program ended its keeper"
 MOST_CLEANING = 16  # of those at a time
+# A program starts as a script does, its folder first on the path. `exit` and `quit` are what `site` would bring.
+STARTER = """import builtins, posix, sys
+builtins.exit = builtins.quit = sys.exit
+sys.setrecursionlimit(sys.getrecursionlimit() + 2)  # for the frames of this
+sys.path[0], sys.argv = posix.getcwd(), ["program.py"]
+__file__ = sys.path[0] + "/program.py"
+with open(__file__, "rb") as file:
+    code = compile(file.read(), __file__, "exec")
+del builtins, posix, sys, file
+exec(globals().pop("code"))
+"""
 KEEPER = "import sys; sys.path.append({folder!r}); import box; box.main({spec})"  # imported: a script is compiled again
 CLEANER = "import sys; sys.path.append({folder!r}); import leftovers; leftovers.clean_after_the_killed({box!r})"
 
@@ -160,7 +171,7 @@ def run(program: str, case: dict[str, str], limits: Limits, how: Isolation | Non
     with contextlib.ExitStack() as stack:
         if "test" in case:
             return _run_test(program, case["test"], limits, how, stack)
-        main = stack.enter_context(_Box(how, limits, ["program.py"], {"program.py": program}, case["stdin"]))
+        main = stack.enter_context(_Box(how, limits, ["-c", STARTER], {"program.py": program}, case["stdin"]))
         outcome = _watch(main, [], limits)
     if outcome.passed and _lines(bytes(main.output)) != _lines(case["stdout"].encode(errors="surrogatepass")):
         return replace(outcome, passed=False, cause="wrong output")
@@ -311,7 +322,7 @@ def _wait_for_cleaners() -> None:
 
 
 def _command(how: Isolation, folder: str, arguments: list[str]) -> list[str]:
-    python = [how.python, "-I", "-S", "-B", "-X", "utf8", *arguments]
+    python = [how.python, "-s", "-S", "-B", "-X", "utf8", *arguments]  # not -I: it would not see box.ENVIRONMENT
     if how.kind != "bubblewrap":
         return python
     options = "--unshare-all --die-with-parent --new-session --cap-drop ALL --chdir /tmp".split()

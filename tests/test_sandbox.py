@@ -117,6 +117,33 @@ def stdin_case(stdin: str, stdout: str) -> dict[str, str]:
             "20000",
             True,
         ),
+        (
+            "open('own.py', 'w').write('x=3')\nimport importlib as i\ni.invalidate_caches()\nimport own\nprint(own.x)",
+            "",
+            "3",
+            True,
+        ),
+        (
+            "import sys; print(sys.argv, __name__, __file__ == sys.path[0] + '/program.py')",
+            "",
+            "['program.py'] __main__ True",
+            True,
+        ),
+        (
+            "'Doc'\nfrom __future__ import annotations\nprint(__doc__, [x for x in dir() if x[0] != '_'])",
+            "",
+            "Doc ['annotations']",
+            True,
+        ),
+        ("def f(n): return n and 1 + f(n - 1)\nprint(f(997))", "", "997", True),
+        ("import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)", "", "True", True),
+        ("import unittest\nclass A(unittest.TestCase):\n    def test(self): print(1)\nunittest.main()", "", "1", True),
+        ("# -*- coding: latin-1 -*-\nprint(ascii('\u00e9'))", "", "'\\xc3\\xa9'", True),
+        *(
+            (f"print(1)\n{end}\nprint(2)", "", "1", True)
+            for end in ("exit()", "quit()", "exit(0)", "import sys; sys.exit()")
+        ),
+        *((f"print(1)\n{end}", "", "1", False) for end in ("exit(3)", "quit('no')")),
         ("import asyncio; print(asyncio.run(asyncio.sleep(0.01, 1)))", "", "1", True),
         ("from concurrent.futures import ThreadPoolExecutor as T; print(*T(2).map(abs, [-1]))", "", "1", True),
     ],
@@ -164,6 +191,10 @@ limit = 7
         (STACK, "assert list(up(3)) == [0, 1, 2]", True),
         (STACK, "s = Stack()\ns.items = [2, 3]\nassert total(s) == 5 and s.pop() == 3", True),
         ("class A:\n    x = property(lambda _: 1, lambda *_: None)\na = A()", "a.x = 5\nassert a.x == 5", False),
+        ("try: exit()\nexcept SystemExit: x = 1", "assert x == 1", True),
+        ("def f(): exit()", "f()", False),
+        ("exit()", "", False),
+        (hostile.GOOD_FUNCTION, "exit()", False),
         (STACK, "assert Stack(1) == Stack(1)", False),
         (STACK, "assert Stack(1)", False),
         (STACK, "x = [float('inf'), -0.0, '\\ud800', (1, [2, (3,)]), frozenset({1}), {(1, 2): None}, True]\n"
@@ -174,6 +205,14 @@ def test_programs_with_assertions(how, clean, program, test, passes):
     outcome = run(program, {"test": test}, LIMITS, how)
     assert outcome.passed == passes, outcome
     assert bool(outcome.cause) != passes
+
+
+def test_sets_have_the_same_order_every_time(how, clean):
+    line = "print(*{'b', 'a', 'c', 'd'}, hash('a'))"
+    seeded = subprocess.run([how.python, "-S", "-c", line], env=box.ENVIRONMENT, capture_output=True, text=True)
+    assert run(line, stdin_case("", seeded.stdout), LIMITS, how).passed
+    served = {"test": f"assert f() == {seeded.stdout.split()[:4]}"}
+    assert run("def f(): return [*{'b', 'a', 'c', 'd'}]", served, LIMITS, how).passed
 
 
 @pytest.mark.parametrize(
