@@ -3,26 +3,39 @@
 import argparse
 import logging
 import os
+import re
 import sys
 
 import torch
 
 from config import ConfigError
 
-OPTIONS = (  # torchrun's own
-    "nnodes node_rank max_restarts monitor_interval shutdown_timeout rdzv_backend rdzv_endpoint rdzv_id rdzv_conf "
-    "master_addr master_port local_addr log_dir redirects tee"
-).split()
+COUNT = r"[1-9]\d{0,8}"
+STREAMS = r"[0-3]|(\d+:[0-3],)*\d+:[0-3]", "no number of 0 to 3, and no list of them by rank, such as 0:1,1:3"
+TEXT = ".+", "no text"
+RANKS = r"[1-9]\d{0,2}|10[01]\d|102[0-4]", "no number of 1 to 1024"
+OPTIONS = {  # torchrun's own: what their values match, and what a value is that does not
+    "nnodes": (rf"{COUNT}(:{COUNT})?", "no number of machines, such as 4, and no range, such as 2:4"),
+    "node_rank": (r"\d{1,9}", "no number of a machine, from 0"),
+    "max_restarts": (r"\d{1,9}", "no number of restarts, from 0"),
+    "monitor_interval": (r"(?=.*[1-9])\d{1,9}(\.\d+)?", "no number of seconds over 0"),
+    "shutdown_timeout": (COUNT, "no whole number of seconds over 0"),
+    "master_port": (r"\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]", "no port of 0 to 65535"),
+    **dict.fromkeys(("redirects", "tee"), STREAMS),
+    **dict.fromkeys("rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr local_addr log_dir".split(), TEXT),
+}
 SIGNALLED = 128  # a shell's exit code of what a signal ended, less the signal's number
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return `--ranks` and torchrun's options, and everything else of a command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (("ranks", "nproc_per_node"), *((name,) for name in OPTIONS)):
-        spellings = {spelling: None for name in names for spelling in (name, name.replace("_", "-"))}
-        parser.add_argument(*(f"--{spelling}" for spelling in spellings))
-    return parser.parse_known_args(argv)
+    for name in ("ranks", "nproc_per_node", *OPTIONS):
+        parser.add_argument(*(f"--{spelling}" for spelling in sorted({name, name.replace("_", "-")})), dest=name)
+    flags, rest = parser.parse_known_args(argv)
+    if flags.ranks is None:
+        flags.ranks = flags.nproc_per_node
+    return flags, rest
 
 
 def given(flags: argparse.Namespace) -> list[str]:
@@ -31,18 +44,18 @@ def given(flags: argparse.Namespace) -> list[str]:
 
 
 def is_wanted(flags: argparse.Namespace) -> bool:
-    """Whether the command line asks for ranks that this process is to start."""
+    """Whether the command line asks for ranks that this process is to start. Raises ConfigError on a wrong value."""
+    for name, (pattern, what) in {"nproc_per_node": RANKS, "ranks": RANKS, **OPTIONS}.items():
+        value = getattr(flags, name)
+        if value is not None and not re.fullmatch(pattern, value, re.ASCII):
+            raise ConfigError(f"--{name}={value} is {what}")
+    low, _, high = (flags.nnodes or "").partition(":")
+    if high and int(low) > int(high):
+        raise ConfigError(f"--nnodes={flags.nnodes} is no range, such as 2:4")
     asked = [*([f"--ranks={flags.ranks}"] if flags.ranks else []), *given(flags)]
     if asked and "RANK" in os.environ:
         raise ConfigError(f"{asked[0]}: this is a rank that torchrun has started; give it to torchrun")
     return asked not in ([], ["--ranks=1"])
-
-
-def ranks_here(flags: argparse.Namespace) -> int:
-    text = flags.ranks or "1"
-    if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise ConfigError(f"--ranks={text} is no number of 1 to 1024")
-    return int(text)
 
 
 def pretend(flags: argparse.Namespace) -> int:
@@ -50,9 +63,7 @@ def pretend(flags: argparse.Namespace) -> int:
 
     Where `--nnodes` is a range, as many as there can be.
     """
-    ranks, nodes = ranks_here(flags), (flags.nnodes or "1").rpartition(":")[2]
-    if not nodes.isdecimal() or int(nodes) < 1:
-        raise ConfigError(f"--nnodes={flags.nnodes} is no number of machines, such as 4, and no range, such as 2:4")
+    ranks, nodes = int(flags.ranks or 1), (flags.nnodes or "1").rpartition(":")[2]
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     divide_cores(ranks)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -73,7 +84,7 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    ranks = ranks_here(flags)
+    ranks = int(flags.ranks or 1)
     divide_cores(ranks)
     options = ["--shutdown-timeout=600", *given(flags)]  # a signal waits for the step and its checkpoint
     # With restarts, torch's lines are all that tells why a rank was started again.
