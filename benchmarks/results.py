@@ -36,11 +36,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, OLD = Path("benchmarks/results"), Path("benchmarks/old_results.json")
 BLOCK = re.compile(r"<!-- results:(\S+)(.*?)-->(.*?)<!-- end -->", re.DOTALL)
 
-ENGINE = ("rollout.py", "sequence.py", "pages.py", "attention.py", "sampling.py", "model.py")
+ENGINE = ("rollout.py", "sequence.py", "pages.py", "kv_memory.py", "attention.py", "sampling.py", "model.py")
 ROUND = (*ENGINE, "rounds.py", "scheduler.py", "placement.py", "parallel.py")
 TRAINING = ("trainer.py", "loss.py", "learning.py")
-REWARDS = ("reward.py", "jobs.py", "worker.py", "timeouts.py", "sandbox.py", "box.py")
+REWARDS = ("reward.py", "jobs.py", "worker.py", "timeouts.py", "sandbox.py", "box.py", "walls.py", "leftovers.py")
 STREAM = ("streaming.py", "stream_training.py")
+SIMULATOR = ("simulate.py", "replica.py", "costs.py", "workload.py", "pages.py", "planner.py", "timeouts.py")
+SIMULATOR += ("scheduler.py", "placement.py", "streaming.py", "configs/simulate/*.toml")
+SIMULATED = Path("figures/paper.json")  # what figures/*.py have simulated
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ BENCHMARKS = {
     ),
     "validate_simulator": Benchmark(
         "benchmarks/validate_simulator.py",
-        ("simulate.py", "replica.py", "costs.py", "profiler.py", "planner.py", *ROUND),
+        ("simulate.py", "replica.py", "costs.py", "workload.py", "profiler.py", "planner.py", *STREAM, *ROUND),
         "simulated against real step seconds, in the mean: {mean_error_synchronous:.0%} off for synchronous steps, "
         "{mean_error_tail_batching:.0%} with tail batching, {mean_error_elastic:.0%} with elastic tensor parallelism,"
         " {mean_error_stream:.0%} with stream training",
@@ -127,12 +130,12 @@ BENCHMARKS = {
     ),
     "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, "train.py", "warm_start.py", "configs/tiny.toml")),
     "accuracy": Benchmark(
-        "figures/accuracy.py",
+        "figures/accuracy.py --seeds 2",
         (*ROUND, *TRAINING, *STREAM, "planner.py", "train.py", "warm_start.py", "configs/tiny.toml"),
     ),
     "soak": Benchmark(
         "benchmarks/soak.py --steps 4000",
-        ("train.py", *ROUND, *TRAINING, *REWARDS, *STREAM),
+        ("train.py", "checkpoint.py", *ROUND, *TRAINING, *REWARDS, *STREAM),
         "tail batching, stream training, sandbox and checkpoints: in 1,000 steps memory grows by {memory_slope:.1%} "
         "in the worst process, open files by {files_slope:.1%}, step time by {step_time_slope:.1%}, processor time of"
         " a step by {cpu_slope:.1%}; {processes_left} processes and {temporary_files_left} temporary files are left "
@@ -170,6 +173,18 @@ def fingerprint(path: Path) -> str:
 
 def fingerprints(name: str) -> dict[str, str]:
     return {file: fingerprint(ROOT / file) for file in BENCHMARKS[name].files}
+
+
+def simulators() -> dict[str, str]:
+    """Return the fingerprints of what a simulation is made of."""
+    files = (path for pattern in SIMULATOR for path in sorted(ROOT.glob(pattern)))
+    return {str(path.relative_to(ROOT)): fingerprint(path) for path in files}
+
+
+def sealed(data: dict[str, Any]) -> dict[str, Any]:
+    """Return `data` with a checksum of all else that is in it, so that a number edited by hand is seen."""
+    rest = json.loads(json.dumps({key: value for key, value in data.items() if key != "checksum"}))
+    return rest | {"checksum": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]}
 
 
 def outdated(name: str) -> list[str]:
@@ -241,7 +256,7 @@ def run(name: str, quick: bool) -> None:
     }
     if quick:
         return
-    (ROOT / RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (ROOT / RESULTS / f"{name}.json").write_text(json.dumps(sealed(kept), indent=1) + "\n", encoding="utf-8")
     left = {other: reason for other, reason in reasons().items() if other != name}
     (ROOT / OLD).write_text(json.dumps(left, indent=1) + "\n", encoding="utf-8")
 
@@ -315,13 +330,31 @@ def write() -> None:
             print(f"filled {path.relative_to(ROOT)}")
 
 
+def simulated_problems() -> list[str]:
+    """Return which simulated figures are not of the code as it is."""
+    path, now = ROOT / SIMULATED, simulators()
+    if not path.exists():
+        return []
+    data = json.loads(path.read_text(encoding="utf-8"))
+    found = [] if data == sealed(data) else [f"{SIMULATED} was edited by hand: make figures"]
+    drawn = {name: {} for name, kept in data.items() if isinstance(kept, dict) and "figure" in kept}
+    for name, then in (drawn | data.get("measured", {})).items():
+        if changed := [file for file in now.keys() | then.keys() if now.get(file) != then.get(file)]:
+            found.append(f"{SIMULATED}: {name} is older than {', '.join(sorted(changed))}: run figures/{name}.py")
+    return found
+
+
 def problems() -> list[str]:
     """Return what is not up to date, with the remedy."""
-    found = []
-    for name in sorted({path.stem for path in (ROOT / RESULTS).glob("*.json")} | reasons().keys()):
+    found, old = simulated_problems(), reasons()
+    for path in sorted((ROOT / RESULTS).glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data != sealed(data) and ("checksum" in data or path.stem not in old):  # the first ones had none
+            found.append(f"{path.relative_to(ROOT)} was edited by hand: run it again")
+    for name in sorted({path.stem for path in (ROOT / RESULTS).glob("*.json")} | old.keys()):
         if name not in BENCHMARKS:
             found.append(f"{name} is no benchmark of benchmarks/results.py")
-        elif (changed := outdated(name)) and name not in reasons():
+        elif (changed := outdated(name)) and name not in old:
             remedy = f"run `python benchmarks/results.py run {name}`, or say in {OLD} before what it was measured"
             found.append(f"{name} is older than {', '.join(changed)}: {remedy}")
     for path in documents():

@@ -239,6 +239,30 @@ def test_code_makes_a_result_old_and_comments_do_not(house: ModuleType, tmp_path
     assert not house.reasons() and "before" not in (tmp_path / "README.md").read_text()
 
 
+def test_a_number_that_was_edited_is_seen(house: ModuleType, tmp_path: Path) -> None:
+    house.run("one", quick=False)
+    path = tmp_path / house.RESULTS / "one.json"
+    path.write_text(path.read_text().replace("1.52", "9.99"))
+    house.write()
+    [problem] = house.problems()
+    assert "one.json was edited by hand" in problem
+
+
+def test_a_simulated_figure_is_of_the_code_as_it_is(house: ModuleType, tmp_path: Path) -> None:
+    house.run("one", quick=False)
+    house.write()
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "simulate.py").write_text("SECONDS = 1\n")
+    drawn = tmp_path / house.SIMULATED
+    drawn.write_text(json.dumps(house.sealed({"rows": [{"simulated": 2.5}], "measured": {"fig1": house.simulators()}})))
+    assert not house.problems()
+    (tmp_path / "simulate.py").write_text("SECONDS = 2\n")
+    assert house.problems() == ["figures/paper.json: fig1 is older than simulate.py: run figures/fig1.py"]
+    (tmp_path / "simulate.py").write_text("SECONDS = 1\n")
+    drawn.write_text(drawn.read_text().replace("2.5", "3.5"))
+    assert house.problems() == ["figures/paper.json was edited by hand: make figures"]
+
+
 def test_what_a_template_lacks_and_what_fails_is_said(house: ModuleType, tmp_path: Path) -> None:
     house.run("one", quick=False)
     (tmp_path / "README.md").write_text("<!-- results:one {gone} --><!-- end -->")
