@@ -235,9 +235,10 @@ class ParallelismPlanner:
         before, now = track.preemptions, report.preemptions
         track.rose_from = before if before is not None and now > RISE * before else None
         track.preemptions, track.quiet = now, 0 if now else track.quiet + 1
-        track.lengths = [*track.lengths, list(report.lengths)][-HISTORY:]
+        lengths = sorted(report.lengths)  # each rank lists what was aborted in an order of its own
+        track.lengths = [*track.lengths, lengths][-HISTORY:]
         if self.simulators:
-            expected = self._seconds(track.size, self.asked, report.lengths)
+            expected = self._seconds(track.size, self.asked, lengths)
             known = track.slowness.setdefault(track.size, [])
             known[:] = [*known, max(report.seconds, 1e-9) / max(expected, 1e-9)][-PATIENCE:]
 

@@ -46,6 +46,19 @@ def play(p: ParallelismPlanner, preemptions: list[int], kind: str = "short") -> 
     return sizes
 
 
+def test_ranks_that_list_lengths_in_another_order_choose_alike() -> None:
+    """Each lists its own aborted responses first. Ranks that chose different sizes waited for each other."""
+    profile = Profile({}, {n: size_profile(0.01 * n) for n in (1, 2, 4)})
+    lengths = [1000 if i % 7 == 0 else 10 + i for i in range(64)]
+    ranks = [planner("predict", profile=profile) for _ in range(2)]
+    for step in range(4):
+        choices = [rank.choose("short", LAUNCH) for rank in ranks]
+        assert choices[0] == choices[1]
+        for rank, own_first in zip(ranks, (lengths, lengths[32:] + lengths[:32])):
+            rank.observe("short", Report(0, 1.0 + step, tuple(own_first)))
+    assert ranks[0].state_dict() == ranks[1].state_dict()
+
+
 # ---- the paper's rule --------------------------------------------------------------------------------------------
 
 
