@@ -226,4 +226,4 @@ def save(figure: plt.Figure, name: str, data: str) -> None:
 
 
 if __name__ == "__main__":
-    keep(json.loads(DATA.read_text(encoding="utf-8")))
+    command(lambda: keep(json.loads(DATA.read_text(encoding="utf-8"))), f"{__doc__} Run alone: the reasons, anew.")

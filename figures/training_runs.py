@@ -1,5 +1,6 @@
 """Runs of train.py that the figures are drawn from; what is there already is continued, but never by other code."""
 
+import argparse
 import hashlib
 import json
 import shutil
@@ -72,3 +73,7 @@ def launch(ranks: int, script: str, *arguments: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
     # The run's lines are progress: standard output is for results.
     subprocess.run([*command, "--config", CONFIG, *arguments], cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=f"{__doc__} For figures and benchmarks: alone it does nothing.").parse_args()

@@ -34,9 +34,7 @@ def committed(name: str):
     return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "name", [path.stem for path in sorted(FIGURES.glob("*.py")) if path.stem not in ("paper", "training_runs")]
-)
+@pytest.mark.parametrize("name", [path.stem for path in sorted(FIGURES.glob("*.py"))])
 def test_help_draws_nothing(name: str, load, capsys: pytest.CaptureFixture, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
