@@ -17,6 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until there is somebody to handle it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import torch
 
 import checkpoint
@@ -444,6 +447,7 @@ def train_on_ranks(config: Config, resume: bool) -> int:
     """Join the other ranks and train; return the exit code. What a user can mend is told in a line."""
     world, clock, folder = None, Clock(config.log.trace), Path(config.run.dir)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with clock.span("rendezvous"):
             world = parallel.start(config.run.device, config.run.timeout_seconds)
         with ExitStack() as stack:

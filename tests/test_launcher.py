@@ -106,6 +106,13 @@ def start(folder, how: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
 
 
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
+    code = f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); runpy.run_path('train.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.mark.parametrize("how, code, line", [("refuse", 2, "error: no"), ("die", 137, "error: SIGKILL ended rank 1 ")])
 def test_a_failure_is_one_line(tmp_path, how: str, code: int, line: str) -> None:
     process = start(tmp_path, how)
