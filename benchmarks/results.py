@@ -130,7 +130,7 @@ BENCHMARKS = {
     ),
     "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, "train.py", "warm_start.py", "configs/tiny.toml")),
     "accuracy": Benchmark(
-        "figures/accuracy.py --seeds 2",
+        "figures/accuracy.py",
         (*ROUND, *TRAINING, *STREAM, "planner.py", "train.py", "warm_start.py", "configs/tiny.toml"),
     ),
     "soak": Benchmark(
