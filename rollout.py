@@ -542,8 +542,9 @@ class Engine:
 
         The text is what graders see, without special tokens; only a stop text that names one finds it.
         """
-        special = self.tokenizer.all_special_tokens
         asking = [s for s in self.running if s.stop]
+        special, stops = self.tokenizer.all_special_tokens, {stop for s in asking for stop in s.stop}
+        names_one = {stop: any(name in stop for name in special) for stop in stops}
         windows = [4 * max(map(len, s.stop)) + 8 for s in asking]  # a character is at most 4 tokens
         counts = np.array([self._num_drawn(s) for s in asking])
         columns = (counts[:, None] - max(windows) + np.arange(max(windows))).clip(0)
@@ -551,10 +552,9 @@ class Engine:
         tokens = self.tokens[rows, upload(columns, self.device)].tolist()
         stopped = []
         for s, ids, window, count in zip(asking, tokens, windows, counts.tolist(), strict=True):
-            names_one = {stop: any(name in stop for name in special) for stop in s.stop}
-            newest = ids[-min(window, count) :]
-            texts = {one: self.tokenizer.decode(newest, skip_special_tokens=not one) for one in {*names_one.values()}}
-            stopped += [s] if count and any(stop in texts[one] for stop, one in names_one.items()) else []
+            newest, kinds = ids[-min(window, count) :], {names_one[stop] for stop in s.stop}
+            texts = {kind: self.tokenizer.decode(newest, skip_special_tokens=not kind) for kind in kinds}
+            stopped += [s] if count and any(stop in texts[names_one[stop]] for stop in s.stop) else []
         return stopped
 
     def _evict(self, sequences: list[Sequence]) -> None:
