@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphs import upload
+from engine.graphs import upload
 
 LOG2_E = math.log2(math.e)
 

@@ -6,7 +6,7 @@ import torch
 
 from core import Group, Prompt, Sample, SampleId
 from loss import ADVANTAGES
-from placement import assign_by_load
+from policies.placement import assign_by_load
 from reward import by_grader
 from rounds import shaped_reward
 from settings import Config

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import kernels
 from config import ConfigError
+from engine import kernels
 from parallel import TensorParallel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]

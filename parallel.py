@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import ConfigError
-from placement import group_sizes
+from policies.placement import group_sizes
 
 BUCKET_BYTES = 64 * 2**20
 FRAME_BYTES, HEAD_BYTES = 8 * 2**10, 8  # of the first collective of `gather_objects`, and its count of bytes

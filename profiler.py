@@ -18,14 +18,14 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-import launcher
 import parallel
 from config import ConfigError, load_config
-from pages import has_room
+from engine.pages import has_room
+from engine.sequence import Sequence
 from parallel import Groups, World
-from planner import Profile, SizeProfile
+from policies.planner import Profile, SizeProfile
+from process import launcher
 from rollout import Engine
-from sequence import Sequence
 from settings import MODELS, Config, model_dtype, model_source, profile_conditions, profile_path, rollout_sizes
 from warm_start import ensure_model
 

@@ -29,16 +29,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-import neighbours
-import remote
-import sandbox
 from config import ConfigError, option
 from core import Prompt, Reward
-from jobs import LARGEST_REWARD, LARGEST_WEIGHT, Job, JobQueue, PoolStats, reward_number
-from timeouts import AdaptiveTimeouts, CasePlan
+from rewards import grader_files, remote, sandbox
+from rewards.gradings import LARGEST_REWARD, LARGEST_WEIGHT, Job, JobQueue, PoolStats, reward_number
+from rewards.timeouts import AdaptiveTimeouts, CasePlan
 
 KEEPER_SECONDS = 10.0  # the longest wait for a worker's keeper to end all below it
-WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
+WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rewards/worker.py")
 # (response, answer, every field of the data row) -> reward, or its parts by name, which are added up
 Grader = Callable[[str, str, dict], float | dict[str, float] | Reward]
 
@@ -140,7 +138,7 @@ def math_answer(response: str, answer: str, row: dict) -> float:
 
 
 def code(response: str, answer: str, row: dict) -> Reward:
-    """1 if the response's program passes every test case of `answer` in the sandbox (see sandbox.py), else 0.
+    """1 if the response's program passes every test case of `answer` in the sandbox (see rewards/sandbox.py), else 0.
 
     The program is the last fenced block, or without one the whole response, put into the row's `template` at
     {program}. Cases run in order until one fails. Raises ValueError for an answer that is no list of cases.
@@ -194,16 +192,16 @@ def add_up(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Rewar
 def resolve_grader(name: str) -> Grader:
     """Return the table's grader or a user's: `package.module:function` or `path/to/file.py:function`.
 
-    Modules and paths start from the working directory. For workers: it enters the grader's folder (neighbours.py).
+    Modules and paths start from the working directory. For workers: it enters the grader's folder (grader_files.py).
     Raises ConfigError if that leads to no function.
     """
     check_grader(name)
     if name in GRADERS:
-        neighbours.enter("")
+        grader_files.enter("")
         return GRADERS[name]
     source, _, function = name.rpartition(":")
     try:
-        found = getattr(neighbours.load(source), function, None)
+        found = getattr(grader_files.load(source), function, None)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"grader {name!r}: cannot import {source} from {os.getcwd()}: {type(error).__name__}: {error}; "
@@ -545,7 +543,7 @@ class _Worker:
             return 0
         with self._process as process:  # closes the pipes and reaps
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # On Linux its keeper ends all below it (worker.py).
+                # On Linux its keeper ends all below it (rewards/worker.py).
                 self._end(signal.SIGTERM if sys.platform == "linux" else signal.SIGKILL)
                 process.wait(KEEPER_SECONDS)
             if process.returncode is None:
@@ -633,7 +631,7 @@ class _Client:
         """Nothing outlives a request."""
 
 
-TASK_OF_JUDGE = "judge"  # rows that name it are graded by a language model (judge.py)
+TASK_OF_JUDGE = "judge"  # rows that name it are graded by a language model (rewards/judge.py)
 
 # A grader in INLINE is called in the trainer's process; all others may hang or crash.
 GRADERS: dict[str, Grader] = {

@@ -2,7 +2,7 @@
 
 Decode state lives in device tensors whose first `n` rows are the running sequences; the host mirrors only lengths
 and page tables. Per decoded token the host reads one thing back: which rows have ended; on a GPU one step later, while
-the next step runs (graphs.py).
+the next step runs (engine/graphs.py).
 
 A sequence waits, is admitted (it has pages for its whole context), is prefilled in chunks beside the decoding rows, and
 runs. Sequences with equal contexts, such as a group's responses, follow one leader through the prefill and take its
@@ -24,13 +24,13 @@ from tqdm import tqdm
 from attention import Chunks, PageAttention
 from config import check_options
 from core import Sample, SampleId
-from graphs import DecodeGraphs, Flight, upload
-from kv_memory import RolloutConfig, kv_budget, kv_page_bytes, num_pages_for
+from engine.graphs import DecodeGraphs, Flight, upload
+from engine.memory import RolloutConfig, kv_budget, kv_page_bytes, num_pages_for
+from engine.pages import Pages, compact, has_room
+from engine.sequence import EngineStats, Prefill, Sequence
 from model import Model, Shard, check_split
-from pages import Pages, compact, has_room
 from parallel import TensorParallel, World
 from sampling import SamplingConfig, sample, sample_key, uniforms
-from sequence import EngineStats, Prefill, Sequence
 
 ALONE = TensorParallel(World(0, 1, torch.device("cpu")))
 

@@ -13,15 +13,15 @@ import torch
 
 import parallel
 from core import Decision, Finished, Group, Prompt, PromptId, Reward, RoundPlan, Sample, SampleId
-from judge import Graders
+from engine.sequence import sequences_for
 from loss import ADVANTAGES
 from metrics import Clock, quantiles
 from parallel import World
-from placement import Placement
+from policies.placement import Placement
 from reward import overlong_penalty
+from rewards.judge import Graders
 from rollout import Engine
 from scheduler import window
-from sequence import sequences_for
 from settings import Config
 
 GRADING_SECONDS = 0.05  # between two looks for grades, once nothing is decoded any more
@@ -36,7 +36,7 @@ class Referee(Protocol):
 
 
 class Streaming(Protocol):
-    """What lets ranks leave a round to train (stream_training.py). All of them call it in step."""
+    """What lets ranks leave a round to train (overlap.py). All of them call it in step."""
 
     @property
     def may_leave(self) -> bool: ...  # some ranks may yet

@@ -9,17 +9,17 @@ import torch
 import checkpoint
 from config import ConfigError, flatten, load_config, option
 from data import DataConfig, load_prompts
-from judge import JudgeConfig, check_judge
 from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
 from parallel import check_group_size, group_sizes, own_node_size
-from planner import PROFILE_NAME, PlannerConfig, Profile, load_profile
+from policies.overlap import StreamConfig, half, replicas_together
+from policies.planner import PROFILE_NAME, PlannerConfig, Profile, load_profile
 from reward import TASK_OF_JUDGE, RewardConfig, by_grader, check_rewards, try_graders
+from rewards.judge import JudgeConfig, check_judge
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig
-from streaming import StreamConfig, half, replicas_together
 from trainer import TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
 

@@ -4,9 +4,9 @@
     python simulate.py --replay=runs/tiny          lengths recorded with run.dump_rollouts
     python simulate.py --profile=PROFILE.json      decode and prefill times measured by profiler.py
 
-Decisions are those of the code of real runs: scheduler.py, placement.py, planner.py, streaming.py, timeouts.py. The
-engine is played to the page by replica.py, time is made up by costs.py; docs/simulator.md lists what else is modelled.
-The cost of a simulation grows with its responses, not with their tokens.
+Decisions are those of the code of real runs: scheduler.py, rewards/timeouts.py, and placement, planner and overlap in
+policies/. The engine is played to the page by policies/replica.py, time is made up by simulation/costs.py;
+docs/simulator.md lists what else is modelled. The cost of a simulation grows with its responses, not with their tokens.
 """
 
 import argparse
@@ -23,17 +23,26 @@ from typing import Any
 
 from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
-from costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
 from data import PromptStream
-from pages import LAYOUTS, Cache, pages_needed
-from placement import Placement, group_sizes
-from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report, SizeProfile, read_profile
-from replica import Replica, Response
+from engine.pages import LAYOUTS, Cache, pages_needed
+from policies.overlap import DecodeTimes, ScaleDown, StreamConfig, StreamPolicy
+from policies.placement import Placement, group_sizes
+from policies.planner import (
+    Launch,
+    Limits,
+    ParallelismPlanner,
+    PlannerConfig,
+    Profile,
+    Report,
+    SizeProfile,
+    read_profile,
+)
+from policies.replica import Replica, Response
 from reward import RewardConfig
+from rewards.timeouts import AdaptiveTimeouts, CasePlan
 from scheduler import POLICIES, RoundPolicy, SchedulerConfig, window
-from streaming import DecodeTimes, ScaleDown, StreamConfig, StreamPolicy
-from timeouts import AdaptiveTimeouts, CasePlan
-from workload import Drawn, LengthModel, Lengths, Recorded
+from simulation.costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
+from simulation.workload import Drawn, LengthModel, Lengths, Recorded
 
 CONFIGS = Path(__file__).parent / "configs" / "simulate"
 
@@ -186,7 +195,7 @@ class Rollout:
         return [event for event, _ in ended]
 
     def _observe_steps(self, before: Sequence[tuple[int, int, float]]) -> None:
-        """Tell the stream policy what a step took on the slowest replica, as stream_training.py does."""
+        """Tell the stream policy what a step took on the slowest replica, as overlap.py does."""
         windows = []
         for replica, old in zip(self.replicas, before, strict=True):
             steps, drawn, seconds = (now - then for now, then in zip(replica.plain, old, strict=True))

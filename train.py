@@ -23,28 +23,28 @@ if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until
 import torch
 
 import checkpoint
-import launcher
 import parallel
-import sandbox
 from config import ConfigError, describe, dump_toml, flatten, load_config
 from core import Group, Prompt, RoundPlan, SampleId
 from data import PromptStream, dump_groups, load_groups, load_prompts
-from jobs import merge_stats
-from judge import Graders, judge_record, open_graders
 from learning import group_advantages, learn
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from model import Model
+from overlap import StreamTraining
 from parallel import World
-from planner import Choice, Launch, Limits, ParallelismPlanner, Report
+from policies.planner import Choice, Launch, Limits, ParallelismPlanner, Report
+from process import launcher
+from process.watchdog import Watchdog
 from reward import GraderError
+from rewards import sandbox
+from rewards.gradings import merge_stats
+from rewards.judge import Graders, judge_record, open_graders
 from rollout import Engine, EngineStats, kv_budget
 from rounds import Referee, Round, Streaming
 from scheduler import POLICIES, Race, RoundPolicy
 from settings import MODELS, Config, check, model_dtype, rollout_profile, rollout_sizes
-from stream_training import StreamTraining
 from trainer import NonFiniteError, Trainer
 from warm_start import ensure_model
-from watchdog import Watchdog
 
 LOCK_SECONDS = 10.0  # a killed run may take so long to let go of its folder
 EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their own

@@ -23,7 +23,7 @@ from config import ConfigError, option
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
-from placement import assign_by_load
+from policies.placement import assign_by_load
 from sampling import SamplingConfig
 from tasks import TASKS, is_held_out
 from trainer import Example, Trainer, TrainerConfig

@@ -29,13 +29,13 @@ import torch
 from tail_batching import in_turn, on_ranks, progress_bar
 
 import parallel
+from engine.sequence import Sequence
 from model import Model, parse_shape
 from parallel import Groups, World
-from planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report
+from policies.planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report
 from profiler import measure
 from rollout import Engine, EngineStats, RolloutConfig
 from sampling import SamplingConfig
-from sequence import Sequence
 
 PROMPT = 16  # tokens
 RESPONSES = 4  # of one prompt

@@ -27,10 +27,10 @@ import torch
 from tqdm import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
+from engine.sequence import Sequence
 from model import Model, parse_shape
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
-from sequence import Sequence
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPT = 16  # tokens

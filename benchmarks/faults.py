@@ -47,11 +47,11 @@ from tqdm import tqdm  # noqa: E402
 import checkpoint  # noqa: E402
 import parallel  # noqa: E402
 import train  # noqa: E402
-from judge import Graders  # noqa: E402
 from metrics import read_records  # noqa: E402
+from overlap import StreamedRound  # noqa: E402
+from rewards.judge import Graders  # noqa: E402
 from rollout import Engine  # noqa: E402
 from rounds import Round  # noqa: E402
-from stream_training import StreamedRound  # noqa: E402
 from trainer import Trainer  # noqa: E402
 from warm_start import WarmStartConfig, make_model  # noqa: E402
 

@@ -13,13 +13,13 @@ import torch
 from gpu_rows import Section, measure_bandwidth, seconds_of
 from torch import Tensor
 
-import kernels
 from attention import PackedAttention, VarlenAttention
 from core import Sample
+from engine import kernels
+from engine.sequence import Sequence
 from model import Model, ModelShape, parse_shape
 from rollout import Engine, RolloutConfig, kv_page_bytes
 from sampling import SamplingConfig, sample_key, score, uniforms
-from sequence import Sequence
 
 QWEN = dict(model_type="qwen2", max_position_embeddings=32768, rope_theta=1e6)
 

@@ -13,11 +13,11 @@ import torch
 from gpu_checks import CUT, GREEDY, MODELS, PLAIN, SMALL, FusedEngine, build, pool_gib
 from gpu_rows import Section, measure_bandwidth, seconds_of, wait
 
-from graphs import Flight
+from engine.graphs import Flight
+from engine.sequence import Sequence
 from model import Model
 from rollout import Engine, RolloutConfig, kv_page_bytes
 from sampling import SamplingConfig, sample_key
-from sequence import Sequence
 
 LIMIT = 64  # response tokens of a timed row, at most
 

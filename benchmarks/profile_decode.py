@@ -6,13 +6,13 @@ python benchmarks/profile_decode.py [--quick]
 import argparse
 import json
 
-import engine as bench  # first: it sets the number of threads
 import torch
 from torch.profiler import profile
 from tqdm import tqdm
 
+import engine as bench  # first: it sets the number of threads
+from engine.sequence import Sequence
 from rollout import Engine
-from sequence import Sequence
 
 CASES = (("tiny", 32, 20), ("half", 1, 5), ("half", 32, 5))  # model, rows, steps
 

@@ -36,13 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, OLD = Path("benchmarks/results"), Path("benchmarks/old_results.json")
 BLOCK = re.compile(r"<!-- results:(\S+)(.*?)-->(.*?)<!-- end -->", re.DOTALL)
 
-ENGINE = ("rollout.py", "sequence.py", "pages.py", "kv_memory.py", "attention.py", "sampling.py", "model.py")
-ROUND = (*ENGINE, "rounds.py", "scheduler.py", "placement.py", "parallel.py")
+ENGINE = ("rollout.py", "engine/*.py", "attention.py", "sampling.py", "model.py")
+ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "parallel.py")
 TRAINING = ("trainer.py", "loss.py", "learning.py")
-REWARDS = ("reward.py", "jobs.py", "worker.py", "timeouts.py", "sandbox.py", "box.py", "walls.py", "leftovers.py")
-STREAM = ("streaming.py", "stream_training.py")
-SIMULATOR = ("simulate.py", "replica.py", "costs.py", "workload.py", "pages.py", "planner.py", "timeouts.py")
-SIMULATOR += ("scheduler.py", "placement.py", "streaming.py", "configs/simulate/*.toml")
+REWARDS = ("reward.py", "rewards/*.py")
+STREAM = ("policies/overlap.py", "overlap.py")
+SIMULATOR = ("simulate.py", "simulation/*.py", "policies/*.py", "engine/pages.py", "rewards/timeouts.py")
+SIMULATOR += ("scheduler.py", "configs/simulate/*.toml")
 SIMULATED = Path("figures/paper.json")  # what figures/*.py have simulated
 
 
@@ -63,7 +63,7 @@ class Benchmark:
 BENCHMARKS = {
     "end_to_end": Benchmark(
         "benchmarks/end_to_end.py",
-        (*ROUND, *TRAINING, *REWARDS, *STREAM, "planner.py", "train.py", "benchmarks/texts.py"),
+        (*ROUND, *TRAINING, *REWARDS, *STREAM, "policies/planner.py", "train.py", "benchmarks/texts.py"),
         "all parts added one by one ([table](#all-parts-together)), on {cores} cores: {speedup_all:.1f} x; "
         "TRL's GRPOTrainer, on the same prompts, lengths, graders and cores, took {ratio_trl:.0f} times as long as "
         "all parts",
@@ -85,7 +85,7 @@ BENCHMARKS = {
     ),
     "reward": Benchmark(
         "benchmarks/reward.py",
-        (*REWARDS, "rounds.py", "judge.py", "layers.py", "benchmarks/texts.py"),
+        (*REWARDS, "rounds.py", "benchmarks/texts.py"),
         "step time with programs graded as responses end {speedup_async:.2f} x, with limits that adapt another "
         "{speedup_adaptive:.2f} x ([table](#rewards)); {rewards_changed} rewards changed",
     ),
@@ -98,13 +98,21 @@ BENCHMARKS = {
     ),
     "elastic_tp": Benchmark(
         "benchmarks/elastic_tp.py",
-        (*ENGINE, "planner.py", "parallel.py"),
+        (*ENGINE, "policies/planner.py", "parallel.py"),
         "the tensor-parallel size of each round chosen by `predict`, {ranks} ranks on {cores} cores: "
         "{regret_vs_best_fixed:+.0%} time against the best fixed size in hindsight",
     ),
     "validate_simulator": Benchmark(
         "benchmarks/validate_simulator.py",
-        ("simulate.py", "replica.py", "costs.py", "workload.py", "profiler.py", "planner.py", *STREAM, *ROUND),
+        (
+            "simulate.py",
+            "policies/replica.py",
+            "simulation/*.py",
+            "profiler.py",
+            "policies/planner.py",
+            *STREAM,
+            *ROUND,
+        ),
         "simulated against real step seconds, in the mean: {mean_error_synchronous:.0%} off for synchronous steps, "
         "{mean_error_tail_batching:.0%} with tail batching, {mean_error_elastic:.0%} with elastic tensor parallelism,"
         " {mean_error_stream:.0%} with stream training",
@@ -121,7 +129,7 @@ BENCHMARKS = {
     "profile_decode": Benchmark("benchmarks/profile_decode.py", (*ENGINE, "benchmarks/engine.py")),
     "faults": Benchmark(
         "benchmarks/faults.py --jobs 2",
-        ("train.py", "checkpoint.py", "watchdog.py", *STREAM),
+        ("train.py", "checkpoint.py", "process/watchdog.py", *STREAM),
         "{injected} faults in runs of 2 and 4 ranks (ranks killed, stopped, cut off at every stage; no room or no "
         "right to write a checkpoint; checkpoints damaged; NaN; reward workers killed): {resumed} resumed to the same"
         " losses, {clear_errors} ended in one clear error and then resumed; {hangs} hangs, {prompts_lost} prompts "
@@ -131,7 +139,7 @@ BENCHMARKS = {
     "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, "train.py", "warm_start.py", "configs/tiny.toml")),
     "accuracy": Benchmark(
         "figures/accuracy.py",
-        (*ROUND, *TRAINING, *STREAM, "planner.py", "train.py", "warm_start.py", "configs/tiny.toml"),
+        (*ROUND, *TRAINING, *STREAM, "policies/planner.py", "train.py", "warm_start.py", "configs/tiny.toml"),
     ),
     "soak": Benchmark(
         "benchmarks/soak.py --steps 4000",
@@ -172,12 +180,16 @@ def fingerprint(path: Path) -> str:
 
 
 def fingerprints(name: str) -> dict[str, str]:
-    return {file: fingerprint(ROOT / file) for file in BENCHMARKS[name].files}
+    return prints_of(BENCHMARKS[name].files)
 
 
 def simulators() -> dict[str, str]:
     """Return the fingerprints of what a simulation is made of."""
-    files = (path for pattern in SIMULATOR for path in sorted(ROOT.glob(pattern)))
+    return prints_of(SIMULATOR)
+
+
+def prints_of(patterns: Sequence[str]) -> dict[str, str]:
+    files = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)) or [ROOT / pattern])
     return {str(path.relative_to(ROOT)): fingerprint(path) for path in files}
 
 
@@ -230,9 +242,8 @@ def machine() -> dict[str, Any]:
 
 def run(name: str, quick: bool) -> None:
     """Run a benchmark and keep its result. Raises RuntimeError when it fails or the code is not the commit's."""
-    files = BENCHMARKS[name].files
-    commit = "quick" if quick else committed(files)
     before, here = fingerprints(name), machine()
+    commit = "quick" if quick else committed(list(before))
     command = BENCHMARKS[name].command + " --quick" * quick
     print(f"---- python {command}", flush=True)
     start, lines = time.time(), []

@@ -13,7 +13,7 @@ programs  Answers are programs of the expression task and run in the sandbox; 5 
           right. Programs of a prompt sleep as long, log-normal over prompts, some of them longer than T_min. Limits
           are 1 s at most and 0.1 s at least, for a step takes seconds here (the paper's: 30 and 2 s).
           `late`: grading starts once the last response has ended, and only of what is trained; `async`: as each
-          response ends; `adaptive`: that, with the limits of timeouts.py as they are by default.
+          response ends; `adaptive`: that, with the limits of rewards/timeouts.py as they are by default.
 judge     A judge as large as the actor reads prompt and response, `late` or `async`. On a CPU it computes on the core
           that decodes, so that nothing can overlap: only a GPU could show a gain.
 layers    One forward of a judge of which no layer is resident. `pipeline` is what a run does: a layer arrives while
@@ -49,17 +49,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from core import Prompt, SampleId
-from judge import JudgeConfig, JudgeModel, open_graders
 from learning import group_advantages, learn
 from metrics import Clock
 from parallel import World
 from reward import RewardConfig
+from rewards.judge import JudgeConfig, JudgeModel, open_graders
+from rewards.timeouts import TimeoutStats
 from rounds import Round
 from sampling import SamplingConfig
 from scheduler import POLICIES, SchedulerConfig
 from settings import Config
 from tasks import TASKS
-from timeouts import TimeoutStats
 from trainer import Trainer, TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, make_model
 

@@ -29,14 +29,14 @@ import parallel
 from learning import group_advantages, learn
 from loss import LossConfig
 from metrics import Clock
+from overlap import StreamTraining
 from parallel import World
+from policies.overlap import StreamConfig
 from reward import GRADERS, RewardPool
 from rounds import Round
 from scheduler import POLICIES, SchedulerConfig
 from settings import Config
 from sharding import whole
-from stream_training import StreamTraining
-from streaming import StreamConfig
 from trainer import Trainer, TrainerConfig
 
 STREAM_SHAPES = {

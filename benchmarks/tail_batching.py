@@ -43,6 +43,7 @@ from tqdm import tqdm
 import parallel
 from config import load_config
 from core import Group, Prompt, PromptId, SampleId
+from engine.sequence import Sequence as EngineSequence
 from learning import group_advantages, learn
 from metrics import Clock
 from model import Model, parse_shape
@@ -52,7 +53,6 @@ from rollout import Engine, RolloutConfig
 from rounds import Round
 from sampling import SamplingConfig
 from scheduler import POLICIES, RoundPolicy, SchedulerConfig
-from sequence import Sequence as EngineSequence
 from settings import Config
 from train import Run, build, roll_out
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from core import Reward, SampleId
-from judge import Graders
+from rewards.judge import Graders
 from tasks import HIDDEN, SHOWN, TASKS
 
 ENDLESS = "sum(iter(int, 1))"

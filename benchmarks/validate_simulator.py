@@ -35,17 +35,17 @@ from tail_batching import PERIOD, RANKS, Trace, in_turn, on_ranks, progress_bar
 import parallel
 from config import load_config
 from core import Prompt, PromptId, RoundPlan, SampleId
-from costs import BYTES, Costs, Efficiency, Hardware, Shape
+from engine.sequence import Sequence
 from metrics import Clock
 from parallel import World
-from placement import assign_by_load
-from planner import Choice, Launch, Profile, Report, SizeProfile
+from policies.placement import assign_by_load
+from policies.planner import Choice, Launch, Profile, Report, SizeProfile
 from profiler import make_profile, measure
 from rollout import EngineStats
 from scheduler import Race
-from sequence import Sequence
 from settings import MODELS, Config
 from simulate import ClusterConfig, GradingConfig, ModelFile, Rollout, Simulation, SimulationConfig
+from simulation.costs import BYTES, Costs, Efficiency, Hardware, Shape
 from train import Run, build, group_advantages, learn, regroup, roll_out
 from trainer import Example
 from warm_start import ensure_model

@@ -40,7 +40,7 @@ def limits(of: Any) -> str:
 
 
 def table(section: str, config: Any) -> str:
-    made = f"`{type(config).__name__}` in `{type(config).__module__}.py`."
+    made = f"`{type(config).__name__}` in `{type(config).__module__.replace('.', '/')}.py`."
     rows = [made, "", "| key | default | meaning | limits |", "|---|---|---|---|"]
     for field in dataclasses.fields(config):
         help = field.metadata["help"].replace("<", "&lt;")

@@ -6,7 +6,7 @@ from statistics import mean
 from paper import VERL, ClusterConfig, PlannerConfig, Table, command, legend, note, plt, save, simulate, style
 
 from simulate import load_model
-from workload import Drawn
+from simulation.workload import Drawn
 
 PAPER_SPEEDUP = 1.9  # mean over the steps
 PAPER_SIZES = [1, 1, 1, 2, 2, 2, 2, 2, 4, 4, 4]  # changes at steps 3 and 8, counted from 0

@@ -25,9 +25,9 @@ from paper import GPUS, MODELS, TENSOR_PARALLEL
 from tqdm import tqdm
 
 from config import ConfigError
-from costs import Costs
 from simulate import ModelFile, load_hardware, load_model
-from workload import LengthModel
+from simulation.costs import Costs
+from simulation.workload import LengthModel
 
 MODEL = {  # each model has its own
     "layer_seconds": (20e-6, 300e-6),

@@ -23,10 +23,10 @@ sys.path.append(str(HERE.parent / "benchmarks"))  # last: a benchmark may have t
 from results import sealed, simulators
 
 from config import ConfigError
-from planner import PlannerConfig
+from policies.overlap import StreamConfig
+from policies.planner import PlannerConfig
 from scheduler import SchedulerConfig
 from simulate import ClusterConfig, GradingConfig, Simulation, SimulationConfig, load_hardware, load_model, simulate
-from streaming import StreamConfig
 
 MODELS = {"7B/8k": "qwen2.5-7b", "14B/16k": "qwen2.5-14b", "32B/32k": "qwen2.5-32b"}
 GPUS = {"7B/8k": 16, "14B/16k": 32, "32B/32k": 64}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attention import PackedAttention, attend_to_prefix, decode_by_page
-from kernels import paged_decode
+from engine.kernels import paged_decode
 
 CPU = torch.device("cpu")
 HEADS = [(4, 4), (4, 2), (6, 2), (3, 1)]  # query heads, key/value heads

@@ -11,7 +11,7 @@ import pytest
 import settings
 from config import ConfigError, describe, dump_toml, flatten, load_config, option
 from loss import ADVANTAGES, LOSSES
-from planner import RULES
+from policies.planner import RULES
 from scheduler import POLICIES
 
 

@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import train
 from checkpoint import check_model, load_tokenizer
 from config import ConfigError
-from judge import Graders, Judge, JudgeConfig, JudgeModel, Reader, check_judge, open_graders, reward_of
-from layers import ThreadCopies, token_bytes
 from metrics import read_records
 from model import FAMILIES
 from reward import RewardConfig
+from rewards.judge import Graders, Judge, JudgeConfig, JudgeModel, Reader, check_judge, open_graders, reward_of
+from rewards.offload import ThreadCopies, token_bytes
 
 CPU = torch.device("cpu")
 LAYERS = 4

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels
+from engine import kernels
 from sampling import SamplingConfig, sample
 
 NATIVE = kernels.HAS_TRITON and torch.cuda.is_available() and not kernels.INTERPRETED

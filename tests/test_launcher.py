@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-import launcher
 import train
 from config import ConfigError
+from process import launcher
 
 
 @pytest.fixture

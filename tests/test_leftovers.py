@@ -10,14 +10,13 @@ import hostile
 import pytest
 from conftest import ROOT
 
-import leftovers
-import walls
+from rewards import leftovers, walls
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="throw-away users need root")
 
 
 def script(code: str, **kwargs) -> subprocess.Popen:
-    start = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport os, time\nimport leftovers\n"
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport os, time\nfrom rewards import leftovers\n"
     return subprocess.Popen([sys.executable, "-c", start + code], stdout=subprocess.PIPE, text=True, **kwargs)
 
 

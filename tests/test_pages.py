@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from pages import Pages, compact
+from engine.pages import Pages, compact
 
 
 @dataclass(eq=False)

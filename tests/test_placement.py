@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from placement import MARGIN, Placement, assign_by_load
+from policies.placement import MARGIN, Placement, assign_by_load
 
 
 def random_loads(rng: Random, most: int) -> list[int]:

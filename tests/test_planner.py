@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from config import ConfigError
-from pages import LAYOUTS, Cache
-from planner import (
+from engine.pages import LAYOUTS, Cache
+from policies.planner import (
     PATIENCE,
     QUIET_ROUNDS,
     RULES,

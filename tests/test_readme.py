@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, steps_of
+from test_layout import FOLDERS
 
 from config import flatten, load_config
 from settings import Config
@@ -29,8 +30,10 @@ FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 @pytest.mark.slow
 def test_the_new_loss_and_the_new_policy_train(settings, tmp_path) -> None:
     [diff] = re.findall(r"^git apply <<'END'\n(.*?^)END\n", TEXT, re.DOTALL | re.MULTILINE)
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
+    for name in [path.name for path in ROOT.glob("*.py")]:
+        shutil.copy(ROOT / name, tmp_path)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply"], input=diff, text=True, cwd=tmp_path, check=True)
     grader = f"{ROOT}/tests/graders.py:share_of_digits"
     rows = [{"prompt": "1" * (i + 1), "answer": ""} for i in range(4)]
@@ -69,9 +72,8 @@ def test_keys_and_files_that_it_names_are_there() -> None:
     keys = {key for key in named if key.partition(".")[0] in sections and not key.endswith((".py", ".json"))}
     keys = {key for key in keys if key in known or key.partition(".")[2] not in names_in(key.partition(".")[0])}
     assert len(keys) > 30 and keys - known == {"judge.verdict_mass"}, keys - known  # this one is of a record
-    files = set(
-        re.findall(r"(?:[`(]|python |bash )((?:configs|figures|benchmarks|tests|docs)/[\w/]+\.\w+|\w+\.py)\b", TEXT)
-    )
+    folders = "|".join(("configs", "figures", "benchmarks", "tests", "docs", *FOLDERS))
+    files = set(re.findall(rf"(?:[`(]|python |bash )((?:{folders})/[\w/]+\.\w+|\w+\.py)\b", TEXT))
     missing = {name for name in files if not (ROOT / name).exists()}
     assert len(files) > 60 and missing <= {"my_rewards.py"}, missing
 
@@ -122,7 +124,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 def names_in(room: str) -> set[str]:
     """Return what a file defines: `name` at the top, `Class.name` for methods and annotated fields."""
     found: set[str] = set()
-    path = ROOT / f"{room}.py"
+    path = ROOT / f"{room.replace('.', '/')}.py"
     for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         found |= {target.id for target in targets if isinstance(target, ast.Name)}
@@ -134,8 +136,9 @@ def names_in(room: str) -> set[str]:
 def test_names_of_code_in_the_docs_are_there() -> None:
     """`room.name` and `room.Class.method` in backticks are settings or definitions."""
     keys = flatten(Config()).keys() | flatten(SimulationConfig()).keys()
-    named = set(re.findall(r"`([a-z_]+)\.([A-Za-z_]+(?:\.[a-z_]+)?)`", TEXT))
-    named = {(room, name) for room, name in named if (ROOT / f"{room}.py").exists() and name not in ("py", "toml")}
+    folders = "|".join(FOLDERS)
+    named = set(re.findall(rf"`((?:(?:{folders})\.)?[a-z_]+)\.([A-Za-z_]+(?:\.[a-z_]+)?)`", TEXT))
+    named = {(room, name) for room, name in named if names_in(room) and name not in ("py", "toml")}
     wrong = {f"{room}.{name}" for room, name in named if f"{room}.{name}" not in keys and name not in names_in(room)}
     assert len(named) > 40 and wrong <= {"judge.verdict_mass"}, wrong
 

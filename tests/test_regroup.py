@@ -18,16 +18,16 @@ from conftest import ROOT, steps_of
 from test_rollout import FusedEngine
 from test_tensor_parallel import CONFIG, FAMILIES, SHAPE, random_model
 
-import planner
 import profiler
 import train
 from config import ConfigError, load_config
+from engine.sequence import Sequence
 from model import Model, Packed, parse_shape
 from parallel import Groups, World, check_group_size, group_sizes
-from planner import Choice, Launch, Limits, Simulator
+from policies import planner
+from policies.planner import Choice, Launch, Limits, Simulator
 from rollout import Engine, RolloutConfig, kv_page_bytes
 from sampling import SamplingConfig, sample_key
-from sequence import Sequence
 from settings import Config
 
 ORDER = (2, 4, 1, 4, 2)

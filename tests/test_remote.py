@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-import remote
 from reward import GraderError, RewardConfig, RewardPool
+from rewards import remote
 
 CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"
 

@@ -15,9 +15,6 @@ import hostile
 import numpy as np
 import pytest
 
-import jobs
-import leftovers
-import neighbours
 import reward
 from config import ConfigError
 from core import Prompt, Reward
@@ -34,6 +31,7 @@ from reward import (
     resolve_grader,
     try_graders,
 )
+from rewards import grader_files, gradings, leftovers
 
 USER_GRADERS = (
     hostile.HEADLESS
@@ -150,7 +148,7 @@ def user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     yield "mine/graders.py:"
-    neighbours.enter("")
+    grader_files.enter("")
     for name in ("mine", "mine.graders", "broken"):  # the next test's are in another folder
         sys.modules.pop(name, None)
 
@@ -452,7 +450,11 @@ def test_workers_do_not_load_the_trainer(user):
 @pytest.mark.parametrize(
     "trouble, limit, cause",
     [
-        ("if sys.argv[0].endswith('worker.py'): raise ImportError('only here')", 10.0, "ImportError: only here"),
+        (
+            "if sys.argv[0].endswith('worker.py'): raise ImportError('only here')",
+            10.0,
+            "ImportError: only here",
+        ),
         ("if sys.argv[0].endswith('worker.py'): os._exit(5)", 10.0, "died (exit code 5)"),
         ("while sys.argv[0].endswith('worker.py'): pass", 0.3, "did not finish within 0.3 s"),
     ],
@@ -805,10 +807,10 @@ def test_reward_settings_that_do_not_fit(config, cause):
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64", "longdouble"])
 def test_no_kind_of_number_brings_in_what_is_not_finite_or_beyond_the_largest(kind):
     kind = getattr(np, kind)
-    assert jobs.reward_number(kind(0.5)) == 0.5 and type(jobs.reward_number(kind(0.5))) is float
+    assert gradings.reward_number(kind(0.5)) == 0.5 and type(gradings.reward_number(kind(0.5))) is float
     for value in (math.inf, -math.inf, math.nan, 1e10):  # float16 makes an infinity of the last
-        assert jobs.reward_number(kind(value)) is None
-    assert jobs.reward_number(10**400) is None and jobs.reward_number(Fraction(10**400)) is None
+        assert gradings.reward_number(kind(value)) is None
+    assert gradings.reward_number(10**400) is None and gradings.reward_number(Fraction(10**400)) is None
 
 
 def test_the_sum_of_several_graders_is_checked_as_each_of_them_is():

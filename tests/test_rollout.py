@@ -20,11 +20,11 @@ from attention import PackedAttention
 from checkpoint import load_tokenizer, save_model
 from config import ConfigError
 from core import Prompt, Sample
-from graphs import row_bucket
+from engine.graphs import row_bucket
+from engine.sequence import Sequence, sequences_for
 from model import Model, Packed, parse_shape
 from rollout import Engine, RolloutConfig, kv_page_bytes, num_pages_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
-from sequence import Sequence, sequences_for
 
 CPU = torch.device("cpu")
 GREEDY = SamplingConfig(temperature=0.0)

@@ -11,7 +11,7 @@ from test_judge import TEMPLATE, tiny
 from checkpoint import list_checkpoints
 from config import load_config
 from model import Model
-from planner import Profile, SizeProfile
+from policies.planner import Profile, SizeProfile
 from settings import Config, profile_conditions
 
 # Whether it pays to let ranks go is a matter of time, which no test may rely on: here it always does.
@@ -19,7 +19,7 @@ SCRIPT = """
 import sys
 sys.path[:0] = [{root!r}]
 import train
-from streaming import StreamPolicy
+from policies.overlap import StreamPolicy
 
 project = StreamPolicy.project
 StreamPolicy.project = lambda *args: (project(*args)[0], 1.0)

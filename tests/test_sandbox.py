@@ -15,11 +15,8 @@ from pathlib import Path
 import hostile
 import pytest
 
-import box
-import leftovers
-import sandbox
-import walls
-from sandbox import Isolation, Limits, run
+from rewards import box, leftovers, sandbox, walls
+from rewards.sandbox import Isolation, Limits, run
 
 FOUND = {kind: sandbox.try_isolation(kind) for kind in sandbox.KINDS}
 LIMITS = Limits(seconds=10.0)
@@ -399,7 +396,9 @@ def test_hostile_programs_score_nothing_and_leave_nothing(how, clean, bait):
 
 def test_the_verdict_stands_when_the_program_ends(how, clean, monkeypatch):
     """Removing its files may last: that is not at the program's expense, nor at the caller's."""
-    slow = "import sys, time; sys.path.append({folder!r}); import leftovers; remove = leftovers.remove_tree\n"
+    slow = (
+        "import sys, time; sys.path.append({home!r}); from rewards import leftovers; remove = leftovers.remove_tree\n"
+    )
     slow += "leftovers.remove_tree = lambda path: (time.sleep(4), remove(path))\n"
     monkeypatch.setattr(sandbox, "KEEPER", slow + sandbox.KEEPER)
     monkeypatch.setattr(sandbox, "CLEANING_SECONDS", 0.01)
@@ -419,7 +418,9 @@ def test_files_elsewhere_go_with_their_user_where_there_is_no_landlock(clean, mo
     how, cause = FOUND["limits"]
     if not how or os.geteuid():
         pytest.skip(cause or "only root has throw-away users")
-    without = "import sys; sys.path.append({folder!r}); import walls; walls.landlock_version = lambda libc: 0\n"
+    without = (
+        "import sys; sys.path.append({home!r}); from rewards import walls; walls.landlock_version = lambda libc: 0\n"
+    )
     monkeypatch.setattr(sandbox, "KEEPER", without + sandbox.KEEPER)
     mark = f"mark-{os.getpid()}"
     program = f"for name in ('/tmp', '/var/tmp'): open(name + '/{mark}', 'w').close()\nprint(1)"
@@ -474,8 +475,8 @@ def test_everything_ends_with_a_killed_caller(how, clean):
     program = hostile.PROGRAMS["daemon that outlives its parents"].replace("os._exit(0)", "time.sleep(1000)")
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(sandbox.__file__).parent)!r})
-import sandbox
+sys.path.insert(0, {sandbox.HOME!r})
+from rewards import sandbox
 how = sandbox.Isolation({how.kind!r}, {how.python!r}, {how.prefix!r})
 sandbox.run({program!r}, {{"stdin": "", "stdout": ""}}, sandbox.Limits(seconds=100.0), how)
 """
@@ -491,19 +492,17 @@ sandbox.run({program!r}, {{"stdin": "", "stdout": ""}}, sandbox.Limits(seconds=1
 
 
 def test_a_keeper_is_found_in_a_folder_of_any_name(how, tmp_path):
-    home = tmp_path / "a'b\"{folder}\n\u00e9"
-    home.mkdir()
-    for module in (box, leftovers, sandbox, walls):
-        shutil.copy(module.__file__, home)
+    home = tmp_path / "a'b\"{home}\n\u00e9"
+    shutil.copytree(Path(sandbox.__file__).parent, home / "rewards", ignore=shutil.ignore_patterns("__pycache__"))
     code = f"""
 import sys
 sys.path.insert(0, {str(home)!r})
-import sandbox
+from rewards import sandbox
 how = sandbox.Isolation({how.kind!r}, {how.python!r}, {how.prefix!r})
 print(sandbox.run("print(input())", {{"stdin": "7", "stdout": "7"}}, sandbox.Limits(), how).passed, sandbox.__file__)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert ran.stdout == f"True {home / 'sandbox.py'}\n", ran.stderr
+    assert ran.stdout == f"True {home / 'rewards/sandbox.py'}\n", ran.stderr
 
 
 def test_a_keeper_that_cannot_start_is_no_fault_of_the_program(how, monkeypatch):

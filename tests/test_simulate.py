@@ -16,15 +16,16 @@ from conftest import ALONE
 
 from config import ConfigError, dump_toml, load_config
 from core import Group, Prompt, Reward, Sample
-from costs import Costs, Efficiency, Hardware, Measured, Shape
 from data import dump_groups
-from kv_memory import RolloutConfig, num_pages_for
+from engine.memory import RolloutConfig, num_pages_for
+from engine.sequence import EngineStats
 from metrics import Clock
-from planner import Report, SizeProfile
-from replica import Replica, Response
+from policies.overlap import StreamConfig
+from policies.planner import Report, SizeProfile
+from policies.replica import Replica, Response
 from reward import RewardConfig
+from rewards.timeouts import AdaptiveTimeouts
 from scheduler import RoundPolicy, SchedulerConfig
-from sequence import EngineStats
 from settings import Config
 from simulate import (
     CONFIGS,
@@ -40,10 +41,9 @@ from simulate import (
     run_program,
     simulate,
 )
-from streaming import StreamConfig
-from timeouts import AdaptiveTimeouts
+from simulation.costs import Costs, Efficiency, Hardware, Measured, Shape
+from simulation.workload import Drawn, LengthModel, Recorded
 from train import build, regroup, roll_out
-from workload import Drawn, LengthModel, Recorded
 
 SHAPE = Shape(parameters=1e9, layers=10, hidden=1024, kv_heads=2, head_dim=64)
 COSTS = Costs(Hardware(), SHAPE, Efficiency(), 1)

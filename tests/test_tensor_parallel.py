@@ -11,11 +11,11 @@ from conftest import FusedEngine
 import parallel
 from checkpoint import load_model, save_model
 from config import ConfigError
+from engine.sequence import Sequence
 from model import Model, Shard, Split, check_split, parse_shape
 from parallel import SharedMemory, TensorParallel, World
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig, sample_key
-from sequence import Sequence
 
 SHAPE = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 FAMILIES = {

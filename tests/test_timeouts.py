@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from timeouts import AdaptiveTimeouts, TimeoutStats
+from rewards.timeouts import AdaptiveTimeouts, TimeoutStats
 
 
 def make(factor=1.5, shortest=2.0, longest=30.0, audit=0.0, quantile=0.9, **more) -> AdaptiveTimeouts:

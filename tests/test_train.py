@@ -25,9 +25,9 @@ from core import Group, Prompt, Reward, Sample
 from data import PromptStream, load_groups
 from metrics import Recorder, read_records
 from parallel import World
+from rewards.timeouts import AdaptiveTimeouts
 from scheduler import POLICIES, SchedulerConfig
 from settings import Config, check, check_scheduler
-from timeouts import AdaptiveTimeouts
 
 GRADERS = ROOT / "tests" / "graders.py"
 TRAJECTORY = ("loss", "grad_norm", "entropy", "kl")

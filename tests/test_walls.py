@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-import box
-import walls
+from rewards import box, sandbox, walls
 
 REFUSED, NO_FAMILY = walls.REFUSE | errno.EPERM, walls.REFUSE | errno.EAFNOSUPPORT
 
@@ -71,8 +70,8 @@ def test_the_filter_keeps_a_program_off_others_of_its_user():
     """As in a box of limits without root, where nothing else does."""
     tried = f"""
 import ctypes, os, resource, sys
-sys.path.insert(0, {os.path.dirname(walls.__file__)!r})
-import walls
+sys.path.insert(0, {sandbox.HOME!r})
+from rewards import walls
 libc, other = ctypes.CDLL(None, use_errno=True), os.getppid()
 segment, queue, semaphores = libc.shmget(0, 4096, 0o1600), libc.msgget(0, 0o1600), libc.semget(0, 1, 0o1600)
 libc.shmat.restype = ctypes.c_ssize_t
@@ -134,8 +133,8 @@ def test_landlock_shows_only_what_it_is_told(tmp_path):
         (tmp_path / name / "file").write_text("")
     program = f"""
 import ctypes, os, sys
-sys.path.insert(0, {os.path.dirname(walls.__file__)!r})
-import walls
+sys.path.insert(0, {sandbox.HOME!r})
+from rewards import walls
 libc = ctypes.CDLL(None, use_errno=True)
 libc.prctl(38, 1, 0, 0, 0)
 os.chdir({str(tmp_path)!r})

@@ -14,7 +14,7 @@ from conftest import ROOT
 
 from metrics import Clock, read_records
 from parallel import World
-from watchdog import Watchdog
+from process.watchdog import Watchdog
 
 TIMEOUT = 1.0
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from config import ConfigError, option
+from engine.pages import Cache
 from model import ModelShape
-from pages import Cache
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from timeouts import TimeoutStats
+from rewards.timeouts import TimeoutStats
 
 LARGEST_REWARD = 1e9  # float32 squares it and sums over all weights
 LARGEST_WEIGHT = 1e5  # of advantages: float32 squares its product with a reward, too

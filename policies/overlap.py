@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from config import option
-from planner import fit_decode
+from policies.planner import fit_decode
 
 HISTORY = 8192  # responses whose lengths are remembered
 WINDOWS = 256  # windows whose step times are remembered

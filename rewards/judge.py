@@ -24,12 +24,12 @@ from attention import PackedAttention
 from config import ConfigError, option
 from core import Reward
 from data import converse
-from graphs import upload
-from jobs import PoolStats
-from layers import Layers, num_resident, token_bytes
+from engine.graphs import upload
 from model import Model, Split, rms_norm, run_layer
 from reward import TASK_OF_JUDGE, RewardConfig, RewardPool, add_up, by_grader
-from timeouts import AdaptiveTimeouts
+from rewards.gradings import PoolStats
+from rewards.offload import Layers, num_resident, token_bytes
+from rewards.timeouts import AdaptiveTimeouts
 
 TEMPLATE = """Question:
 {question}
@@ -48,7 +48,7 @@ Answer:"""
 class JudgeConfig:
     path: str = option("", "local Hugging Face folder: a causal model or a ...ForSequenceClassification reward model")
     template: str = option(
-        "", "what the judge reads, with {question}, {answer} and {response}; empty: TEMPLATE of judge.py"
+        "", "what the judge reads, with {question}, {answer} and {response}; empty: TEMPLATE of rewards/judge.py"
     )
     chat: bool = option(
         True, "use its chat template if it has one: the text as the user's; for a reward model the conversation itself"

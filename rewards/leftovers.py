@@ -4,7 +4,7 @@ A throw-away user belongs to one keeper at a time: to whoever locks its file. Wh
 and so are the files that it owns. A lock file that is not empty says that its last keeper was killed before the end.
 """
 
-import _signal as signal  # as in box.py
+import _signal as signal  # as in rewards/box.py
 import ctypes
 import itertools
 import os
@@ -12,7 +12,7 @@ import resource
 import stat
 import time
 
-import walls
+from rewards import walls
 
 UIDS = range(60707, 61184)  # given to nobody: by distributions, systemd (also not as DynamicUser) or containers
 KILLER = 60706  # nor is this one, which owns no process but those that kill a throw-away user's

@@ -23,7 +23,7 @@ import numpy as np
 
 from config import ConfigError, entry, option, regular
 from core import RoundPlan
-from replica import Replica, Response
+from policies.replica import Replica, Response
 
 RISE = 1.05  # a rise of preemptions over this doubles (section 4.2)
 QUIET_ROUNDS = 4  # so many rounds without preemption halve (section 4.2)

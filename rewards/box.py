@@ -1,6 +1,6 @@
 """The box around one untrusted program: the keeper that builds it, and the two ends of an assert test inside it.
 
-caller (sandbox.py) --> keeper --> [first process of the namespaces -->] the program, a fresh interpreter
+caller (rewards/sandbox.py) --> keeper --> [first process of the namespaces -->] the program, a fresh interpreter
 
 The keeper never runs the program's code, and it is the end of every process below it: when the program ends, when
 the caller says so (SIGTERM), and when the caller dies. Linux only; standard library only; nothing of the trainer is
@@ -19,8 +19,7 @@ import time
 import types
 
 if __name__ != "__main__":  # an end of an assert test is this file alone
-    import leftovers
-    import walls
+    from rewards import leftovers, walls
 
 NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NO_SUID, NO_DEV, READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 1, 32, 4096, 16384, 1 << 18, 2

@@ -9,7 +9,7 @@ from bisect import bisect
 from dataclasses import dataclass
 
 from config import option
-from planner import SizeProfile, fit_decode, fit_prefill
+from policies.planner import SizeProfile, fit_decode, fit_prefill
 
 BYTES = 2  # of a weight or a cached value: bfloat16
 

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from jobs import Job, JobQueue, PoolStats, merge_stats
+from rewards.gradings import Job, JobQueue, PoolStats, merge_stats
 
 
 def job(id: int, task: str = "a") -> Job:

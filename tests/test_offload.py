@@ -10,8 +10,8 @@ import torch
 from conftest import ALONE, TINY
 
 from checkpoint import load_model
-from layers import Layers, ThreadCopies, num_resident, residence_order, token_bytes
 from model import LayerWeights
+from rewards.offload import Layers, ThreadCopies, num_resident, residence_order, token_bytes
 from warm_start import make_model
 
 CPU = torch.device("cpu")

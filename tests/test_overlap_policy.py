@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from placement import Placement
-from streaming import DecodeTimes, Progress, StreamConfig, StreamPolicy
+from policies.overlap import DecodeTimes, Progress, StreamConfig, StreamPolicy
+from policies.placement import Placement
 
 
 class Flat:

@@ -1,9 +1,10 @@
 """Stream training: half of the replicas leave a long round and train what is complete. (RollPacker, section 4.4)
 
-Every rank runs the same lines and feeds its copy of the policy (streaming.py) with what all ranks tell each other after
-a window. When it scales down, the first replicas take over all sequences and the samples that are not ready to train;
-the ranks of the others add up gradient sums of complete, graded groups, which the first ones keep sending, until the
-rollout ends. What is left is learnt by all ranks as ever, in `learning.learn`: one reduction, one division, one update.
+Every rank runs the same lines and feeds its copy of the policy (policies/overlap.py) with what all ranks exchange
+after a window. When it scales down, the first replicas take over all sequences and the samples that are not ready to
+train; the ranks of the others add up gradient sums of complete, graded groups, which the first ones keep sending,
+until the rollout ends. What is left is learnt by all ranks as ever, in `learning.learn`: one reduction, one division,
+one update.
 """
 
 import time
@@ -15,11 +16,11 @@ import parallel
 from core import Finished, Group, PromptId, Reward, RoundPlan, Sample, SampleId
 from learning import advantages_of, examples_of
 from parallel import World
-from placement import assign_by_load
+from policies.overlap import DecodeTimes, Progress, ScaleDown, StreamPolicy, replicas_together
+from policies.placement import assign_by_load
 from rollout import Engine
 from rounds import Round
 from settings import Config
-from streaming import DecodeTimes, Progress, ScaleDown, StreamPolicy, replicas_together
 from trainer import Example, Trainer
 
 POLL_SECONDS = 0.01  # between two looks for samples and for the end of the rollout

@@ -9,12 +9,10 @@ import sys
 import time
 from dataclasses import astuple
 
-import box
-import leftovers
-import neighbours
-import sandbox
+sys.path[0] = os.path.dirname(sys.path[0])  # not rewards/, where Python starts this file
 from core import Reward
 from reward import WARM_UP, grade, resolve_grader
+from rewards import box, grader_files, leftovers, sandbox
 
 
 def keep() -> None:
@@ -83,7 +81,7 @@ def work(tasks: list[str]) -> None:
     graders, folders, error = {}, {}, ""
     try:
         for task in tasks:
-            graders[task], folders[task] = resolve_grader(task), neighbours.entered
+            graders[task], folders[task] = resolve_grader(task), grader_files.entered
             if task in WARM_UP:
                 WARM_UP[task]()  # the first call imports: not at a sample's expense
     except (Exception, SystemExit) as raised:
@@ -91,7 +89,7 @@ def work(tasks: list[str]) -> None:
     reply(0, Reward(0.0, error=error))
     for line in requests:
         id, task, response, answer, row = json.loads(line)
-        neighbours.enter(folders[task])
+        grader_files.enter(folders[task])
         reply(id, grade(graders[task], response, answer, row))
 
 

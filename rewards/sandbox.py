@@ -24,9 +24,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 
-import box
-import leftovers
-import walls
+from rewards import box, leftovers, walls
 
 SETUP_SECONDS = 20.0  # for the box itself, before the program starts: a machine may be very busy
 OVERHEAD_SECONDS = 2 * SETUP_SECONDS + 20.0  # at most, beside the program's own time: two boxes made and removed
@@ -47,8 +45,12 @@ with open(__file__, "rb") as file:
 del builtins, posix, sys, file
 exec(globals().pop("code"))
 """
-KEEPER = "import sys; sys.path.append({folder!r}); import box; box.main({spec})"  # imported: a script is compiled again
-CLEANER = "import sys; sys.path.append({folder!r}); import leftovers; leftovers.clean_after_the_killed({box!r})"
+HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Imported, because Python compiles a script at each start.
+KEEPER = "import sys; sys.path.append({home!r}); from rewards import box; box.main({spec})"
+CLEANER = (
+    "import sys; sys.path.append({home!r}); from rewards import leftovers; leftovers.clean_after_the_killed({box!r})"
+)
 
 
 def is_keeper(pid: int) -> bool:
@@ -184,11 +186,11 @@ def _run_test(program: str, test: str, limits: Limits, how: Isolation, stack: co
     asked, answers, asks, answered = (*os.pipe(), *os.pipe())  # read end, write end; the program writes `answers`
     channels = [asked, answers, asks, answered]
     try:
-        serving = ["box.py", "serve", str(asks), str(answers)]
-        checking = ["box.py", "check", str(asked), str(answered)]
-        files = {"box.py": inside, "program.py": program}
+        serving = ["rewards/box.py", "serve", str(asks), str(answers)]
+        checking = ["rewards/box.py", "check", str(asked), str(answered)]
+        files = {"rewards/box.py": inside, "program.py": program}
         served = stack.enter_context(_Box(how, limits, serving, files, "", (asks, answers)))
-        files = {"box.py": inside, "test.py": test}
+        files = {"rewards/box.py": inside, "test.py": test}
         checker = stack.enter_context(_Box(how, limits, checking, files, "", (asked, answered)))
     finally:
         for channel in channels:
@@ -239,7 +241,7 @@ class _Box:
                 "most_files": box.MOST_FILES,
                 "system_calls": _system_calls(),
             }
-            keeper = KEEPER.format(folder=os.path.dirname(box.__file__), spec=spec)
+            keeper = KEEPER.format(home=HOME, spec=spec)
             _fill(spec, marshal.dumps(description))
             _fill(text, stdin.encode(errors="surrogatepass"))
             self.process = subprocess.Popen(
@@ -275,7 +277,7 @@ class _Box:
         os.close(self.report)
         _let_clean(self.process)
         if self.process.returncode:  # the keeper was killed
-            code = CLEANER.format(folder=os.path.dirname(box.__file__), box=self.folder)
+            code = CLEANER.format(home=HOME, box=self.folder)
             _let_clean(subprocess.Popen([sys.executable, "-I", "-S", "-B", "-c", code], env={}, start_new_session=True))
 
     def _wait_for_end(self, seconds: float) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from core import Finished, PromptId, SampleId
-from pages import has_room, pages_needed
+from engine.pages import has_room, pages_needed
 
 
 class Times(Protocol):

@@ -18,16 +18,16 @@ import train
 from config import ConfigError, load_config
 from core import Prompt
 from data import PromptStream
+from engine.sequence import Sequence
 from loss import LOSSES, LossConfig
 from metrics import Clock
+from overlap import StreamedRound, StreamTraining
 from parallel import SampleStream, World
+from policies.overlap import StreamPolicy
 from reward import GRADERS
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
-from sequence import Sequence
 from settings import Config, check_stream
-from stream_training import StreamedRound, StreamTraining
-from streaming import StreamPolicy
 
 
 @pytest.fixture
@@ -272,10 +272,10 @@ def test_a_stream_keeps_order_and_bounds_and_says_who_is_missing(run_ranks) -> N
 KILLS = """
 import os, signal, sys
 sys.path[:0] = [{root!r}, {tests!r}]
-import train, test_stream_training
-from streaming import StreamPolicy
-from stream_training import StreamedRound, StreamTraining
-test_stream_training.make_tail()
+import train, test_overlap
+from policies.overlap import StreamPolicy
+from overlap import StreamedRound, StreamTraining
+test_overlap.make_tail()
 
 def kill_in(name, rank, version):
     method = getattr(StreamedRound, name)
