@@ -186,11 +186,11 @@ def _run_test(program: str, test: str, limits: Limits, how: Isolation, stack: co
     asked, answers, asks, answered = (*os.pipe(), *os.pipe())  # read end, write end; the program writes `answers`
     channels = [asked, answers, asks, answered]
     try:
-        serving = ["rewards/box.py", "serve", str(asks), str(answers)]
-        checking = ["rewards/box.py", "check", str(asked), str(answered)]
-        files = {"rewards/box.py": inside, "program.py": program}
+        serving = ["box.py", "serve", str(asks), str(answers)]
+        checking = ["box.py", "check", str(asked), str(answered)]
+        files = {"box.py": inside, "program.py": program}
         served = stack.enter_context(_Box(how, limits, serving, files, "", (asks, answers)))
-        files = {"rewards/box.py": inside, "test.py": test}
+        files = {"box.py": inside, "test.py": test}
         checker = stack.enter_context(_Box(how, limits, checking, files, "", (asked, answered)))
     finally:
         for channel in channels:
