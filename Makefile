@@ -7,14 +7,14 @@ VENV := .venv
 train: $(VENV)/ready
 	$(VENV)/bin/python train.py --ranks=$(RANKS) --config configs/tiny.toml $(ARGS)
 
-test: $(VENV)/ready
+test: $(VENV)/ready-dev
 	$(VENV)/bin/python -m pytest $(TESTS)
 
 # Without what starts ranks or takes long (marked slow).
-test-fast: $(VENV)/ready
+test-fast: $(VENV)/ready-dev
 	$(VENV)/bin/python -m pytest -m "not slow" $(TESTS)
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
@@ -37,4 +37,8 @@ results-quick: $(VENV)/ready
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/ready-dev: requirements-dev.txt $(VENV)/ready
+	$(VENV)/bin/python -m pip install --quiet -r requirements-dev.txt
 	touch $@

@@ -1,6 +1,7 @@
 """The house stands as designed: imports point one way, policies and graders know no torch, functions stay small."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -12,10 +13,9 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("engine", "policies", "process", "rewards", "simulation")
 ROOMS = {path.stem: path for path in ROOT.glob("*.py")}  # by the name that imports give them
 ROOMS |= {f"{folder}.{path.stem}": path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")}
-FILES = [
-    *ROOMS.values(),
-    *(path for folder in ("benchmarks", "figures", "tests") for path in ROOT.glob(f"{folder}/*.py")),
-]
+SCRIPTS = ("benchmarks", "docs", "examples", "figures")
+FILES = [*ROOMS.values(), *(path for folder in (*SCRIPTS, "tests") for path in ROOT.glob(f"{folder}/*.py"))]
+OPTIONAL = {"wandb", "datasets"}  # imported when they are asked for, as is TRL, which a benchmark is named like
 NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "engine.pages", "simulate"]
 NO_TORCH += [room for room in ROOMS if room.startswith(("policies.", "simulation."))]
 NO_TORCH += [room for room in ROOMS if room.startswith("rewards.") and room not in ("rewards.judge", "rewards.offload")]
@@ -30,10 +30,10 @@ LONGER = {  # and why
 }
 
 
-def imports(path: Path) -> set[str]:
-    """Return the rooms and packages that a file imports anywhere, inside functions too."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports(path: Path, inside: bool = True) -> set[str]:
+    """Return the rooms and packages that a file imports: with `inside` functions too, else at its top."""
+    names, tree = set(), ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if inside else tree.body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -100,6 +100,23 @@ def test_every_file_says_its_job() -> None:
     for path in FILES:
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         assert docstring and len(docstring.splitlines()[0]) > 20, path
+
+
+def listed(file: str) -> set[str]:
+    """Return the packages of a requirements file by the names that imports give them."""
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    return {re.split("[=<>; ]", line)[0].replace("-", "_") for line in lines if line and line[0] not in "#-"}
+
+
+def test_every_imported_package_is_listed() -> None:
+    """What is used in requirements.txt, all of it and no more; what only tests need in requirements-dev.txt."""
+    ours = {*sys.stdlib_module_names, *FOLDERS, *ROOMS, *(path.stem for path in FILES)}
+    tests = {path for path in FILES if path.parent.name == "tests"}
+    used, tested = (set().union(*map(imports, files)) - ours for files in ({*FILES} - tests, tests))
+    assert used - OPTIONAL == listed("requirements.txt")
+    assert tested <= listed("requirements.txt") | listed("requirements-dev.txt")
+    at_the_top = set().union(*(imports(path, inside=False) for path in FILES))
+    assert OPTIONAL <= used and not OPTIONAL & at_the_top, "import what is optional inside a function"
 
 
 def longer(node: ast.AST, name: str) -> list[str]:
