@@ -1,70 +1,103 @@
 """From graded groups to one update: advantages, what is learnt from, and who learns what."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from core import Group, Prompt, Sample, SampleId
-from loss import ADVANTAGES
+from loss import ADVANTAGES, LossConfig
+from metrics import quantiles
 from policies.placement import assign_by_load
-from reward import by_grader
-from rounds import shaped_reward
-from settings import Config
+from reward import RewardConfig, by_grader, shaped_reward
 from trainer import Example, Trainer
 
 
-def group_advantages(groups: Sequence[Group], config: Config) -> torch.Tensor:
-    """Return advantages [P, R] float64 from the rewards, the penalty for overlong answers and the graders' weights."""
-    rewards = [[shaped_reward(config, *graded) for graded in zip(g.samples, g.rewards)] for g in groups]
-    return advantages_of(rewards, [group.prompt.task for group in groups], config)
+def group_advantages(groups: Sequence[Group], loss: LossConfig, reward: RewardConfig, limit: int) -> torch.Tensor:
+    """Return advantages [P, R] float64 from the rewards, the penalty for overlong answers and the graders' weights.
+
+    `limit`: most tokens of a response.
+    """
+    shaped = [
+        [shaped_reward(*graded, limit, reward.overlong_buffer) for graded in zip(g.samples, g.rewards)] for g in groups
+    ]
+    return advantages_of(shaped, [group.prompt.task for group in groups], loss, reward)
 
 
-def advantages_of(rewards: Sequence[Sequence[float]], tasks: Sequence[str], config: Config) -> torch.Tensor:
+def advantages_of(
+    shaped: Sequence[Sequence[float]], tasks: Sequence[str], loss: LossConfig, reward: RewardConfig
+) -> torch.Tensor:
     """Return advantages [P, R] float64 from shaped rewards and each prompt's grader."""
     # A factor on the rewards themselves would cancel where advantages are divided by their spread.
-    weights = by_grader("reward.weights", config.reward.weights)
+    weights = by_grader("reward.weights", reward.weights)
     weight = torch.tensor([weights.get(task, 1.0) for task in tasks], dtype=torch.float64)
-    return ADVANTAGES[config.loss.advantage](torch.tensor(rewards, dtype=torch.float64)) * weight[:, None]
+    return ADVANTAGES[loss.advantage](torch.tensor(shaped, dtype=torch.float64)) * weight[:, None]
 
 
 def examples_of(
-    prompt: Prompt, samples: Sequence[Sample], advantages: Sequence[float], config: Config
+    prompt: Prompt, samples: Sequence[Sample], advantages: Sequence[float], mask_truncated: bool
 ) -> list[tuple[SampleId, Example]]:
     """Return what there is to learn from samples of one prompt."""
     return [
         (sample.id, Example(prompt.token_ids, sample.token_ids, sample.logprobs, advantage))
         for sample, advantage in zip(samples, advantages, strict=True)
-        if not (config.loss.mask_truncated and sample.finish_reason == "length")
+        if not (mask_truncated and sample.finish_reason == "length")
     ]
 
 
 def learn(
-    trainer: Trainer,
-    groups: Sequence[Group],
-    advantages: torch.Tensor,
-    config: Config,
-    done: Collection[SampleId] = (),
+    trainer: Trainer, groups: Sequence[Group], advantages: torch.Tensor, done: Collection[SampleId] = ()
 ) -> list[dict]:
     """Turn a step's groups into gradients and `updates_per_step` updates; return the statistics of each. Collective.
 
     Samples in `done` have their gradients in some rank's sums already.
     """
-    world, num_updates = trainer.world, config.trainer.updates_per_step
+    world, loss, num_updates = trainer.world, trainer.loss, trainer.config.updates_per_step
     assert not done or num_updates == 1, "gradients of later updates were taken with the weights of the first"
     shares = []
     for part in range(num_updates):
         examples = [
             example
             for group, row in list(zip(groups, advantages.tolist()))[part::num_updates]
-            for id, example in examples_of(group.prompt, group.samples, row, config)
+            for id, example in examples_of(group.prompt, group.samples, row, loss.mask_truncated)
             if id not in done
         ]
         own = assign_by_load([e.num_tokens for e in examples], world.size)[world.rank]
         shares.append([examples[i] for i in own])
-    if config.loss.old_logprobs == "trainer" and num_updates > 1:
+    if loss.old_logprobs == "trainer" and num_updates > 1:
         shares = [trainer.with_old_logprobs(share) for share in shares]
     updates = []
     for share in shares:
         trainer.accumulate(share)
         updates.append(trainer.update())
     return updates
+
+
+def audit_report(
+    accepted: Sequence[SampleId], responses: Mapping[SampleId, tuple[int, float]], loss: LossConfig
+) -> dict[str, Any]:
+    """Compare what a race keeps with what it leaves out, all having run to their end.
+
+    `responses`: (tokens, reward) of every launched response. Advantages are those within all launched responses of a
+    prompt. Sets: `accepted` is trained; `censored_responses`, of the same prompts, are lost and bias the groups towards
+    short responses; the responses of `censored_prompts` are only put off to another round.
+    """
+    ids = sorted(responses)
+    prompts = sorted({id[:2] for id in ids})
+    rewards = torch.tensor([responses[id][1] for id in ids], dtype=torch.float64).view(len(prompts), -1)  # [P, R]
+    advantages = dict(zip(ids, ADVANTAGES[loss.advantage](rewards).flatten().tolist(), strict=True))
+    kept, kept_prompts = set(accepted), {id[:2] for id in accepted}
+    sets = {
+        "accepted": [id for id in ids if id in kept],
+        "censored_responses": [id for id in ids if id not in kept and id[:2] in kept_prompts],
+        "censored_prompts": [id for id in ids if id[:2] not in kept_prompts],
+    }
+    return {
+        name: {
+            "responses": len(part),
+            "length": quantiles([responses[id][0] for id in part]),
+            "reward": quantiles([responses[id][1] for id in part]),
+            "advantage": quantiles([advantages[id] for id in part]),
+        }
+        for name, part in sets.items()
+    }

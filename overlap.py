@@ -16,11 +16,11 @@ import parallel
 from core import Finished, Group, PromptId, Reward, RoundPlan, Sample, SampleId
 from learning import advantages_of, examples_of
 from parallel import World
-from policies.overlap import DecodeTimes, Progress, ScaleDown, StreamPolicy, replicas_together
+from policies.overlap import DecodeTimes, Progress, ScaleDown, StreamConfig, StreamPolicy, replicas_together
 from policies.placement import assign_by_load
+from reward import RewardConfig
 from rollout import Engine
 from rounds import Round
-from settings import Config
 from trainer import Example, Trainer
 
 POLL_SECONDS = 0.01  # between two looks for samples and for the end of the rollout
@@ -54,22 +54,30 @@ class Came:
 class StreamTraining:
     """What lasts from round to round: the policy, what it knows of the machine, and all groups. Collective to make."""
 
-    def __init__(self, config: Config, engine: Engine, trainer: Trainer, world: World, sizes: Iterable[int]):
-        self.config, self.engine, self.trainer, self.world = config, engine, trainer, world
+    def __init__(
+        self,
+        config: StreamConfig,
+        reward: RewardConfig,
+        engine: Engine,
+        trainer: Trainer,
+        world: World,
+        sizes: Iterable[int],
+    ):
+        self.reward, self.engine, self.trainer, self.world = reward, engine, trainer, world
         kept = sorted({world.size // n // 2 * n for n in sizes} - {0})  # ranks that may go on decoding
         self.decoding = dict(zip(kept, parallel.subsets(world, [range(n) for n in kept]), strict=True))
         self.stream = parallel.SampleStream(world, world.timeout_seconds)
-        page = config.rollout.page_size
+        page = engine.config.page_size
         self.times = {n: DecodeTimes(pages * page) for n, pages in engine.num_pages.items()}
         self.rate = 0.0  # seconds in which one rank trains a token; 0: unknown
-        limit = config.rollout.max_response_tokens
-        self.policy = StreamPolicy(config.stream, self.times[engine.parallel.size], limit, switch=0.0)
+        limit = engine.config.max_response_tokens
+        self.policy = StreamPolicy(config, self.times[engine.parallel.size], limit, switch=0.0)
 
     def begin(self, plan: RoundPlan) -> "StreamedRound | None":
         """Be ready for a round that ranks may leave: one that waits for every response. None for any other."""
         size = self.engine.parallel.size
         self.policy.profile = self.times[size]
-        self.policy.shard_replicas = replicas_together(self.config.trainer.shard, size)
+        self.policy.shard_replicas = replicas_together(self.trainer.config.shard, size)
         return StreamedRound(self, plan) if self.policy.begin(plan.kind) else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,8 +196,8 @@ class StreamedRound:
         share = assign_by_load([e.num_tokens for _, e in ready], self.world.size - first)[self.world.rank - first]
         self.backlog = [ready[i] for i in share]
         r.samples = {id: sample for id, sample in r.samples.items() if not self.missing[id[:2]]}
-        r.pool.forget(keep=())
-        r.pool.drain()
+        r.graders.forget(keep=())
+        r.graders.drain()
         r.engine.free_memory()
 
     def _take_over(self, r: Round, left: Sequence[dict[SampleId, tuple[Sample, Reward | None]]]) -> None:
@@ -207,13 +215,13 @@ class StreamedRound:
     def _examples(self, samples: dict[SampleId, Sample]) -> Ready:
         """Return what there is to learn from samples whose groups are graded, in one order on all ranks."""
         ready: Ready = []
-        config, count = self.run.config, self.plan.num_responses
+        loss, count = self.run.trainer.loss, self.plan.num_responses
         for id in sorted({id[:2] for id in samples}):
             rewards = [self.rewards[*id, i] for i in range(count)]
-            [advantages] = advantages_of([rewards], [self.prompts[id].task], config).tolist()
+            [advantages] = advantages_of([rewards], [self.prompts[id].task], loss, self.run.reward).tolist()
             here = [i for i in range(count) if (*id, i) in samples]
             own = [samples[*id, i] for i in here], [advantages[i] for i in here]
-            ready += examples_of(self.prompts[id], *own, config)
+            ready += examples_of(self.prompts[id], *own, loss.mask_truncated)
         return ready
 
     # ---- on the ranks that go on decoding --------------------------------------------------------------------
@@ -278,7 +286,7 @@ class StreamedRound:
 
     def _take_chunk(self) -> Ready:
         """Return the first samples of the backlog that make a micro-batch: one at least, if there is any."""
-        room, count = self.run.config.trainer.tokens_per_microbatch, 0
+        room, count = self.run.trainer.config.tokens_per_microbatch, 0
         while count < len(self.backlog) and (room := room - self.backlog[count][1].num_tokens) >= 0:
             count += 1
         chunk, self.backlog = self.backlog[: max(count, 1)], self.backlog[max(count, 1) :]

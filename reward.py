@@ -30,7 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from config import ConfigError, option
-from core import Prompt, Reward
+from core import Prompt, Reward, Sample
 from rewards import grader_files, remote, sandbox
 from rewards.gradings import LARGEST_REWARD, LARGEST_WEIGHT, Job, JobQueue, PoolStats, reward_number
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
@@ -90,6 +90,14 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
     if buffer == 0:
         return 0.0
     return -min(max((num_tokens - (max_tokens - buffer)) / buffer, 0.0), 1.0)
+
+
+def shaped_reward(sample: Sample, reward: Reward, limit: int, buffer: int) -> float:
+    """Return the reward that advantages are made of: the grader's, and the penalty for an overlong response.
+
+    `limit`: most tokens of a response; `buffer`: over so many last tokens the penalty rises (`overlong_penalty`).
+    """
+    return reward.value + overlong_penalty(len(sample.token_ids), limit, buffer)
 
 
 # ---- graders ---------------------------------------------------------------------------------------------

@@ -6,23 +6,18 @@ own copy of the policy in the same order, and carry out the same decision. Nobod
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
-
-import torch
 
 import parallel
 from core import Decision, Finished, Group, Prompt, PromptId, Reward, RoundPlan, Sample, SampleId
 from engine.sequence import sequences_for
-from loss import ADVANTAGES
-from metrics import Clock, quantiles
+from metrics import Clock
 from parallel import World
 from policies.placement import Placement
-from reward import overlong_penalty
-from rewards.judge import Graders
+from reward import shaped_reward
 from rollout import Engine
-from scheduler import window
-from settings import Config
+from scheduler import SchedulerConfig, window
 
 GRADING_SECONDS = 0.05  # between two looks for grades, once nothing is decoded any more
 
@@ -33,6 +28,23 @@ class Referee(Protocol):
     def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float]) -> Decision: ...
 
     def accepted_ids(self) -> list[SampleId]: ...
+
+
+class Graders(Protocol):
+    """Grades samples beside decoding: a `reward.RewardPool`, or several ways at once (`rewards.judge.Graders`)."""
+
+    @property
+    def num_pending(self) -> int: ...
+
+    def submit(self, key: Hashable, task: str, response: str, answer: str, row: dict) -> None: ...
+
+    def poll(self) -> list[tuple[Any, Reward]]: ...
+
+    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Any, Reward]]: ...
+
+    def drain(self) -> list[tuple[Any, Reward]]: ...
+
+    def forget(self, keep: Iterable[Hashable]) -> None: ...
 
 
 class Streaming(Protocol):
@@ -58,17 +70,19 @@ class Round:
 
     def __init__(
         self,
-        config: Config,
         engine: Engine,
-        pool: Graders,
-        tokenizer: Any,
+        graders: Graders,
         world: World,
         clock: Clock,
-        progress: Callable[[str, int, int], None],
+        config: SchedulerConfig,
+        seed: int = 0,
+        overlong_buffer: int = 0,
+        progress: Callable[[str, int, int], None] = lambda *_: None,
         streaming: Streaming | None = None,
     ):
-        self.config, self.engine, self.pool, self.tokenizer = config, engine, pool, tokenizer
-        self.world, self.clock, self.progress, self.streaming = world, clock, progress, streaming
+        """`seed`: of sampling; `overlong_buffer`: as in `reward.shaped_reward`."""
+        self.engine, self.graders, self.world, self.clock, self.config = engine, graders, world, clock, config
+        self.seed, self.overlong_buffer, self.progress, self.streaming = seed, overlong_buffer, progress, streaming
         self.speaks = engine.parallel.rank == 0  # the other ranks of a replica have the same samples
         self.placement = Placement(engine.parallel.num_replicas)
         self.prompts: dict[PromptId, tuple[int, Prompt]] = {}
@@ -78,6 +92,7 @@ class Round:
         self.iteration = self.windows = self.migrated = 0
         self.decode_steps = self.decoded = 0  # steps without prefill, and the tokens that they drew
         self.record: dict[str, Any] = {}
+        self.audited: dict[SampleId, tuple[int, float]] = {}
 
     # ---- the round -------------------------------------------------------------------------------------------
 
@@ -97,17 +112,17 @@ class Round:
             self.placement.remove([*(event.id for event in finished), *decision.abort])
             self._abort(decision.abort)
             self._launch(decision.launch)
-            if self.config.scheduler.migrate:
+            if self.config.migrate:
                 self.hand_over(self.placement.handovers())
             self.windows += 1
             if self.streaming and self.streaming.observe(self, finished, [t for _, _, t in everyone], decision.done):
                 return self.streaming.train(self)
         if not plan.audit:
-            self.pool.forget(keep=referee.accepted_ids())
+            self.graders.forget(keep=referee.accepted_ids())
         with self.clock.span("reward"):
             if self.streaming and self.streaming.has_left:
                 self._grade_the_rest(self.streaming)
-            self.rewards.update(self.pool.drain())
+            self.rewards.update(self.graders.drain())
         if self.streaming:
             self.streaming.end(self)
 
@@ -115,8 +130,8 @@ class Round:
         """Wait for grades in windows without steps, so that those who train get the groups that become ready."""
         waits = True
         while waits:
-            self.rewards.update(self.pool.poll())
-            own = streaming.tell(self), self.pool.num_pending
+            self.rewards.update(self.graders.poll())
+            own = streaming.tell(self), self.graders.num_pending
             told, pending = zip(*parallel.gather_objects(self.world, own), strict=True)
             waits = any(pending)
             streaming.observe(self, (), told, is_last=not waits)
@@ -124,13 +139,12 @@ class Round:
                 time.sleep(GRADING_SECONDS)
 
     def _launch(self, prompts: Sequence[tuple[int, Prompt]], expected: Sequence[float] = ()) -> None:
-        c = self.config
         self.prompts.update({(epoch, prompt.index): (epoch, prompt) for epoch, prompt in prompts})
         ids = [(epoch, prompt.index) for epoch, prompt in prompts]
         shares = self.placement.launch(ids, self.plan.num_responses, expected)
         for i in shares[self.engine.parallel.replica]:
-            limits = c.rollout.max_response_tokens, c.rollout.stop
-            for sequence in sequences_for(*prompts[i], self.plan.num_responses, c.run.seed, *limits):
+            limits = self.engine.config.max_response_tokens, self.engine.config.stop
+            for sequence in sequences_for(*prompts[i], self.plan.num_responses, self.seed, *limits):
                 self.engine.add(sequence)
 
     def _decode(self) -> list[Finished]:
@@ -146,7 +160,7 @@ class Round:
                 self.samples[sample.id] = sample
                 self.grade(sample)
                 events.append(Finished(self.iteration + steps, sample.id, len(sample.token_ids)))
-            self.rewards.update(self.pool.poll())
+            self.rewards.update(self.graders.poll())
         # A replica that ran dry counts on, so that iterations mean the same on all.
         self.iteration += steps if iterations == math.inf else int(iterations)
         return events
@@ -154,13 +168,13 @@ class Round:
     def grade(self, sample: Sample) -> None:
         """Have a finished sample graded, beside whatever comes next."""
         _, prompt = self.prompts[sample.id[:2]]
-        text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        self.pool.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
+        text = self.engine.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        self.graders.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
 
     def _window(self) -> tuple[float, float]:
         """Return how many iterations and how many seconds the next window has."""
         streams, feeds = (self.streaming.may_leave, self.streaming.has_left) if self.streaming else (False, False)
-        return window(self.config.scheduler, self.plan.kind, self.placement.num_replicas, streams, feeds)
+        return window(self.config, self.plan.kind, self.placement.num_replicas, streams, feeds)
 
     def _step(self) -> list[Sample]:
         stats = self.engine.stats
@@ -182,7 +196,7 @@ class Round:
         mine = [id for id in ids if id in self.samples]
         if mine:
             with self.clock.span("reward"):
-                self.rewards.update(self.pool.wait(mine))
+                self.rewards.update(self.graders.wait(mine))
         return {id: self.shaped(id) for id in mine}
 
     def _abort(self, ids: Collection[SampleId]) -> None:
@@ -209,21 +223,18 @@ class Round:
     def collect(self) -> list[Group]:
         """Return the accepted groups, the same on every rank, in an order that does not depend on how many there are.
 
-        After this `aborted` holds the tokens of every rank's aborted responses, `record` what the records want.
+        After this `aborted` holds the tokens of every rank's aborted responses, `record` what the records want, and
+        `audited` the (tokens, shaped reward) of every response when the plan is to be audited.
         """
         accepted = self.referee.accepted_ids()
         mine = {id: (self.samples[id], self.rewards[id]) for id in accepted if id in self.samples}
-        seen = {}
-        if self.plan.audit:
-            seen = {id: (len(s.token_ids), self.shaped(id)) for id, s in self.samples.items()}
+        seen = {id: (len(s.token_ids), self.shaped(id)) for id, s in self.samples.items()} if self.plan.audit else {}
         trained: dict[SampleId, tuple[Sample, Reward]] = {}
         for part, aborted, audited in parallel.gather_objects(self.world, (mine, self.aborted, seen)):
             trained |= part
             self.aborted |= aborted
-            seen |= audited
+            self.audited |= audited
         self.record = {"windows": self.windows, "migrated": self.migrated}
-        if self.plan.audit:
-            self.record["audited"] = audit_report(accepted, seen, ADVANTAGES[self.config.loss.advantage])
         groups: dict[PromptId, list[tuple[Sample, Reward]]] = {id[:2]: [] for id in sorted(accepted)}
         for id in sorted(accepted):
             groups[id[:2]].append(trained[id])
@@ -235,40 +246,5 @@ class Round:
         return Group(prompt, epoch, samples, rewards)
 
     def shaped(self, id: SampleId) -> float:
-        return shaped_reward(self.config, self.samples[id], self.rewards[id])
-
-
-def shaped_reward(config: Config, sample: Sample, reward: Reward) -> float:
-    """Return what advantages are made of: the grader's reward and the penalty for overlong answers."""
-    limit, buffer = config.rollout.max_response_tokens, config.reward.overlong_buffer
-    return reward.value + overlong_penalty(len(sample.token_ids), limit, buffer)
-
-
-def audit_report(
-    accepted: Sequence[SampleId], responses: Mapping[SampleId, tuple[int, float]], advantage: Callable
-) -> dict[str, Any]:
-    """Compare what a race keeps with what it leaves out, all having run to their end.
-
-    `responses`: (tokens, reward) of every launched response. Advantages are those within all launched responses of a
-    prompt. Sets: `accepted` is trained; `censored_responses`, of the same prompts, are lost and bias the groups towards
-    short responses; the responses of `censored_prompts` are only put off to another round.
-    """
-    ids = sorted(responses)
-    prompts = sorted({id[:2] for id in ids})
-    rewards = torch.tensor([responses[id][1] for id in ids], dtype=torch.float64).view(len(prompts), -1)  # [P, R]
-    advantages = dict(zip(ids, advantage(rewards).flatten().tolist(), strict=True))
-    kept, kept_prompts = set(accepted), {id[:2] for id in accepted}
-    sets = {
-        "accepted": [id for id in ids if id in kept],
-        "censored_responses": [id for id in ids if id not in kept and id[:2] in kept_prompts],
-        "censored_prompts": [id for id in ids if id[:2] not in kept_prompts],
-    }
-    return {
-        name: {
-            "responses": len(part),
-            "length": quantiles([responses[id][0] for id in part]),
-            "reward": quantiles([responses[id][1] for id in part]),
-            "advantage": quantiles([advantages[id] for id in part]),
-        }
-        for name, part in sets.items()
-    }
+        limit = self.engine.config.max_response_tokens
+        return shaped_reward(self.samples[id], self.rewards[id], limit, self.overlong_buffer)

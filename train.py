@@ -27,7 +27,7 @@ import parallel
 from config import ConfigError, describe, dump_toml, flatten, load_config
 from core import Group, Prompt, RoundPlan, SampleId
 from data import PromptStream, dump_groups, load_groups, load_prompts
-from learning import group_advantages, learn
+from learning import audit_report, group_advantages, learn
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from model import Model
 from overlap import StreamTraining
@@ -94,12 +94,14 @@ def take_step(run: "Run", clock: Clock) -> dict[str, Any]:
         streaming = run.streaming.begin(plan) if run.streaming else None
         groups, current = roll_out(run, plan, run.policy, clock, streaming)
         tokens = run.policy.race.tokens | current.aborted  # of all launched responses
+        if plan.audit:
+            current.record["audited"] = audit_report(run.policy.accepted_ids(), current.audited, config.loss)
         played = asdict(run.policy.close(current.aborted)) | current.record
         if streaming:
             done, played["stream"] = streaming.settle(groups)
     with clock.span("train"):
-        advantages = group_advantages(groups, config)
-        updates = learn(run.trainer, groups, advantages, config, done)
+        advantages = group_advantages(groups, config.loss, config.reward, config.rollout.max_response_tokens)
+        updates = learn(run.trainer, groups, advantages, done)
     with clock.span("sync"):
         run.step += 1
         run.engine.load_weights(run.trainer.model, run.step)
@@ -118,8 +120,9 @@ def roll_out(
     run: "Run", plan: RoundPlan, referee: Referee, clock: Clock, streaming: Streaming | None = None
 ) -> tuple[list[Group], Round]:
     """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
-    rooms = run.engine, run.pool, run.tokenizer, run.world, clock, run.recorder.progress
-    current = Round(run.config, *rooms, streaming)
+    c = run.config
+    told = c.scheduler, c.run.seed, c.reward.overlong_buffer, run.recorder.progress
+    current = Round(run.engine, run.pool, run.world, clock, *told, streaming)
     with clock.span("rollout"):
         current.play(plan, referee)
     with clock.span("exchange"):
@@ -311,7 +314,7 @@ def build(config: Config, world: World, resume: bool) -> Run:
     groups, engine, planner = build_rollout(config, model, ends, tokenizer, world)
     streaming = None
     if config.stream.policy != "off" and world.size > 1:
-        streaming = StreamTraining(config, engine, trainer, world, groups.by_size)
+        streaming = StreamTraining(config.stream, config.reward, engine, trainer, world, groups.by_size)
     stream = PromptStream(prompts, config.run.seed)
     policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
     step = 0

@@ -50,6 +50,7 @@ from tqdm import tqdm
 
 from core import Prompt, SampleId
 from learning import group_advantages, learn
+from loss import LossConfig
 from metrics import Clock
 from parallel import World
 from reward import RewardConfig
@@ -58,7 +59,6 @@ from rewards.timeouts import TimeoutStats
 from rounds import Round
 from sampling import SamplingConfig
 from scheduler import POLICIES, SchedulerConfig
-from settings import Config
 from tasks import TASKS
 from trainer import Trainer, TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, make_model
@@ -110,9 +110,8 @@ class Prompts:
 def measure(task: str, shape: Shape, engine: TraceEngine, sides: list[Contender], periods: int) -> None:
     """Let the contenders train `periods` periods, taking turns after every step."""
     scheduler = SchedulerConfig(num_prompts=shape.prompts, num_responses=shape.responses)
-    config = Config(rollout=replace(engine.config, max_response_tokens=engine.trace.limit), scheduler=scheduler)
     steps = periods * PERIOD * len(sides)
-    settings = TrainerConfig(lr=1e-5), config.loss, SamplingConfig()
+    settings = TrainerConfig(lr=1e-5), LossConfig(), SamplingConfig()
     trainer = Trainer(engine.weights.model, *settings, WORLD, engine.trace.limit, steps)
     with tqdm(total=steps, desc=task, unit="step", disable=None, leave=False) as bar:
         for period in range(periods):
@@ -123,20 +122,23 @@ def measure(task: str, shape: Shape, engine: TraceEngine, sides: list[Contender]
             for turn in range(PERIOD):
                 for side in in_turn(sides, turn):
                     bar.set_postfix_str(side.name)
-                    step(side, config, engine, trainer, streams[side.name], PERIOD - turn)
+                    step(side, scheduler, engine, trainer, streams[side.name], PERIOD - turn)
                     bar.update()
 
 
-def step(side: Contender, config: Config, engine: TraceEngine, trainer: Trainer, stream: Prompts, left: int) -> None:
+def step(
+    side: Contender, config: SchedulerConfig, engine: TraceEngine, trainer: Trainer, stream: Prompts, left: int
+) -> None:
     """Take one step of train.py's loop."""
     clock, start = Clock(), time.perf_counter()
     plan = side.policy.begin(stream.take, left)
-    current = Round(config, engine, side.graders, TOKENIZER, WORLD, clock, lambda *_: None)
+    current = Round(engine, side.graders, WORLD, clock, config)
     with clock.span("rollout"):
         current.play(plan, side.policy)
     groups = current.collect()
     with clock.span("train"):
-        learn(trainer, groups, group_advantages(groups, config), config)
+        advantages = group_advantages(groups, trainer.loss, FIXED, trainer.max_response_tokens)
+        learn(trainer, groups, advantages)
         engine.load_weights(trainer.model, engine.version + 1)
     with clock.span("settle"):
         side.graders.settle()

@@ -32,10 +32,9 @@ from metrics import Clock
 from overlap import StreamTraining
 from parallel import World
 from policies.overlap import StreamConfig
-from reward import GRADERS, RewardPool
+from reward import GRADERS, RewardConfig, RewardPool
 from rounds import Round
 from scheduler import POLICIES, SchedulerConfig
-from settings import Config
 from sharding import whole
 from trainer import Trainer, TrainerConfig
 
@@ -81,7 +80,7 @@ class Side:
     """A contender with what it knows from round to round."""
 
     name: str
-    config: Config
+    scheduler: SchedulerConfig
     streaming: StreamTraining | None
     steps: list[Played] = field(default_factory=list)
 
@@ -103,14 +102,12 @@ def make_sides(shape: Shape, engine: TraceEngine, world: World) -> tuple[list[Si
         num_responses=shape.responses,
         window_iterations=shape.window,
     )
-    base = Config(rollout=engine.config, scheduler=scheduler, trainer=TrainerConfig(lr=0.0, tokens_per_microbatch=512))
-    limit = engine.config.max_response_tokens
-    trainer = CountingTrainer(engine.weights.model, base.trainer, LossConfig(), engine.sampling, world, limit, 1)
+    settings = TrainerConfig(lr=0.0, tokens_per_microbatch=512), LossConfig(), engine.sampling
+    trainer = CountingTrainer(engine.weights.model, *settings, world, engine.config.max_response_tokens, 1)
     sides = []
     for name, stream in CONTENDERS.items():
-        config = replace(base, stream=stream)
-        made = StreamTraining(config, engine, trainer, world, [1]) if stream.policy != "off" else None
-        sides.append(Side(name, config, made))
+        made = StreamTraining(stream, RewardConfig(), engine, trainer, world, [1]) if stream.policy != "off" else None
+        sides.append(Side(name, scheduler, made))
     return sides, trainer
 
 
@@ -118,18 +115,18 @@ def step(
     side: Side, engine: TraceEngine, trainer: CountingTrainer, pool: RewardPool, turn: int, clock: Clock
 ) -> Played:
     """Take one step of train.py's loop on the prompts of `turn`."""
-    world, config = trainer.world, side.config
-    policy, trainer.added = POLICIES["synchronous"](config.scheduler), 0
+    world, policy, trainer.added = trainer.world, POLICIES["synchronous"](side.scheduler), 0
     plan = policy.begin(Stream(turn).take, 1)
     parallel.barrier(world)
     with clock.span("rollout"):
         streaming = side.streaming.begin(plan) if side.streaming else None
-        current = Round(config, engine, pool, engine.tokenizer, world, clock, lambda *_: None, streaming)
+        current = Round(engine, pool, world, clock, side.scheduler, streaming=streaming)
         current.play(plan, policy)
         groups = current.collect()
         done, record = streaming.settle(groups) if streaming else (set(), {})
     with clock.span("train"):
-        learn(trainer, groups, group_advantages(groups, config), config, done)
+        advantages = group_advantages(groups, trainer.loss, RewardConfig(), trainer.max_response_tokens)
+        learn(trainer, groups, advantages, done)
     seconds, added = zip(*parallel.gather_objects(world, (clock.take(), trainer.added)), strict=True)
     slowest = [max(s[name] for s in seconds) for name in ("rollout", "train")]
     return Played(*slowest, record, abs(sum(len(g.samples) for g in groups) - sum(added)))
@@ -141,7 +138,7 @@ def measure(shape: Shape, num_rounds: int, spans: str, world: World) -> tuple[li
     engine = build_engine(shape, world)
     sides, trainer = make_sides(shape, engine, world)
     bar = progress_bar("step", (num_rounds + 1) * len(sides), world)
-    with RewardPool(Config().reward, {"match"}) as pool, bar:
+    with RewardPool(RewardConfig(), {"match"}) as pool, bar:
         for turn in range(num_rounds + 1):
             for side in in_turn(sides, turn):
                 bar.set_postfix_str(side.name)

@@ -48,7 +48,7 @@ from learning import group_advantages, learn
 from metrics import Clock
 from model import Model, parse_shape
 from parallel import TensorParallel, World
-from reward import RewardPool
+from reward import RewardConfig, RewardPool
 from rollout import Engine, RolloutConfig
 from rounds import Round
 from sampling import SamplingConfig
@@ -207,14 +207,14 @@ class Stream:
 
 
 def play_trace(
-    config: Config, engine: TraceEngine, pool: RewardPool, policy, stream: Stream, left: int, world
+    scheduler: SchedulerConfig, engine: TraceEngine, pool: RewardPool, policy, stream: Stream, left: int, world
 ) -> Played:
     """Play one round on given lengths."""
     clock, before = Clock(), engine.stats.decode_steps
     plan = policy.begin(stream.take, left)
     parallel.barrier(world)
     with clock.span("step"):
-        current = Round(config, engine, pool, engine.tokenizer, world, clock, lambda *_: None)
+        current = Round(engine, pool, world, clock, scheduler)
         with clock.span("rollout"):
             current.play(plan, policy)
         groups = current.collect()
@@ -229,7 +229,8 @@ def step_task(run: Run, period: int, left: int) -> Played:
     with clock.span("step"):
         groups, current = roll_out(run, plan, run.policy, clock)
         with clock.span("train"):
-            learn(run.trainer, groups, group_advantages(groups, run.config), run.config)
+            limit = run.trainer.max_response_tokens
+            learn(run.trainer, groups, group_advantages(groups, run.config.loss, run.config.reward, limit))
         run.step += 1
         run.engine.load_weights(run.trainer.model, run.step)
     return record(period, groups, current, run.policy, clock, run.engine.stats.decode_steps - before)
@@ -255,21 +256,19 @@ def record(
 def measure_trace(shape: Shape, contenders: Sequence[Contender], periods: int, world: World) -> list[Result]:
     """Let all contenders play `periods` periods, taking turns after every round."""
     engine = build_engine(shape, world)
-    base = Config(rollout=engine.config)
     results = [Result(c) for c in contenders]
     common = {"num_prompts": shape.prompts, "num_responses": shape.responses, "window_iterations": shape.window}
     bar = progress_bar("trace", periods * PERIOD * len(contenders), world)
-    with RewardPool(base.reward, {"match"}) as pool, bar:
+    with RewardPool(RewardConfig(), {"match"}) as pool, bar:
         for period in range(periods):
             sides = []
             for result in results:
                 scheduler = SchedulerConfig(**common | result.contender.scheduler)
-                config = replace(base, scheduler=scheduler)
-                sides.append((result, config, POLICIES[scheduler.policy](scheduler), Stream(period)))
+                sides.append((result, scheduler, POLICIES[scheduler.policy](scheduler), Stream(period)))
             for turn in range(PERIOD):
-                for result, config, policy, stream in in_turn(sides, turn):
+                for result, scheduler, policy, stream in in_turn(sides, turn):
                     bar.set_postfix_str(result.contender.name)
-                    result.rounds.append(play_trace(config, engine, pool, policy, stream, PERIOD - turn, world))
+                    result.rounds.append(play_trace(scheduler, engine, pool, policy, stream, PERIOD - turn, world))
                     bar.update()
     return results
 

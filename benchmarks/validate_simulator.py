@@ -152,7 +152,8 @@ def step(run: Run, left: int) -> dict[str, float]:
         tokens = run.policy.race.tokens | current.aborted
         run.policy.close(current.aborted)
         with clock.span("train"):
-            learn(run.trainer, groups, group_advantages(groups, run.config), run.config, done)
+            limit = run.trainer.max_response_tokens
+            learn(run.trainer, groups, group_advantages(groups, run.config.loss, run.config.reward, limit), done)
         with clock.span("sync"):
             run.step += 1
             run.engine.load_weights(run.trainer.model, run.step)

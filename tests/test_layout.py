@@ -80,6 +80,12 @@ def test_low_rooms_do_not_import_high_ones() -> None:
     assert "trainer" not in reachable("rollout") and "rollout" not in reachable("trainer")
 
 
+def test_rooms_take_the_settings_that_they_use_and_only_the_top_knows_them_all() -> None:
+    for room in ("rollout", "rounds", "learning", "overlap", "trainer"):
+        assert "settings" not in reachable(room), room
+    assert not reachable("rounds") & {"trainer", "rewards.judge", "warm_start"}
+
+
 @pytest.mark.parametrize("room", NO_TORCH)
 def test_no_torch_by_any_path(room: str) -> None:
     assert not reachable(room) & {"torch", "transformers", "safetensors"}

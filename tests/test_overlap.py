@@ -91,9 +91,10 @@ def streamed_gradients(world: World, settings: list[str]) -> None:
             assert own <= done and bool(own) == (world.rank >= world.size // 2)
             assert any(map(any, arrived)) == bool(own), "some were ready before the scale-down, some came later"
             arrived.clear()
-            advantages = train.group_advantages(groups, config)
-            streamed = train.learn(run.trainer, groups, advantages, config, done)[0]
-            plain = train.learn(run.trainer, groups, advantages, config)[0]
+            limit = config.rollout.max_response_tokens
+            advantages = train.group_advantages(groups, config.loss, config.reward, limit)
+            streamed = train.learn(run.trainer, groups, advantages, done)[0]
+            plain = train.learn(run.trainer, groups, advantages)[0]
             mine, expected = seen[-2:]
             assert expected.norm() > 1e-3
             assert (mine - expected).norm() / expected.norm() < 1e-6, name

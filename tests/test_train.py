@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +22,10 @@ from checkpoint import list_checkpoints, load_tokenizer
 from config import ConfigError, flatten, load_config
 from core import Group, Prompt, Reward, Sample
 from data import PromptStream, load_groups
+from loss import LossConfig
 from metrics import Recorder, read_records
 from parallel import World
+from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts
 from scheduler import POLICIES, SchedulerConfig
 from settings import Config, check, check_scheduler
@@ -596,7 +597,7 @@ def test_a_graders_weight_scales_its_advantages():
     prompts = [Prompt(i, (1,), "", "", task) for i, task in enumerate(("a", "b"))]
     samples = tuple(Sample(0, r, 0, (1,), (0.0,), "stop", 0) for r in range(2))
     groups = [Group(prompt, 0, samples, (Reward(0.0), Reward(1.0))) for prompt in prompts]
-    plain = train.group_advantages(groups, Config())
-    weighted = train.group_advantages(groups, replace(Config(), reward=replace(Config().reward, weights="b=0.5")))
+    plain = train.group_advantages(groups, LossConfig(), RewardConfig(), 24)
+    weighted = train.group_advantages(groups, LossConfig(), RewardConfig(weights="b=0.5"), 24)
     assert plain[0].tolist() == plain[1].tolist() and plain.abs().min() > 0
     assert weighted[0].tolist() == plain[0].tolist() and weighted[1].tolist() == (plain[1] / 2).tolist()
