@@ -11,7 +11,7 @@ import json
 import math
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ def option(
     min: float | None = None,
     above: float | None = None,
     max: float | None = None,
-    choices: tuple[str, ...] | None = None,
+    choices: Collection[str] | None = None,
 ) -> Any:
     """A dataclass field with its meaning and limits. `min` and `max` are inclusive, `above` is not."""
     limits = {"min": min, "above": above, "max": max, "choices": choices}
@@ -48,10 +48,10 @@ def option(
 
 
 def entry(default: str, about: str, table: Mapping[str, Any]) -> Any:
-    """A field that names an entry of `table`; what `--help` says of each is the first sentence of its docstring."""
+    """A field that names an entry of `table`, of later ones too; `--help` says the first sentence of each docstring."""
     heads = {name: (value.__doc__ or "").partition("\n")[0] for name, value in table.items()}
     said = "; ".join(f"{name}: {head.partition('. (')[0].rstrip('.')}" for name, head in heads.items())
-    return option(default, f"{about} ({said})", choices=tuple(table))
+    return option(default, f"{about} ({said})", choices=table)
 
 
 def load_config(cls: type[T], path: str | None, overrides: list[str]) -> T:

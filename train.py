@@ -410,7 +410,8 @@ class StopSignal:
 # ---- command line ------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], script: str = __file__) -> int:
+    """Run the command line; return the exit code. `script` is what `--ranks` starts, such as one of examples/."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--help", "-h"):
         parser.add_argument(flag, dest="help", action="store_true")
@@ -431,7 +432,7 @@ def main(argv: list[str]) -> int:
         config = load_config(Config, flags.config[0] if flags.config else None, overrides)
         if launcher.is_wanted(asked):
             if not flags.check:
-                return launcher.launch(__file__, asked, argv)
+                return launcher.launch(script, asked, argv)
             size = launcher.pretend(asked)
         check(config, size, flags.resume, is_main=rank == 0)
     except (ConfigError, OSError) as error:  # of the system: a name that is too long, a folder that may not be read

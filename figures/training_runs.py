@@ -13,6 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/tiny.toml"
+FOLDERS = (".", "engine", "policies", "process", "rewards", "simulation")  # where rooms are
 QUICK = ("run.steps=5", "run.eval_every=5", "data.eval_prompts=16", "warm_start.steps=20", "scheduler.num_prompts=4")
 QUICK += ("rollout.max_response_tokens=64",)
 
@@ -23,7 +24,8 @@ from results import committed, fingerprint
 
 def stamp(quick: bool) -> dict[str, str]:
     """Return commit and date, and a hash of all rooms and the config: `code`. Raises RuntimeError when uncommitted."""
-    files = [*sorted(path.name for path in ROOT.glob("*.py")), CONFIG]
+    rooms = (path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
+    files = [*sorted(str(path.relative_to(ROOT)) for path in rooms), CONFIG]
     code = hashlib.sha256("".join(fingerprint(ROOT / file) for file in files).encode()).hexdigest()[:16]
     commit = "quick" if quick else committed(files)
     return {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()), "code": code}

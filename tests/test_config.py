@@ -250,7 +250,7 @@ def test_every_whole_number_takes_its_limits_and_nothing_beyond(key, default, li
 def test_an_entry_of_a_table_can_be_chosen_and_help_says_what_it_is(key: str, table: dict) -> None:
     section, _, name = key.partition(".")
     field = getattr(settings.Config(), section).__dataclass_fields__[name]
-    assert field.metadata["choices"] == tuple(table)
+    assert [*field.metadata["choices"]] == [*table]
     for entry_name, value in table.items():
         assert f"{entry_name}: " in field.metadata["help"], f"{key}: {entry_name}"
         assert value.__doc__, f"{key}: {entry_name} needs a docstring: --help prints its first sentence"
@@ -280,7 +280,7 @@ def changed(config):
         elif isinstance(value, float):
             new[f.name] = next(x for x in (1 / 3, 2 / 3, 4 / 3) if x != value and x >= (f.metadata["min"] or 0))
         elif f.metadata["choices"]:
-            new[f.name] = f.metadata["choices"][-1]
+            new[f.name] = [*f.metadata["choices"]][-1]
         else:
             new[f.name] = value + "x"
     return replace(config, **new)

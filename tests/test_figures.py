@@ -116,12 +116,13 @@ def test_runs_of_different_code_are_not_mixed(load, tmp_path: Path, monkeypatch)
     monkeypatch.setattr(runs, "ROOT", tmp_path)
     (tmp_path / "configs").mkdir()
     (tmp_path / runs.CONFIG).write_text("a = 1")
-    (tmp_path / "room.py").write_text("A = 1")
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "room.py").write_text("A = 1")
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     (folder / "config.toml").touch()  # a run that began
     runs.beside(folder).write_text(json.dumps(runs.stamp(quick=True)))
-    (tmp_path / "room.py").write_text("A = 2")
+    (tmp_path / "rewards" / "room.py").write_text("A = 2")
     with pytest.raises(SystemExit, match="runs/one was trained by other code"):
         runs.run("one", quick=False)
 

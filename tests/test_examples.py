@@ -1,0 +1,90 @@
+"""The scripts of examples/ do what they say: data, reward, loss and policy of a user's own train a model."""
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+from conftest import ROOT, steps_of
+
+import train
+from config import load_config
+from core import Prompt
+from loss import LOSSES
+from process import launcher
+from reward import resolve_grader
+from scheduler import POLICIES, SchedulerConfig
+from settings import Config
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Run a script of examples/ with a command line, from the root; return its exit code. Its entries do not stay."""
+    tables = LOSSES, POLICIES
+    before = [dict(table) for table in tables]
+    monkeypatch.chdir(ROOT)
+
+    def run(name: str, *arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return ended.value.code
+
+    yield run
+    for table, entries in zip(tables, before):
+        table.clear()
+        table.update(entries)
+
+
+@pytest.fixture
+def tiny(settings, tmp_path):
+    """Return own.toml and what makes it one step of a tiny model, whose reward is not always the same."""
+    rows = [{"prompt": "1" * (i % 7 + 1), "answer": ""} for i in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"run__steps": 1, "data__train": tmp_path / "data.jsonl", "data__eval_prompts": 0, "warm_start__task": ""}
+    own["data__task"] = f"{ROOT}/tests/graders.py:share_of_digits"
+    return lambda **more: ["--config", "examples/own.toml", *settings(**own | more)]
+
+
+def test_own_data_and_reward(example, tiny, tmp_path, capsys) -> None:
+    config = load_config(Config, str(EXAMPLES / "own.toml"), [])
+    runpy.run_path(str(EXAMPLES / "own_data.py"), run_name="__main__")
+    (tmp_path / "own.jsonl").write_text(capsys.readouterr().out)
+    own = tiny(data__train=tmp_path / "own.jsonl", data__task=config.data.task, run__dump_rollouts="true")
+    assert train.main(own) == 0
+    [record] = steps_of(tmp_path / "run")
+    assert record["reward_errors"] == 0 and record["reward"] < 0.1
+    brief = resolve_grader(config.data.task)
+    assert [brief(text, "41", {}) for text in ("=41", f"{'9' * 97}=41", "=14")] == pytest.approx([1.097, 1.0, 0.0])
+
+
+def test_own_loss(example, tiny, tmp_path) -> None:
+    """The built-in loss would clip every second update."""
+    bounds = {"trainer__updates_per_step": 2, "loss__clip_low": 0, "loss__clip_high": 0}
+    assert example("own_loss.py", *tiny(loss__name="unclipped", **bounds)) == 0
+    [record] = steps_of(tmp_path / "run")
+    assert record["train"]["grad_norm"] > 0 and record["train"]["clip_fraction"] == 0
+
+
+def test_own_policy(example, tiny, tmp_path) -> None:
+    assert example("own_policy.py", *tiny(scheduler__policy="longest_first")) == 0
+    [record] = steps_of(tmp_path / "run")
+    assert record["train"]["grad_norm"] > 0 and record["round"]["kind"] == "long"
+    numbers = count()
+
+    def take(n: int) -> list[tuple[int, Prompt]]:
+        return [(0, Prompt(i := next(numbers), (1,) * (i % 3 + 1), "", "", "math")) for _ in range(n)]
+
+    plan = POLICIES["longest_first"](SchedulerConfig(num_prompts=4)).begin(take, 1)
+    assert [prompt.index for _, prompt in plan.prompts] == [2, 1, 0, 3]
+
+
+def test_ranks_start_the_script_that_has_the_entry(example, tiny, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr(launcher, "launch", lambda script, *_: started.append(script) or 0)
+    assert example("own_loss.py", *tiny(loss__name="unclipped"), "--ranks=2") == 0
+    assert started == [str(EXAMPLES / "own_loss.py")]
