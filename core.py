@@ -1,6 +1,7 @@
 """The data types that cross rooms. Frozen values, no logic beyond properties."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,21 +17,61 @@ class Prompt:
     where: str = ""  # file and line, for messages
 
 
+class VisitId(NamedTuple):
+    """The name of a visit. A plain tuple with names: it equals, sorts, prints and is stored as (epoch, prompt)."""
+
+    epoch: int
+    prompt: int  # its index
+
+    def sample(self, response: int) -> "SampleId":
+        return SampleId(*self, response)
+
+    def __repr__(self) -> str:  # messages and random seeds contain it
+        return repr(tuple(self))
+
+
+class SampleId(NamedTuple):
+    """The name of a sample: the visit, and which response to it. As plain a tuple as `VisitId`."""
+
+    epoch: int
+    prompt: int
+    response: int
+
+    @property
+    def visit(self) -> VisitId:
+        return VisitId(self.epoch, self.prompt)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A prompt in an epoch: what a round launches and the run trains once."""
+
+    epoch: int
+    prompt: Prompt
+
+    @property
+    def id(self) -> VisitId:
+        return VisitId(self.epoch, self.prompt.index)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One finished response to a prompt. Never overwritten: a reward or an advantage makes a new object."""
 
     prompt_index: int
     response_index: int  # 0 .. num_responses - 1 within the prompt
-    epoch: int  # the prompt's visit; (epoch, prompt_index, response_index) names a sample
+    epoch: int  # of the prompt's visit
     token_ids: tuple[int, ...]  # response only, the end token included when there is one
     logprobs: tuple[float, ...]  # of the distribution that was sampled, one per response token
     finish_reason: str  # "stop" (end token or stop text) or "length" (limit reached)
     weights_version: int  # the optimizer step whose weights generated it
 
     @property
-    def id(self) -> tuple[int, int, int]:
-        return (self.epoch, self.prompt_index, self.response_index)
+    def id(self) -> SampleId:
+        return SampleId(self.epoch, self.prompt_index, self.response_index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +99,12 @@ class Group:
         return sum(len(sample.token_ids) for sample in self.samples)
 
 
-PromptId = tuple[int, int]  # (epoch, prompt index)
-SampleId = tuple[int, int, int]  # (epoch, prompt index, response index)
-
-
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
     """Which prompts a round launches and how much of it is kept. (RollPacker, section 3)"""
 
     kind: str  # "long": no speculation, every response is awaited; "short": a race
-    prompts: tuple[tuple[int, Prompt], ...]  # (epoch, prompt) in launch order
+    prompts: tuple[Visit, ...]  # in launch order
     num_responses: int  # launched per prompt
     keep_prompts: int
     keep_responses: int  # per kept prompt
@@ -89,7 +126,7 @@ class Decision:
     """What every rank does at the end of a window."""
 
     abort: tuple[SampleId, ...] = ()
-    launch: tuple[tuple[int, Prompt], ...] = ()  # as in a plan, with its `num_responses`
+    launch: tuple[Visit, ...] = ()  # as in a plan, with its `num_responses`
     grade: tuple[SampleId, ...] = ()  # whose rewards the next window's events bring along
     done: bool = False
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import numpy as np
 
 from config import ConfigError, option, regular
-from core import Group, Prompt, Reward, Sample
+from core import Group, Prompt, Reward, Sample, Visit
 from reward import GRADERS, TASK_OF_JUDGE, check_grader
 from rewards.gradings import reward_number
 from tasks import TASKS, is_held_out
@@ -284,7 +284,7 @@ def _check_lengths(prompts: list[Prompt], max_prompt_tokens: int) -> list[Prompt
     return prompts
 
 
-class PromptStream:
+class PromptCursor:
     """The cursor over the training prompts: each epoch is a seeded permutation, every prompt once."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int):
@@ -295,14 +295,14 @@ class PromptStream:
     def _permutation(self) -> np.ndarray:
         return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.prompts))
 
-    def take(self, count: int) -> list[tuple[int, Prompt]]:
-        """Return the next `count` (epoch, prompt) pairs; an epoch that ends is followed by the next."""
+    def take(self, count: int) -> list[Visit]:
+        """Return the next `count` visits; an epoch that ends is followed by the next."""
         taken = []
         for _ in range(count):
             if self.position == len(self.prompts):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._permutation()
-            taken.append((self.epoch, self.prompts[self._order[self.position]]))
+            taken.append(Visit(self.epoch, self.prompts[self._order[self.position]]))
             self.position += 1
         return taken
 

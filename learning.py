@@ -83,14 +83,14 @@ def audit_report(
     short responses; the responses of `censored_prompts` are only put off to another round.
     """
     ids = sorted(responses)
-    prompts = sorted({id[:2] for id in ids})
+    prompts = sorted({id.visit for id in ids})
     rewards = torch.tensor([responses[id][1] for id in ids], dtype=torch.float64).view(len(prompts), -1)  # [P, R]
     advantages = dict(zip(ids, ADVANTAGES[loss.advantage](rewards).flatten().tolist(), strict=True))
-    kept, kept_prompts = set(accepted), {id[:2] for id in accepted}
+    kept, kept_prompts = set(accepted), {id.visit for id in accepted}
     sets = {
         "accepted": [id for id in ids if id in kept],
-        "censored_responses": [id for id in ids if id not in kept and id[:2] in kept_prompts],
-        "censored_prompts": [id for id in ids if id[:2] not in kept_prompts],
+        "censored_responses": [id for id in ids if id not in kept and id.visit in kept_prompts],
+        "censored_prompts": [id for id in ids if id.visit not in kept_prompts],
     }
     return {
         name: {

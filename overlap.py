@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import parallel
-from core import Finished, Group, PromptId, Reward, RoundPlan, Sample, SampleId
+from core import Finished, Group, Reward, RoundPlan, Sample, SampleId, VisitId
 from learning import advantages_of, examples_of
 from parallel import World
 from policies.overlap import DecodeTimes, Progress, ScaleDown, StreamConfig, StreamPolicy, replicas_together
@@ -96,7 +96,7 @@ class StreamedRound:
     def __init__(self, run: StreamTraining, plan: RoundPlan):
         assert plan.num_responses == plan.keep_responses and len(plan.prompts) == plan.keep_prompts
         self.run, self.plan, self.policy, self.world = run, plan, run.policy, run.world
-        self.prompts = {(epoch, prompt.index): prompt for epoch, prompt in plan.prompts}
+        self.prompts = {visit.id: visit.prompt for visit in plan.prompts}
         self.prompt_tokens = sum(len(p.token_ids) for p in self.prompts.values()) // len(self.prompts)
         self.lengths: dict[SampleId, int] = {}  # tokens of every response that has ended
         self.rewards: dict[SampleId, float] = {}  # shaped, of those that are graded
@@ -148,14 +148,14 @@ class StreamedRound:
         self.decision = self.policy.observe(self._progress([n for part in told for n in part.live]))
         return self.decision is not None and self._scale_down(r)
 
-    def _take_rewards(self, graded: Iterable[tuple[SampleId, float]]) -> list[PromptId]:
+    def _take_rewards(self, graded: Iterable[tuple[SampleId, float]]) -> list[VisitId]:
         """Note new rewards; return the prompts that they make ready to train."""
         ready = []
         for id, reward in sorted(graded):
             if id not in self.rewards:
                 self.rewards[id] = reward
-                self.missing[id[:2]] -= 1
-                ready += [] if self.missing[id[:2]] else [id[:2]]
+                self.missing[id.visit] -= 1
+                ready += [] if self.missing[id.visit] else [id.visit]
         return ready
 
     def _progress(self, live: Sequence[int]) -> Progress:
@@ -172,7 +172,7 @@ class StreamedRound:
         first_freed = replicas * size
         leaves = self.world.rank >= first_freed
         r.hand_over(r.placement.shrink(replicas))
-        held = {id: s for id, s in r.samples.items() if leaves or not self.missing[id[:2]]}
+        held = {id: s for id, s in r.samples.items() if leaves or not self.missing[id.visit]}
         with r.clock.span("hand_over"):
             everyone = parallel.gather_objects(self.world, {id: (s, r.rewards.get(id)) for id, s in held.items()})
         if leaves:
@@ -191,11 +191,11 @@ class StreamedRound:
 
     def _leave(self, r: Round, everyone: Sequence[dict[SampleId, tuple[Sample, Reward | None]]], first: int) -> None:
         """Keep one's share of what is ready to train, forget the rest, free the pages."""
-        samples = {id: sample for part in everyone for id, (sample, _) in part.items() if not self.missing[id[:2]]}
+        samples = {id: sample for part in everyone for id, (sample, _) in part.items() if not self.missing[id.visit]}
         ready = self._examples(samples)
         share = assign_by_load([e.num_tokens for _, e in ready], self.world.size - first)[self.world.rank - first]
         self.backlog = [ready[i] for i in share]
-        r.samples = {id: sample for id, sample in r.samples.items() if not self.missing[id[:2]]}
+        r.samples = {id: sample for id, sample in r.samples.items() if not self.missing[id.visit]}
         r.graders.forget(keep=())
         r.graders.drain()
         r.engine.free_memory()
@@ -204,7 +204,7 @@ class StreamedRound:
         """Have the finished samples of those who leave; what they have not graded is graded here, from the start."""
         mine = left[r.engine.parallel.replica :: self.decision.replicas] if r.speaks else ()
         for id, (sample, reward) in ((id, held) for part in mine for id, held in part.items()):
-            if not self.missing[id[:2]]:
+            if not self.missing[id.visit]:
                 continue
             r.samples[id] = sample
             if reward:
@@ -216,20 +216,20 @@ class StreamedRound:
         """Return what there is to learn from samples whose groups are graded, in one order on all ranks."""
         ready: Ready = []
         loss, count = self.run.trainer.loss, self.plan.num_responses
-        for id in sorted({id[:2] for id in samples}):
-            rewards = [self.rewards[*id, i] for i in range(count)]
+        for id in sorted({id.visit for id in samples}):
+            rewards = [self.rewards[id.sample(i)] for i in range(count)]
             [advantages] = advantages_of([rewards], [self.prompts[id].task], loss, self.run.reward).tolist()
-            here = [i for i in range(count) if (*id, i) in samples]
-            own = [samples[*id, i] for i in here], [advantages[i] for i in here]
+            here = [i for i in range(count) if id.sample(i) in samples]
+            own = [samples[id.sample(i)] for i in here], [advantages[i] for i in here]
             ready += examples_of(self.prompts[id], *own, loss.mask_truncated)
         return ready
 
     # ---- on the ranks that go on decoding --------------------------------------------------------------------
 
-    def _send(self, r: Round, prompts: Sequence[PromptId]) -> None:
+    def _send(self, r: Round, prompts: Sequence[VisitId]) -> None:
         """Send the samples that became ready, or that there are none: who waits knows that the rollout goes on."""
         ready = set(prompts)
-        examples = self._examples({id: s for id, s in r.samples.items() if id[:2] in ready})
+        examples = self._examples({id: s for id, s in r.samples.items() if id.visit in ready})
         loads = [e.num_tokens for _, e in examples]
         shares = assign_by_load(loads, len(self.waiting), self.sent) if self.waiting else []
         for i, (target, share) in enumerate(zip(self.waiting, shares, strict=True)):

@@ -206,13 +206,13 @@ def subsets(world: World, parts: Iterable[Sequence[int]]) -> list[World | None]:
     return worlds
 
 
-def own_group(world: World, groups: Iterable[list[int]]) -> Any:
+def own_group(world: World, parts: Iterable[list[int]]) -> Any:
     """Make a process group of each list of ranks; return the one that this rank is in.
 
     torch's own default would be 10 or 30 minutes, whatever the other groups wait.
     """
     timeout = timedelta(seconds=world.timeout_seconds)
-    made = [(ranks, dist.new_group(ranks, timeout)) for ranks in groups]
+    made = [(ranks, dist.new_group(ranks, timeout)) for ranks in parts]
     return next(group for ranks, group in made if world.rank in ranks)
 
 
@@ -340,7 +340,7 @@ def check_group_size(size: int, num_ranks: int, node_size: int) -> None:
     raise ConfigError(f"rollout.tensor_parallel = {size} does not divide {where}; possible here: {possible}")
 
 
-class Groups:
+class TPGroups:
     """The tensor-parallel groups of each size, made and used once at the start: none is made later. Collective."""
 
     def __init__(self, world: World, sizes: Iterable[int]):

@@ -20,9 +20,10 @@ from tqdm import tqdm
 import checkpoint
 import parallel
 from config import ConfigError, load_config
+from core import SampleId
 from engine.pages import has_room
 from engine.sequence import Sequence
-from parallel import Groups, World
+from parallel import TPGroups, World
 from policies.planner import Profile, SizeProfile
 from process import launcher
 from rollout import Engine
@@ -40,15 +41,15 @@ def make_profile(config: Config, folder: Path, world: World, contexts: List[int]
     """
     model = checkpoint.load_model(folder, world.device, model_dtype(config, world.device.type)).requires_grad_(False)
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
-    groups = Groups(world, sizes)
-    engine = Engine(model, config.rollout, config.sampling, (), parallel=groups[sizes[0]], sizes=sizes)
+    tp_groups = TPGroups(world, sizes)
+    engine = Engine(model, config.rollout, config.sampling, (), parallel=tp_groups[sizes[0]], sizes=sizes)
     made_on = profile_conditions(config, model.shape, world.size, world.device)
-    return Profile(made_on, measure(engine, groups, world, contexts))
+    return Profile(made_on, measure(engine, tp_groups, world, contexts))
 
 
 def measure(
     engine: Engine,
-    groups: Groups,
+    tp_groups: TPGroups,
     world: World,
     contexts: List[int] = (),
     of_ranks: Callable[[List[float]], float] = max,
@@ -62,7 +63,7 @@ def measure(
     longest = engine.config.max_prompt_tokens + engine.config.max_response_tokens
     sizes = {}
     for size, num_pages in sorted(engine.num_pages.items()):
-        engine.regroup(groups[size])
+        engine.regroup(tp_groups[size])
         points = [Point(engine, b, c) for b in batches for c in contexts or (longest // 16, longest // 4, longest)]
         points = [point for point in points if point.fits]
         if not any(point.batch == 1 for point in points):
@@ -115,7 +116,7 @@ class Point:
             for _ in range(self.steps):
                 engine.step()
             blocks.append((_now(world) - start) / self.steps)
-        engine.abort([(0, i, 0) for i in range(self.batch)])
+        engine.abort([SampleId(0, i, 0) for i in range(self.batch)])
         return prefill, median(blocks)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from typing import Any, Protocol
 
 import parallel
-from core import Decision, Finished, Group, Prompt, PromptId, Reward, RoundPlan, Sample, SampleId
+from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Visit, VisitId
 from engine.sequence import sequences_for
 from metrics import Clock
 from parallel import World
@@ -85,7 +85,7 @@ class Round:
         self.seed, self.overlong_buffer, self.progress, self.streaming = seed, overlong_buffer, progress, streaming
         self.speaks = engine.parallel.rank == 0  # the other ranks of a replica have the same samples
         self.placement = Placement(engine.parallel.num_replicas)
-        self.prompts: dict[PromptId, tuple[int, Prompt]] = {}
+        self.prompts: dict[VisitId, Visit] = {}
         self.samples: dict[SampleId, Sample] = {}  # finished on this rank
         self.rewards: dict[SampleId, Reward] = {}  # graded on this rank
         self.aborted: dict[SampleId, int] = {}  # tokens of the responses that were stopped on this rank
@@ -138,13 +138,13 @@ class Round:
             if waits:
                 time.sleep(GRADING_SECONDS)
 
-    def _launch(self, prompts: Sequence[tuple[int, Prompt]], expected: Sequence[float] = ()) -> None:
-        self.prompts.update({(epoch, prompt.index): (epoch, prompt) for epoch, prompt in prompts})
-        ids = [(epoch, prompt.index) for epoch, prompt in prompts]
+    def _launch(self, prompts: Sequence[Visit], expected: Sequence[float] = ()) -> None:
+        ids = [visit.id for visit in prompts]
+        self.prompts.update(zip(ids, prompts, strict=True))
         shares = self.placement.launch(ids, self.plan.num_responses, expected)
         for i in shares[self.engine.parallel.replica]:
             limits = self.engine.config.max_response_tokens, self.engine.config.stop
-            for sequence in sequences_for(*prompts[i], self.plan.num_responses, self.seed, *limits):
+            for sequence in sequences_for(prompts[i], self.plan.num_responses, self.seed, *limits):
                 self.engine.add(sequence)
 
     def _decode(self) -> list[Finished]:
@@ -167,7 +167,7 @@ class Round:
 
     def grade(self, sample: Sample) -> None:
         """Have a finished sample graded, beside whatever comes next."""
-        _, prompt = self.prompts[sample.id[:2]]
+        prompt = self.prompts[sample.id.visit].prompt
         text = self.engine.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
         self.graders.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
 
@@ -235,15 +235,15 @@ class Round:
             self.aborted |= aborted
             self.audited |= audited
         self.record = {"windows": self.windows, "migrated": self.migrated}
-        groups: dict[PromptId, list[tuple[Sample, Reward]]] = {id[:2]: [] for id in sorted(accepted)}
+        groups: dict[VisitId, list[tuple[Sample, Reward]]] = {id.visit: [] for id in sorted(accepted)}
         for id in sorted(accepted):
-            groups[id[:2]].append(trained[id])
+            groups[id.visit].append(trained[id])
         return [self._group(id, rows) for id, rows in groups.items()]
 
-    def _group(self, id: PromptId, rows: Sequence[tuple[Sample, Reward]]) -> Group:
-        epoch, prompt = self.prompts[id]
+    def _group(self, id: VisitId, rows: Sequence[tuple[Sample, Reward]]) -> Group:
+        visit = self.prompts[id]
         samples, rewards = zip(*rows, strict=True)
-        return Group(prompt, epoch, samples, rewards)
+        return Group(visit.prompt, visit.epoch, samples, rewards)
 
     def shaped(self, id: SampleId) -> float:
         limit = self.engine.config.max_response_tokens

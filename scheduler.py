@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from config import entry, option
-from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
+from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 
-Take = Callable[[int], list[tuple[int, Prompt]]]
+Take = Callable[[int], list[Visit]]
 QUEUED = 64  # times num_prompts: the most prompts that wait for a policy that may never take them
 
 
@@ -36,15 +36,15 @@ class Race:
 
     def __init__(self, plan: RoundPlan, take: Take | None = None, max_prompts: int = 0):
         self.plan, self.take, self.max_prompts = plan, take, max_prompts
-        self.prompts: dict[PromptId, tuple[int, Prompt]] = {}
+        self.prompts: dict[VisitId, Visit] = {}
         self.live: dict[SampleId, None] = {}  # in launch order
-        self.kept: dict[PromptId, list[SampleId]] = {}  # the first responses of each prompt
+        self.kept: dict[VisitId, list[SampleId]] = {}  # the first responses of each prompt
         self.tokens: dict[SampleId, int] = {}  # of every response that has ended
-        self.complete: list[PromptId] = []
-        self.closed: list[PromptId] = []  # complete since the last window
-        self.ungraded: list[PromptId] = []  # complete since the last window: dynamic sampling asks for their rewards
-        self.varied: dict[PromptId, bool] = {}  # complete and graded: whether rewards differ
-        self.accepted: list[PromptId] = []
+        self.complete: list[VisitId] = []
+        self.closed: list[VisitId] = []  # complete since the last window
+        self.ungraded: list[VisitId] = []  # complete since the last window: dynamic sampling asks for their rewards
+        self.varied: dict[VisitId, bool] = {}  # complete and graded: whether rewards differ
+        self.accepted: list[VisitId] = []
         self.padded = 0
         self._launch(plan.prompts)
 
@@ -53,7 +53,7 @@ class Race:
         return len(self.accepted) == self.plan.keep_prompts
 
     @property
-    def zero_variance(self) -> list[PromptId]:
+    def zero_variance(self) -> list[VisitId]:
         return [id for id in self.complete if not self.varied.get(id, True)]
 
     def accepted_ids(self) -> list[SampleId]:
@@ -68,7 +68,7 @@ class Race:
         self.ungraded = []
         for event in sorted(finished, key=lambda event: (event.iteration, event.id)):
             self._finish(event)
-        launch: tuple[tuple[int, Prompt], ...] = ()
+        launch: tuple[Visit, ...] = ()
         if not self.decided:
             self.accepted = [id for id in self.complete if self.varied.get(id)][: self.plan.keep_prompts]
         if self.take and not self.decided:
@@ -86,25 +86,24 @@ class Race:
         grade = tuple(id for prompt in self.ungraded for id in self.kept[prompt])
         return Decision(abort, launch, grade, done=self.decided and not self.live)
 
-    def _launch(self, prompts: Sequence[tuple[int, Prompt]]) -> None:
-        for epoch, prompt in prompts:
-            id = epoch, prompt.index
-            assert id not in self.prompts, f"prompt {id} was launched twice"
-            self.prompts[id], self.kept[id] = (epoch, prompt), []
-            self.live.update(dict.fromkeys((*id, r) for r in range(self.plan.num_responses)))
+    def _launch(self, prompts: Sequence[Visit]) -> None:
+        for visit in prompts:
+            assert visit.id not in self.prompts, f"prompt {visit.id} was launched twice"
+            self.prompts[visit.id], self.kept[visit.id] = visit, []
+            self.live.update(dict.fromkeys(visit.id.sample(r) for r in range(self.plan.num_responses)))
 
     def _losers(self) -> tuple[SampleId, ...]:
         """Return what still runs for nothing."""
         if self.decided:
             return tuple(self.live)
-        closed = ((*prompt, r) for prompt in self.closed for r in range(self.plan.num_responses))
+        closed = (prompt.sample(r) for prompt in self.closed for r in range(self.plan.num_responses))
         return tuple(id for id in closed if id in self.live)
 
-    def _is_complete(self, prompt: PromptId) -> bool:
+    def _is_complete(self, prompt: VisitId) -> bool:
         return len(self.kept[prompt]) == self.plan.keep_responses
 
     def _finish(self, event: Finished) -> None:
-        prompt = event.id[:2]
+        prompt = event.id.visit
         del self.live[event.id]
         self.tokens[event.id] = event.num_tokens
         if self._is_complete(prompt):
@@ -123,14 +122,13 @@ class Race:
 class Waiting:
     """A prompt in the long-prompt queue."""
 
-    epoch: int
-    prompt: Prompt
+    visit: Visit
     since: int  # round that first aborted it
     expected: float  # tokens of one response: what its aborted responses came to, so at least this
 
     @property
-    def id(self) -> PromptId:
-        return self.epoch, self.prompt.index
+    def id(self) -> VisitId:
+        return self.visit.id
 
 
 class RoundPolicy(ABC):
@@ -151,11 +149,11 @@ class RoundPolicy(ABC):
         self.wasted_tokens = 0
         self.typical = 1.0  # tokens of a trained response in the newest short round
         self.race: Race | None = None  # the round that is open
-        self._queued: dict[PromptId, Waiting] = {}  # those of this round that come from the queue
+        self._queued: dict[VisitId, Waiting] = {}  # those of this round that come from the queue
 
     @abstractmethod
     def plan(self, take: Take, steps_left: int) -> RoundPlan:
-        """Return the next round, the first of `steps_left`. `take(n)` draws n new (epoch, prompt)."""
+        """Return the next round, the first of `steps_left`. `take(n)` draws n new prompts."""
 
     def requeued(self, count: int) -> list[Waiting]:
         """Take the oldest `count` prompts out of the queue, or as many as there are, for the round that is planned."""
@@ -179,7 +177,7 @@ class RoundPolicy(ABC):
     def _wrong(plan: RoundPlan) -> str:
         if not isinstance(plan, RoundPlan):
             return f"returned {plan!r}; return a RoundPlan"
-        ids = Counter((epoch, prompt.index) for epoch, prompt in plan.prompts)
+        ids = Counter(visit.id for visit in plan.prompts)
         if twice := [id for id, count in ids.items() if count > 1]:
             return f"has the prompt (epoch, index) = {twice[0]} {ids[twice[0]]} times; launch each once"
         prompts, kept = (len(plan.prompts), plan.num_responses), (plan.keep_prompts, plan.keep_responses)
@@ -230,16 +228,16 @@ class RoundPolicy(ABC):
             padded=race.padded,
         )
 
-    def _wait(self, id: PromptId, race: Race, tokens: Mapping[SampleId, int]) -> Waiting:
-        seen = sum(tokens[*id, r] for r in range(race.plan.num_responses)) / race.plan.num_responses
+    def _wait(self, id: VisitId, race: Race, tokens: Mapping[SampleId, int]) -> Waiting:
+        seen = sum(tokens[id.sample(r)] for r in range(race.plan.num_responses)) / race.plan.num_responses
         before = self._queued.get(id)
         since = before.since if before else self.rounds
-        return Waiting(*race.prompts[id], since, max(seen, before.expected if before else 1.0))
+        return Waiting(race.prompts[id], since, max(seen, before.expected if before else 1.0))
 
     def state_dict(self) -> dict:
         """Return plain values: the state between two rounds."""
         assert self.race is None, "a round is open"
-        queue = [(w.epoch, w.prompt.index, w.since, w.expected) for w in self.queue]
+        queue = [(*w.id, w.since, w.expected) for w in self.queue]
         return {
             "queue": queue,
             "rounds": self.rounds,
@@ -248,7 +246,7 @@ class RoundPolicy(ABC):
         }
 
     def load_state_dict(self, state: dict, prompts: Sequence[Prompt]) -> None:
-        self.queue = [Waiting(epoch, prompts[i], since, expected) for epoch, i, since, expected in state["queue"]]
+        self.queue = [Waiting(Visit(epoch, prompts[i]), *rest) for epoch, i, *rest in state["queue"]]
         self.rounds, self.wasted_tokens, self.typical = state["rounds"], state["wasted_tokens"], state["typical"]
 
 
@@ -265,7 +263,7 @@ class TailBatching(RoundPolicy):
     def plan(self, take: Take, steps_left: int) -> RoundPlan:
         c = self.config
         launch = self.num_launched(c.num_prompts, c.eta_prompts)
-        drawn: list[tuple[int, Prompt]] = []
+        drawn: list[Visit] = []
         if len(self.queue) >= c.num_prompts:
             launch = c.num_prompts
         else:
@@ -273,11 +271,11 @@ class TailBatching(RoundPolicy):
         old = self.requeued(launch - len(drawn))
         num_responses = self.num_launched(c.num_responses, c.eta_responses) if drawn else c.num_responses
         speculates = len(drawn) + len(old) > c.num_prompts or num_responses > c.num_responses
-        known = [(w.expected, (w.epoch, w.prompt)) for w in old] + [(self.typical, prompt) for prompt in drawn]
+        known = [(w.expected, w.visit) for w in old] + [(self.typical, visit) for visit in drawn]
         known.sort(key=lambda item: -item[0])  # stable: the longest start first, then the oldest
         return RoundPlan(
             kind="short" if speculates else "long",
-            prompts=tuple(prompt for _, prompt in known),
+            prompts=tuple(visit for _, visit in known),
             num_responses=num_responses,
             keep_prompts=c.num_prompts,
             keep_responses=c.num_responses,

@@ -22,8 +22,8 @@ from statistics import mean
 from typing import Any
 
 from config import ConfigError, describe, load_config, option
-from core import Decision, Finished, Prompt, PromptId, RoundPlan, RoundStats, SampleId
-from data import PromptStream
+from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
+from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
 from policies.overlap import DecodeTimes, ScaleDown, StreamConfig, StreamPolicy
 from policies.placement import Placement, group_sizes
@@ -115,9 +115,9 @@ class SimulationConfig:
 class Rollout:
     """Plays one round as `rounds.Round` does: windows, events, the policy's decisions, moves."""
 
-    def __init__(self, run: "Simulation", plan: RoundPlan, visit: int):
+    def __init__(self, run: "Simulation", plan: RoundPlan, step: int):
         c = run.config.cluster
-        self.run, self.plan, self.visit, self.costs = run, plan, visit, run.choose(plan)
+        self.run, self.plan, self.step, self.costs = run, plan, step, run.choose(plan)
         count = c.gpus // self.costs.tp
         limits = c.page_size, c.max_running, c.shared_prompts
         costs = [run.costs_at(i, self.costs.tp) for i in range(count)]
@@ -126,7 +126,7 @@ class Rollout:
         self.freed: list[Replica] = []
         self.placement = Placement(count)
         self.iteration = self.windows = self.turns = self.migrated = 0
-        self.prompts: dict[PromptId, Prompt] = {}
+        self.prompts: dict[VisitId, Prompt] = {}
         self.ended: dict[SampleId, float] = {}  # seconds since the rollout began
         self.lengths: dict[SampleId, int] = {}
         self.aborted: dict[SampleId, int] = {}
@@ -159,16 +159,16 @@ class Rollout:
                 self._scale_down()
             self.turns += 1
 
-    def _launch(self, prompts: Sequence[tuple[int, Prompt]], expected: Sequence[float] = ()) -> None:
-        ids = [(epoch, prompt.index) for epoch, prompt in prompts]
-        self.prompts.update({id: prompt for id, (_, prompt) in zip(ids, prompts, strict=True)})
+    def _launch(self, prompts: Sequence[Visit], expected: Sequence[float] = ()) -> None:
+        ids = [visit.id for visit in prompts]
+        self.prompts.update({visit.id: visit.prompt for visit in prompts})
         count = self.plan.num_responses
         for replica, share in zip(self.replicas, self.placement.launch(ids, count, expected), strict=True):
             for i in share:
-                lengths = self.run.workload.lengths(ids[i], count, self.visit)
-                size = len(prompts[i][1].token_ids)
+                lengths = self.run.workload.lengths(ids[i], count, self.step)
+                size = len(prompts[i].prompt.token_ids)
                 for r, length in enumerate(lengths):
-                    replica.add(Response((*ids[i], r), size, length))
+                    replica.add(Response(ids[i].sample(r), size, length))
 
     def _decode(self) -> list[Finished]:
         """Go on to the end of the first window in which anything happens. Windows begin together on all replicas."""
@@ -266,7 +266,7 @@ class Simulation:
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, c.seed)
         count = math.ceil(config.scheduler.num_prompts * self.policy.config.eta_prompts) * (c.steps + 1)
         prompts = self.workload.prompts(count)
-        self.data = PromptStream(prompts, c.seed)
+        self.cursor = PromptCursor(prompts, c.seed)
         self.longest = max(len(prompt.token_ids) for prompt in prompts) + self.limit
         self.costs_of = self._costs()
         self.costs = self.costs_of[c.tensor_parallel]
@@ -363,7 +363,7 @@ class Simulation:
     def step(self, step: int) -> None:
         """Play one step: rollout, grading, training, weight sync."""
         c, e = self.config, self.model.efficiency
-        plan = self.policy.begin(self.data.take, c.cluster.steps - step)
+        plan = self.policy.begin(self.cursor.take, c.cluster.steps - step)
         rollout = Rollout(self, plan, step)
         rollout.play(self.policy)
         accepted = self.policy.accepted_ids()
@@ -373,10 +373,10 @@ class Simulation:
         self.newest, self.graded = rollout, graded
         end = rollout.seconds
         reward = max(max(graded[id] for id in accepted) - end, 0.0)
-        size = len(plan.prompts[0][1].token_ids)
+        size = len(plan.prompts[0].prompt.token_ids)
         lengths = {id: rollout.lengths[id] + size for id in accepted}
         streamed, late = self._stream(rollout, lengths, graded)
-        rest = [n for id, n in lengths.items() if id[:2] not in streamed]
+        rest = [n for id, n in lengths.items() if id.visit not in streamed]
         train = self.costs.train(rest, c.cluster.gpus) + late + e.train_seconds
         self.token_seconds = self.costs.train(list(lengths.values()), c.cluster.gpus) / sum(lengths.values())
         if rollout.stream:
@@ -410,14 +410,14 @@ class Simulation:
 
     def _stream(
         self, rollout: Rollout, lengths: Mapping[SampleId, int], graded: Mapping[SampleId, float]
-    ) -> tuple[set[PromptId], float]:
+    ) -> tuple[set[VisitId], float]:
         """Return the prompts that the freed ranks trained beside the rollout, and the seconds of all that this left."""
         if not rollout.freed:
             return set(), 0.0
         gpus, end = len(rollout.freed) * self.costs.tp, rollout.seconds
-        groups: dict[PromptId, list[SampleId]] = {}
+        groups: dict[VisitId, list[SampleId]] = {}
         for id in lengths:
-            groups.setdefault(id[:2], []).append(id)
+            groups.setdefault(id.visit, []).append(id)
         ready = {prompt: max(graded[id] for id in ids) for prompt, ids in groups.items()}
         clock, streamed, share = rollout.freed_at + self.stream.switch, set(), self.model.efficiency.streamable
         for prompt in sorted(ready, key=ready.__getitem__):
@@ -443,7 +443,7 @@ def grade(
     done: dict[SampleId, float] = {}
     running: list[tuple] = []  # programs, by when they end
     for id in sorted(rollout.ended, key=lambda id: (rollout.ended[id], id)):
-        prompt = rollout.prompts[id[:2]]
+        prompt = rollout.prompts[id.visit]
         task = prompt.task if prompt.task in free else "rule"
         begin = max(free[task][0], rollout.ended[id] if config.overlap else end)
         if id not in wanted and begin >= end:

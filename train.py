@@ -25,8 +25,8 @@ import torch
 import checkpoint
 import parallel
 from config import ConfigError, describe, dump_toml, flatten, load_config
-from core import Group, Prompt, RoundPlan, SampleId
-from data import PromptStream, dump_groups, load_groups, load_prompts
+from core import Group, Prompt, RoundPlan, SampleId, Visit
+from data import PromptCursor, dump_groups, load_groups, load_prompts
 from learning import audit_report, group_advantages, learn
 from metrics import Clock, Recorder, peak_memory, quantiles, write_transcripts
 from model import Model
@@ -89,7 +89,7 @@ def take_step(run: "Run", clock: Clock) -> dict[str, Any]:
         with clock.span("rollout"):
             groups = load_groups(Path(config.run.replay), run.step + 1, run.trainer.model.shape.vocab_size)
     else:
-        plan = run.policy.begin(run.stream.take, config.run.steps - run.step)
+        plan = run.policy.begin(run.cursor.take, config.run.steps - run.step)
         regroup(run, plan, clock)
         streaming = run.streaming.begin(plan) if run.streaming else None
         groups, current = roll_out(run, plan, run.policy, clock, streaming)
@@ -133,7 +133,7 @@ def regroup(run: "Run", plan: RoundPlan, clock: Clock) -> None:
     """Let the planner choose the tensor-parallel size of the round and take it. No collective: all choose the same."""
     run.choice = run.planner.choose(plan.kind, Launch.of(plan))
     with clock.span("regroup"):
-        run.engine.regroup(run.groups[run.choice.size])
+        run.engine.regroup(run.tp_groups[run.choice.size])
 
 
 def close_round(run: "Run", kind: str, lengths: tuple[int, ...], record: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def evaluate(run: "Run", clock: Clock) -> dict[str, Any]:
     if not run.held_out:
         return {}
     start = time.perf_counter()
-    prompts = tuple((EVAL_EPOCH, prompt) for prompt in run.held_out)
+    prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in run.held_out)
     plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
     groups, _ = roll_out(run, plan, Race(plan), Clock(parent=clock))
     run.engine.stats = EngineStats()  # the next step's record starts from zero
@@ -269,9 +269,9 @@ class Run:
     engine: Engine
     trainer: Trainer
     pool: Graders
-    stream: PromptStream
+    cursor: PromptCursor
     policy: RoundPolicy
-    groups: parallel.Groups
+    tp_groups: parallel.TPGroups
     planner: ParallelismPlanner
     streaming: StreamTraining | None
     held_out: list[Prompt]
@@ -311,17 +311,17 @@ def build(config: Config, world: World, resume: bool) -> Run:
         reference,
     )
     ends = checkpoint.eos_ids(source, tokenizer, model.shape.vocab_size)
-    groups, engine, planner = build_rollout(config, model, ends, tokenizer, world)
+    tp_groups, engine, planner = build_rollout(config, model, ends, tokenizer, world)
     streaming = None
     if config.stream.policy != "off" and world.size > 1:
-        streaming = StreamTraining(config.stream, config.reward, engine, trainer, world, groups.by_size)
-    stream = PromptStream(prompts, config.run.seed)
+        streaming = StreamTraining(config.stream, config.reward, engine, trainer, world, tp_groups.by_size)
+    cursor = PromptCursor(prompts, config.run.seed)
     policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
     step = 0
     if checkpoints:
         state = checkpoint.load_state(checkpoints[-1])
         trainer.load_state_dict(state["trainer"])
-        stream.load_state_dict(state["stream"])
+        cursor.load_state_dict(state["stream"])
         planner.load_state_dict(state["planner"])
         if streaming and "streaming" in state:
             streaming.load_state_dict(state["streaming"])
@@ -348,13 +348,13 @@ def build(config: Config, world: World, resume: bool) -> Run:
         recorder.say(f"resumed from {checkpoints[-1]}" if checkpoints else f"no checkpoint in {folder}: starts afresh")
     if any(p.task == "code" for p in prompts + held_out):
         recorder.say(f"sandbox: {sandbox.isolation()}")
-    rooms = engine, trainer, pool, stream, policy, groups, planner, streaming
+    rooms = engine, trainer, pool, cursor, policy, tp_groups, planner, streaming
     return Run(config, world, folder, source, tokenizer, *rooms, held_out, recorder, step)
 
 
 def build_rollout(
     config: Config, model: Model, ends: Iterable[int], tokenizer: Any, world: World
-) -> tuple[parallel.Groups, Engine, ParallelismPlanner]:
+) -> tuple[parallel.TPGroups, Engine, ParallelismPlanner]:
     """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
     free = min(parallel.gather_objects(world, kv_budget(config.rollout, world.device)))  # ranks need equal pools
     rollout = replace(config.rollout, kv_gib=free / 2**30)
@@ -363,11 +363,11 @@ def build_rollout(
     # One rank reads it: on other machines there may be none, or another, and all must choose the same.
     profile = rollout_profile(config, model.shape, sizes, world.size, world.device) if world.is_main else None
     profile = parallel.broadcast_object(world, profile)
-    groups, own = parallel.Groups(world, sizes), rollout.tensor_parallel
-    engine = Engine(model, rollout, config.sampling, ends, tokenizer, groups[own], sizes)
+    tp_groups, own = parallel.TPGroups(world, sizes), rollout.tensor_parallel
+    engine = Engine(model, rollout, config.sampling, ends, tokenizer, tp_groups[own], sizes)
     sizes_of = rollout.page_size, rollout.max_running, rollout.max_response_tokens
     limits = Limits(world.size, engine.num_pages, *sizes_of, shares_prompts=not engine.pages.dense)
-    return groups, engine, ParallelismPlanner(config.planner, limits, own, profile)
+    return tp_groups, engine, ParallelismPlanner(config.planner, limits, own, profile)
 
 
 def save(run: Run) -> None:
@@ -375,7 +375,7 @@ def save(run: Run) -> None:
     trainer = run.trainer.state_dict()  # collective when it is sharded
     if run.world.is_main:
         state = {"step": run.step, "trainer": trainer, "timeouts": run.pool.timeouts.state_dict()}
-        state |= {"stream": run.stream.state_dict(), "policy": run.policy.state_dict()}
+        state |= {"stream": run.cursor.state_dict(), "policy": run.policy.state_dict()}
         state |= {"planner": run.planner.state_dict()}
         state |= {"streaming": run.streaming.state_dict()} if run.streaming else {}
         keep = run.config.run.keep_checkpoints

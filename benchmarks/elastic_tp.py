@@ -31,7 +31,7 @@ from tail_batching import in_turn, on_ranks, progress_bar
 import parallel
 from engine.sequence import Sequence
 from model import Model, parse_shape
-from parallel import Groups, World
+from parallel import TPGroups, World
 from policies.planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report
 from profiler import measure
 from rollout import Engine, EngineStats, RolloutConfig
@@ -115,14 +115,14 @@ def rounds(scale: Scale, ranks: int) -> list[Round]:
 # ---- on each rank ------------------------------------------------------------------------------------------------
 
 
-def play(contender: Contender, engine: Engine, groups: Groups, world: World, current: Round) -> None:
+def play(contender: Contender, engine: Engine, tp_groups: TPGroups, world: World, current: Round) -> None:
     """Let a contender choose its size and decode a round. Collective."""
-    move(engine, groups, contender.size)
+    move(engine, tp_groups, contender.size)
     engine.stats = EngineStats()
     parallel.barrier(world)
     start = time.perf_counter()
     size = contender.planner.choose(current.kind, current.launch).size
-    move(engine, groups, size)
+    move(engine, tp_groups, size)
     moved = time.perf_counter()
     decode(engine, current)
     end = time.perf_counter()
@@ -134,9 +134,9 @@ def play(contender: Contender, engine: Engine, groups: Groups, world: World, cur
     contender.size = size
 
 
-def move(engine: Engine, groups: Groups, size: int) -> None:
+def move(engine: Engine, tp_groups: TPGroups, size: int) -> None:
     if engine.parallel.size != size:
-        engine.regroup(groups[size])
+        engine.regroup(tp_groups[size])
 
 
 def decode(engine: Engine, current: Round) -> None:
@@ -151,15 +151,15 @@ def decode(engine: Engine, current: Round) -> None:
         engine.step()
 
 
-def regroup_seconds(engine: Engine, groups: Groups, world: World, turns: int) -> dict[int, float]:
+def regroup_seconds(engine: Engine, tp_groups: TPGroups, world: World, turns: int) -> dict[int, float]:
     """Return the seconds of a change to each size, on the slowest rank; the best of `turns`."""
     best: dict[int, float] = {}
     for _ in range(turns):
-        for size in sorted(groups.by_size):
-            engine.regroup(groups[1 if size > 1 else max(groups.by_size)])
+        for size in sorted(tp_groups.by_size):
+            engine.regroup(tp_groups[1 if size > 1 else max(tp_groups.by_size)])
             parallel.barrier(world)
             start = time.perf_counter()
-            engine.regroup(groups[size])
+            engine.regroup(tp_groups[size])
             seconds = max(parallel.gather_objects(world, time.perf_counter() - start))
             best[size] = min(best.get(size, seconds), seconds)
     return best
@@ -176,12 +176,12 @@ def broadcast_seconds(model: Model, world: World, turns: int) -> float:
     return best
 
 
-def build(longest: int, world: World) -> tuple[Engine, Groups]:
+def build(longest: int, world: World) -> tuple[Engine, TPGroups]:
     """Return an engine whose ranks alone hold one and a half of the longest sequences, and the groups of every size."""
     torch.manual_seed(0)
     model = Model(parse_shape(SHAPE, "benchmark")).requires_grad_(False)
     largest = min(world.size, SHAPE["num_key_value_heads"])
-    groups = Groups(world, [n for n in (1, 2, 4) if n <= largest])
+    tp_groups = TPGroups(world, [n for n in (1, 2, 4) if n <= largest])
     token_bytes = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
     config = RolloutConfig(
         max_prompt_tokens=PROMPT,
@@ -190,7 +190,7 @@ def build(longest: int, world: World) -> tuple[Engine, Groups]:
         page_size=32,
         kv_gib=1.5 * (PROMPT + longest) * token_bytes / 2**30,
     )
-    return Engine(model, config, SamplingConfig(), (), parallel=groups[1], sizes=groups.by_size), groups
+    return Engine(model, config, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups.by_size), tp_groups
 
 
 def contenders(limits: Limits, profile: Profile) -> list[Contender]:
@@ -204,9 +204,9 @@ def contenders(limits: Limits, profile: Profile) -> list[Contender]:
 
 
 def run(scale: Scale, world: World) -> None:
-    engine, groups = build(scale.longest, world)
+    engine, tp_groups = build(scale.longest, world)
     config, model, work = engine.config, engine.weights.model, rounds(scale, world.size)
-    profile = Profile({}, measure(engine, groups, world))
+    profile = Profile({}, measure(engine, tp_groups, world))
     limits = Limits(world.size, engine.num_pages, config.page_size, config.max_running, scale.longest)
     turns = [contenders(limits, profile) for _ in range(scale.turns)]
     total = scale.turns * len(work) * len(turns[0])
@@ -215,12 +215,12 @@ def run(scale: Scale, world: World) -> None:
             for i, current in enumerate(work):
                 for side in in_turn(sides, turn + i):
                     bar.set_postfix_str(side.name)
-                    play(side, engine, groups, world, current)
+                    play(side, engine, tp_groups, world, current)
                     bar.update()
-    costs = {"copies packed for a CPU": regroup_seconds(engine, groups, world, 4)}
+    costs = {"copies packed for a CPU": regroup_seconds(engine, tp_groups, world, 4)}
     plain = replace(config, prepack=False)
-    engine = Engine(model, plain, SamplingConfig(), (), parallel=groups[1], sizes=groups.by_size)
-    costs["views"] = regroup_seconds(engine, groups, world, 4)
+    engine = Engine(model, plain, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups.by_size)
+    costs["views"] = regroup_seconds(engine, tp_groups, world, 4)
     broadcast = broadcast_seconds(model, world, 4)
     if world.is_main:
         print(json.dumps(report(turns, work, costs, broadcast)))

@@ -45,8 +45,8 @@ import parallel
 import train
 from checkpoint import load_tokenizer
 from config import load_config
-from core import Prompt, SampleId
-from data import PromptStream, load_prompts
+from core import SampleId, Visit
+from data import PromptCursor, load_prompts
 from metrics import Clock
 from parallel import World
 from profiler import make_profile
@@ -267,9 +267,9 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
 # ---- TRL ---------------------------------------------------------------------------------------------------------
 
 
-def trl_row(prompt: Prompt, epoch: int, size: Size, short: bool) -> dict[str, Any]:
+def trl_row(visit: Visit, size: Size, short: bool) -> dict[str, Any]:
     """Return a row of TRL's dataset, with the lengths and the texts of its responses."""
-    ids = [(epoch, prompt.index, r) for r in range(size.responses)]
+    prompt, ids = visit.prompt, [visit.id.sample(r) for r in range(size.responses)]
     cases = len(json.loads(prompt.answer)) if prompt.task == "code" else 0
     given = {"template": prompt.extra.get("template", ""), "case_seconds": [CASE_SECONDS] * cases}
     return {
@@ -289,9 +289,9 @@ def play_trl(size: Size, ranks: int) -> dict[str, Any]:
         prepare(size, folder, World(0, 1, torch.device("cpu")))
         config = settings(size, folder, 0, 1)
         prompts, _ = load_prompts(config.data, load_tokenizer(config.model.path), config.rollout.max_prompt_tokens)
-        taken = PromptStream(prompts, config.run.seed).take(PERIOD * size.prompts)
-        warm_up = [trl_row(prompt, epoch, size, short=True) for epoch, prompt in taken[: size.prompts]]
-        rows = warm_up + [trl_row(prompt, epoch, size, short=False) for epoch, prompt in taken]
+        taken = PromptCursor(prompts, config.run.seed).take(PERIOD * size.prompts)
+        warm_up = [trl_row(visit, size, short=True) for visit in taken[: size.prompts]]
+        rows = warm_up + [trl_row(visit, size, short=False) for visit in taken]
         tried = {n: trl_steps(config, rows, ranks, n, 1)[0] for n in TRL_MICRO_BATCHES}
         print(
             f"TRL: first step with {', '.join(f'micro-batches of {n}: {s:.1f} s' for n, s in tried.items())}",

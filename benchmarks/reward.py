@@ -48,7 +48,7 @@ from texts import Scripted, program
 from torch import Tensor
 from tqdm import tqdm
 
-from core import Prompt, SampleId
+from core import Prompt, SampleId, Visit
 from learning import group_advantages, learn
 from loss import LossConfig
 from metrics import Clock
@@ -93,9 +93,9 @@ class Prompts:
         self.task, self.epoch, self.taken = task, epoch, 0
         self.numbers = Random(0).sample(TASKS["expression"].numbers(), 1000)
 
-    def take(self, count: int) -> list[tuple[int, Prompt]]:
+    def take(self, count: int) -> list[Visit]:
         self.taken += count
-        return [(self.epoch, self._prompt(i)) for i in range(self.taken - count, self.taken)]
+        return [Visit(self.epoch, self._prompt(i)) for i in range(self.taken - count, self.taken)]
 
     def _prompt(self, index: int) -> Prompt:
         source, number = TASKS["expression"], self.numbers[index]
@@ -115,23 +115,23 @@ def measure(task: str, shape: Shape, engine: TraceEngine, sides: list[Contender]
     trainer = Trainer(engine.weights.model, *settings, WORLD, engine.trace.limit, steps)
     with tqdm(total=steps, desc=task, unit="step", disable=None, leave=False) as bar:
         for period in range(periods):
-            streams = {side.name: Prompts(task, period) for side in sides}
+            cursors = {side.name: Prompts(task, period) for side in sides}
             for side in sides:
                 side.policy = POLICIES[scheduler.policy](scheduler)
                 side.seconds.append([])
             for turn in range(PERIOD):
                 for side in in_turn(sides, turn):
                     bar.set_postfix_str(side.name)
-                    step(side, scheduler, engine, trainer, streams[side.name], PERIOD - turn)
+                    step(side, scheduler, engine, trainer, cursors[side.name], PERIOD - turn)
                     bar.update()
 
 
 def step(
-    side: Contender, config: SchedulerConfig, engine: TraceEngine, trainer: Trainer, stream: Prompts, left: int
+    side: Contender, config: SchedulerConfig, engine: TraceEngine, trainer: Trainer, cursor: Prompts, left: int
 ) -> None:
     """Take one step of train.py's loop."""
     clock, start = Clock(), time.perf_counter()
-    plan = side.policy.begin(stream.take, left)
+    plan = side.policy.begin(cursor.take, left)
     current = Round(engine, side.graders, WORLD, clock, config)
     with clock.span("rollout"):
         current.play(plan, side.policy)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tail_batching import SHAPES, Shape, Stream, TraceEngine, build_engine, in_turn, on_ranks, progress_bar
+from tail_batching import SHAPES, Cursor, Shape, TraceEngine, build_engine, in_turn, on_ranks, progress_bar
 
 import parallel
 from learning import group_advantages, learn
@@ -116,7 +116,7 @@ def step(
 ) -> Played:
     """Take one step of train.py's loop on the prompts of `turn`."""
     world, policy, trainer.added = trainer.world, POLICIES["synchronous"](side.scheduler), 0
-    plan = policy.begin(Stream(turn).take, 1)
+    plan = policy.begin(Cursor(turn).take, 1)
     parallel.barrier(world)
     with clock.span("rollout"):
         streaming = side.streaming.begin(plan) if side.streaming else None

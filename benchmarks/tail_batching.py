@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import parallel
 from config import load_config
-from core import Group, Prompt, PromptId, SampleId
+from core import Group, Prompt, SampleId, Visit, VisitId
 from engine.sequence import Sequence as EngineSequence
 from learning import group_advantages, learn
 from metrics import Clock
@@ -94,7 +94,7 @@ class Played:
     stages: dict[str, float]  # mean over ranks
     steps: int  # of the engine with the most
     round: dict[str, Any]  # RoundStats, windows, migrated
-    prompts: list[PromptId]  # trained
+    prompts: list[VisitId]  # trained
     tokens: int  # trained
 
 
@@ -192,39 +192,41 @@ def build_engine(shape: Shape, world: World) -> TraceEngine:
     return engine
 
 
-class Stream:
+class Cursor:
     """Prompts without end, named by period, so that every contender draws the same."""
 
     def __init__(self, period: int):
         self.period, self.taken = period, 0
 
-    def take(self, count: int) -> list[tuple[int, Prompt]]:
+    def take(self, count: int) -> list[Visit]:
         first, self.taken = self.taken, self.taken + count
-        return [(self.period, Prompt(i, (*range(60, 70), 70 + i), "", "", "match")) for i in range(first, self.taken)]
+        return [
+            Visit(self.period, Prompt(i, (*range(60, 70), 70 + i), "", "", "match")) for i in range(first, self.taken)
+        ]
 
 
 # ---- rounds ------------------------------------------------------------------------------------------------------
 
 
 def play_trace(
-    scheduler: SchedulerConfig, engine: TraceEngine, pool: RewardPool, policy, stream: Stream, left: int, world
+    scheduler: SchedulerConfig, engine: TraceEngine, pool: RewardPool, policy, cursor: Cursor, left: int, world
 ) -> Played:
     """Play one round on given lengths."""
     clock, before = Clock(), engine.stats.decode_steps
-    plan = policy.begin(stream.take, left)
+    plan = policy.begin(cursor.take, left)
     parallel.barrier(world)
     with clock.span("step"):
         current = Round(engine, pool, world, clock, scheduler)
         with clock.span("rollout"):
             current.play(plan, policy)
         groups = current.collect()
-    return record(stream.period, groups, current, policy, clock, engine.stats.decode_steps - before)
+    return record(cursor.period, groups, current, policy, clock, engine.stats.decode_steps - before)
 
 
 def step_task(run: Run, period: int, left: int) -> Played:
     """Take one step of train.py's loop."""
     clock, before = Clock(), run.engine.stats.decode_steps
-    plan = run.policy.begin(run.stream.take, left)
+    plan = run.policy.begin(run.cursor.take, left)
     parallel.barrier(run.world)
     with clock.span("step"):
         groups, current = roll_out(run, plan, run.policy, clock)
@@ -248,7 +250,7 @@ def record(
         stages={name: sum(s.get(name, 0.0) for s in stages) / len(stages) for name in {n for s in stages for n in s}},
         steps=max(decoded),
         round=asdict(policy.close(current.aborted)) | current.record,
-        prompts=[(g.epoch, g.prompt.index) for g in groups],
+        prompts=[VisitId(g.epoch, g.prompt.index) for g in groups],
         tokens=sum(g.num_tokens for g in groups),
     )
 
@@ -264,11 +266,11 @@ def measure_trace(shape: Shape, contenders: Sequence[Contender], periods: int, w
             sides = []
             for result in results:
                 scheduler = SchedulerConfig(**common | result.contender.scheduler)
-                sides.append((result, scheduler, POLICIES[scheduler.policy](scheduler), Stream(period)))
+                sides.append((result, scheduler, POLICIES[scheduler.policy](scheduler), Cursor(period)))
             for turn in range(PERIOD):
-                for result, scheduler, policy, stream in in_turn(sides, turn):
+                for result, scheduler, policy, cursor in in_turn(sides, turn):
                     bar.set_postfix_str(result.contender.name)
-                    result.rounds.append(play_trace(scheduler, engine, pool, policy, stream, PERIOD - turn, world))
+                    result.rounds.append(play_trace(scheduler, engine, pool, policy, cursor, PERIOD - turn, world))
                     bar.update()
     return results
 

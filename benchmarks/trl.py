@@ -235,7 +235,7 @@ def measure(rounds: int, num_steps: int, ranks: tuple[int, ...], overrides: list
 
     from checkpoint import load_tokenizer
     from config import load_config
-    from data import PromptStream, load_prompts
+    from data import PromptCursor, load_prompts
     from parallel import start
     from settings import Config
     from warm_start import ensure_model
@@ -252,8 +252,11 @@ def measure(rounds: int, num_steps: int, ranks: tuple[int, ...], overrides: list
         sides += [Side("plainroll", *size), Side(TAIL, *size, BATCHED, PERIOD), Side("TRL", *size)]
     with tqdm(total=rounds * sum(side.warm_up + num_steps for side in sides), unit="step") as bar:
         for seed in range(rounds):
-            taken = PromptStream(prompts, seed).take((WARM_UP + num_steps) * PROMPTS)
-            rows = [{"prompt": prompt.text, "answer": prompt.answer, "task": prompt.task} for _, prompt in taken]
+            taken = PromptCursor(prompts, seed).take((WARM_UP + num_steps) * PROMPTS)
+            rows = [
+                {"prompt": prompt.text, "answer": prompt.answer, "task": prompt.task}
+                for prompt in (visit.prompt for visit in taken)
+            ]
             for side in sides:
                 with tempfile.TemporaryDirectory() as name:
                     folder = Path(name)

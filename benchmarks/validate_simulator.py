@@ -34,7 +34,7 @@ from tail_batching import PERIOD, RANKS, Trace, in_turn, on_ranks, progress_bar
 
 import parallel
 from config import load_config
-from core import Prompt, PromptId, RoundPlan, SampleId
+from core import Prompt, RoundPlan, SampleId, Visit, VisitId
 from engine.sequence import Sequence
 from metrics import Clock
 from parallel import World
@@ -105,8 +105,8 @@ class Given:
     def prompts(self, count: int) -> list[Prompt]:
         return self.known
 
-    def lengths(self, id: PromptId, count: int, visit: int) -> list[int]:
-        return [self.length((*id, r)) for r in range(count)]
+    def lengths(self, id: VisitId, count: int, step: int) -> list[int]:
+        return [self.length(id.sample(r)) for r in range(count)]
 
 
 def contexts(trace: Trace) -> tuple[int, ...]:
@@ -142,7 +142,7 @@ def play_step(side: Side, left: int) -> None:
 def step(run: Run, left: int) -> dict[str, float]:
     """Take one step of train.py's loop; return the seconds of its stages, of the slowest rank. Collective."""
     clock = Clock()
-    plan = run.policy.begin(run.stream.take, left)
+    plan = run.policy.begin(run.cursor.take, left)
     parallel.barrier(run.world)
     with clock.span("step"):
         regroup(run, plan, clock)
@@ -209,18 +209,18 @@ COUNT = 64  # responses of an update
 
 
 def short(id: SampleId) -> int:
-    return 2 + sum(id[1:]) % 16
+    return 2 + (id.prompt + id.response) % 16
 
 
 def short_plan(run: Run) -> RoundPlan:
     """Return what a short round launches, with nobody to lose it."""
-    prompts = tuple((-1, prompt) for prompt in run.stream.prompts[:10])
+    prompts = tuple(Visit(-1, prompt) for prompt in run.cursor.prompts[:10])
     return RoundPlan("short", prompts, 10, keep_prompts=10, keep_responses=10)
 
 
 def batch(trace: Trace, with_tail: bool) -> list[int]:
     longest = trace.limit if with_tail else 2 * trace.median
-    return [round(min(trace.length((-1, i // 8, i % 8)), longest)) for i in range(COUNT)]
+    return [round(min(trace.length(SampleId(-1, i // 8, i % 8)), longest)) for i in range(COUNT)]
 
 
 def update(run: Run, trace: Trace, with_tail: bool) -> None:
@@ -240,11 +240,11 @@ def sync(run: Run) -> None:
 def measure_machine(run: Run, trace: Trace) -> Machine:
     """Measure the profile and what it does not tell: training, weight sync, events, short rounds. Collective."""
     world = run.world
-    sizes = measure(run.engine, run.groups, world, contexts(trace), of_ranks=lambda seconds: seconds[world.rank])
+    sizes = measure(run.engine, run.tp_groups, world, contexts(trace), of_ranks=lambda seconds: seconds[world.rank])
     plan = short_plan(run)
 
     def short_round(size: int) -> float:
-        run.engine.regroup(run.groups[size])
+        run.engine.regroup(run.tp_groups[size])
         give_lengths(run, short)
         clocks = [Clock() for _ in range(3)]
         for clock in clocks:
@@ -348,7 +348,7 @@ def simulation_of(run: Run, sizes: list[int], length: Callable, machine: Machine
     grading = GradingConfig(rule_seconds=1e-3)
     parts = SimulationConfig(cluster, config.scheduler, grading, config.stream, config.planner)
     hardware, model = costs_of(machine, run, trace)
-    lengths = Given(length, run.stream.prompts, trace.limit)
+    lengths = Given(length, run.cursor.prompts, trace.limit)
     simulation = Uneven(machine, parts, model, hardware, lengths)
     simulation.planner = Recalled(sizes)
     return simulation

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from core import Prompt
+from core import SampleId, Visit
 from sampling import sample_key
 
 
@@ -26,8 +26,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
 
     @property
-    def id(self) -> tuple[int, int, int]:
-        return (self.epoch, self.prompt_index, self.response_index)
+    def id(self) -> SampleId:
+        return SampleId(self.epoch, self.prompt_index, self.response_index)
 
     @property
     def num_tokens(self) -> int:
@@ -62,16 +62,16 @@ class Sequence:
 
 
 def sequences_for(
-    epoch: int, prompt: Prompt, num_responses: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = ()
+    visit: Visit, num_responses: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = ()
 ) -> list[Sequence]:
     """Return the sequences of one group. Their sampling streams depend on nothing but their names and `seed`."""
     return [
         Sequence(
-            prompt.index,
+            visit.prompt.index,
             r,
-            epoch,
-            prompt.token_ids,
-            sample_key(seed, epoch, prompt.index, r),
+            visit.epoch,
+            visit.prompt.token_ids,
+            sample_key(seed, *visit.id, r),
             max_new_tokens,
             stop=stop,
         )

@@ -5,6 +5,7 @@ from statistics import mean
 
 from paper import VERL, ClusterConfig, PlannerConfig, Table, command, legend, note, plt, save, simulate, style
 
+from core import VisitId
 from simulate import load_model
 from simulation.workload import Drawn
 
@@ -18,9 +19,9 @@ RULES = {"fixed": "fixed at 1", "paper": "the paper's rules", "predict": "our pr
 class Growing(Drawn):
     """The fitted lengths, at a quarter of their size in the first step and at all of it in the last."""
 
-    def lengths(self, id: tuple[int, int], count: int, visit: int) -> list[int]:
-        scale = 4 ** (visit / (STEPS - 1) - 1)
-        return [max(round(n * scale), 1) for n in super().lengths(id, count, visit)]
+    def lengths(self, id: VisitId, count: int, step: int) -> list[int]:
+        scale = 4 ** (step / (STEPS - 1) - 1)
+        return [max(round(n * scale), 1) for n in super().lengths(id, count, step)]
 
 
 def main() -> None:

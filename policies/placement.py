@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from core import PromptId, SampleId
+from core import SampleId, VisitId
 
 SIZES = (1, 2, 4, 8)  # of tensor-parallel groups
 MARGIN = 8  # sequences; fewer are not worth the recomputation that a move costs
@@ -37,7 +37,7 @@ class Placement:
     def num_replicas(self) -> int:
         return len(self.live)
 
-    def launch(self, ids: Sequence[PromptId], num_responses: int, expected: Sequence[float] = ()) -> list[list[int]]:
+    def launch(self, ids: Sequence[VisitId], num_responses: int, expected: Sequence[float] = ()) -> list[list[int]]:
         """Return the positions in `ids` that each replica starts, in their order.
 
         `expected`, tokens of a response by prompt, balances the replicas; without it, all are like those that run. A
@@ -48,7 +48,7 @@ class Placement:
         expected = expected or [sum(held) / num_live if num_live else 1.0] * len(ids)
         shares = [sorted(share) for share in assign_by_load([e * num_responses for e in expected], len(held), held)]
         for live, share in zip(self.live, shares, strict=True):
-            live.update({(*ids[i], r): expected[i] for i in share for r in range(num_responses)})
+            live.update({ids[i].sample(r): expected[i] for i in share for r in range(num_responses)})
         return shares
 
     def remove(self, ids: Iterable[SampleId]) -> None:

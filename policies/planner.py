@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from config import ConfigError, entry, option, regular
-from core import RoundPlan
+from core import RoundPlan, SampleId
 from policies.replica import Replica, Response
 
 RISE = 1.05  # a rise of preemptions over this doubles (section 4.2)
@@ -54,7 +54,7 @@ class Launch:
 
     @classmethod
     def of(cls, plan: RoundPlan) -> "Launch":
-        tokens = [len(prompt.token_ids) for _, prompt in plan.prompts]
+        tokens = [len(visit.prompt.token_ids) for visit in plan.prompts]
         return cls(len(tokens) * plan.num_responses, sum(tokens) / len(tokens), plan.num_responses)
 
 
@@ -156,7 +156,7 @@ class Simulator:
         c, prompt = self.limits, round(launch.prompt_tokens)
         replica = Replica(self, self.pages, c.page_size, c.max_running, c.shares_prompts)
         for i, length in enumerate(lengths):
-            replica.add(Response((0, *divmod(i, launch.num_responses)), prompt, length))
+            replica.add(Response(SampleId(0, *divmod(i, launch.num_responses)), prompt, length))
         replica.run_until(math.inf)
         return replica.clock, replica.preemptions
 

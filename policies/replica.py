@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from core import Finished, PromptId, SampleId
+from core import Finished, SampleId, VisitId
 from engine.pages import has_room, pages_needed
 
 
@@ -73,7 +73,7 @@ class Replica:
         self.running: dict[SampleId, Response] = {}  # in order of admission
         self.waiting: deque[Response] = deque()
         self.ending: list[tuple[int, SampleId]] = []  # heap; entries of what left early are passed over
-        self.prompts: dict[PromptId, list[Response]] = {}  # the running ones
+        self.prompts: dict[VisitId, list[Response]] = {}  # the running ones
         self.new: list[Response] = []  # admitted, their context not computed
         self.has_begun, self.event = False, math.inf  # what comes before the next step is done; see `next_event`
         # Pages: of each sequence the whole ones, counted at iteration 0, and how many tokens are left over.
@@ -193,7 +193,7 @@ class Replica:
             sequence.start, sequence.shared = self.iteration, whole
             sequence.sharers = donor.sharers if donor else []
             self.running[sequence.id] = sequence
-            self.prompts.setdefault(sequence.id[:2], []).append(sequence)
+            self.prompts.setdefault(sequence.id.visit, []).append(sequence)
             self._hold(sequence, 1)
             if not sequence.done:
                 self._spend(self.times.response_seconds)
@@ -203,7 +203,7 @@ class Replica:
 
     def _donor(self, sequence: Response) -> tuple[Response | None, bool]:
         """Return whose prompt a new response takes over, and whether that prompt was computed in an earlier step."""
-        siblings = () if sequence.done else self.prompts.get(sequence.id[:2], ())
+        siblings = () if sequence.done else self.prompts.get(sequence.id.visit, ())
         together = (s for s in siblings if s.start == self.iteration and not s.done)
         earlier = (s for s in siblings if s.start < self.iteration)
         if donor := next(together, None):
@@ -218,11 +218,11 @@ class Replica:
         context = self.base + rows * self.iteration
         self.decoded += rows * steps
         if self.new:  # a step that computes contexts; it decodes the others only
-            prompts: set[PromptId] = set()
+            prompts: set[VisitId] = set()
             for s in self.new:
-                if s.done or s.id[:2] not in prompts:
+                if s.done or s.id.visit not in prompts:
                     self._spend(self.times.prefill(s.tokens))
-                    prompts |= {s.id[:2]} if not s.done else set()
+                    prompts |= {s.id.visit} if not s.done else set()
             others = rows - len(self.new)
             if others:
                 self._spend(self.times.decode(others, context - sum(s.tokens - 1 for s in self.new)))
@@ -242,10 +242,10 @@ class Replica:
         self.events += 1
         sequence = self.running.pop(id)
         self._hold(sequence, -1)
-        siblings = self.prompts[id[:2]]
+        siblings = self.prompts[id.visit]
         siblings.remove(sequence)
         if not siblings:
-            del self.prompts[id[:2]]
+            del self.prompts[id.visit]
         if sequence in self.new:
             self.new.remove(sequence)
         sequence.done += self.iteration - sequence.start

@@ -13,7 +13,7 @@ from random import Random
 from typing import Protocol
 
 from config import ConfigError, option
-from core import Prompt, PromptId
+from core import Prompt, VisitId
 
 
 class Lengths(Protocol):
@@ -23,7 +23,7 @@ class Lengths(Protocol):
 
     def prompts(self, count: int) -> list[Prompt]: ...
 
-    def lengths(self, id: PromptId, count: int, visit: int) -> list[int]: ...
+    def lengths(self, id: VisitId, count: int, step: int) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Drawn:
         ]
         return [Prompt(i, ids, "", "", task) for i, task in enumerate(tasks)]
 
-    def lengths(self, id: PromptId, count: int, visit: int) -> list[int]:
+    def lengths(self, id: VisitId, count: int, step: int) -> list[int]:
         m, nature = self.model, Random(f"{self.seed} {id}")
         center = math.log(m.median) + m.prompt_spread * nature.gauss()
         runaway = m.runaway
         if 0 < m.runaway and 0 < m.runaway_gather < 1:
             strength = 1 / m.runaway_gather - 1  # a + b of a beta distribution whose classes correlate by `gather`
             runaway = nature.betavariate(m.runaway * strength, (1 - m.runaway) * strength)
-        rng = Random(f"{self.seed} {id} {visit}")
+        rng = Random(f"{self.seed} {id} {step}")
         return [self._one(rng, center, runaway) for _ in range(count)]
 
     def _one(self, rng: Random, center: float, runaway: float) -> int:
@@ -80,7 +80,7 @@ class Recorded:
         files = sorted(Path(folder, "rollouts").glob("step_*.jsonl"))
         if not files:
             raise ConfigError(f"{folder}: no rollouts/step_*.jsonl; record the run with --run.dump_rollouts=true")
-        self.groups: dict[PromptId, list[int]] = {}
+        self.groups: dict[VisitId, list[int]] = {}
         self.known: dict[int, Prompt] = {}
         try:
             for file in files:
@@ -99,17 +99,17 @@ class Recorded:
         prompt = group["prompt"]
         index = prompt["index"]
         self.known[index] = Prompt(index, tuple(prompt["token_ids"]), "", "", prompt["task"])
-        self.groups[group["epoch"], index] = [len(sample["token_ids"]) for sample in group["samples"]]
+        self.groups[VisitId(group["epoch"], index)] = [len(sample["token_ids"]) for sample in group["samples"]]
 
     def prompts(self, count: int) -> list[Prompt]:
         return list(self.known.values())
 
-    def lengths(self, id: PromptId, count: int, visit: int) -> list[int]:
+    def lengths(self, id: VisitId, count: int, step: int) -> list[int]:
         seen = self.groups.get(id) or self.groups[self._nearest(id)]
         return [*seen, *sorted(seen, reverse=True) * (count // len(seen) + 1)][:count]
 
-    def _nearest(self, id: PromptId) -> PromptId:
-        return min((key for key in self.groups if key[1] == id[1]), key=lambda key: abs(key[0] - id[0]))
+    def _nearest(self, id: VisitId) -> VisitId:
+        return min((key for key in self.groups if key.prompt == id.prompt), key=lambda key: abs(key.epoch - id.epoch))
 
 
 def _text(value: object) -> str:

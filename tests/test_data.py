@@ -11,8 +11,8 @@ import pytest
 
 import data
 from config import ConfigError
-from core import Group, Prompt, Reward, Sample
-from data import DataConfig, PromptStream, dump_groups, load_groups, load_prompts
+from core import Group, Prompt, Reward, Sample, VisitId
+from data import DataConfig, PromptCursor, dump_groups, load_groups, load_prompts
 from tasks import TASKS, is_held_out
 from warm_start import byte_tokenizer
 
@@ -389,45 +389,45 @@ NUM = 7
 PROMPTS = [Prompt(i, (i,), str(i), "", "match") for i in range(NUM)]
 
 
-def indices(stream: PromptStream, count: int) -> list[tuple[int, int]]:
-    return [(epoch, prompt.index) for epoch, prompt in stream.take(count)]
+def ids(cursor: PromptCursor, count: int) -> list[VisitId]:
+    return [visit.id for visit in cursor.take(count)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, NUM - 1, NUM, NUM + 1, 3 * NUM])
 def test_every_epoch_visits_every_prompt_once_whatever_is_taken_at_a_time(count):
-    stream = PromptStream(PROMPTS, seed=1)
-    taken = [pair for _ in range(4 * NUM // count + 1) for pair in indices(stream, count)][: 4 * NUM]
-    assert [epoch for epoch, _ in taken] == [epoch for epoch in range(4) for _ in range(NUM)]
+    cursor = PromptCursor(PROMPTS, seed=1)
+    taken = [id for _ in range(4 * NUM // count + 1) for id in ids(cursor, count)][: 4 * NUM]
+    assert [id.epoch for id in taken] == [epoch for epoch in range(4) for _ in range(NUM)]
     assert len(set(taken)) == 4 * NUM
-    assert taken == indices(PromptStream(PROMPTS, seed=1), 4 * NUM)
+    assert taken == ids(PromptCursor(PROMPTS, seed=1), 4 * NUM)
 
 
 def test_epochs_and_seeds_differ_and_are_not_sorted():
     orders = set()
     for seed in (0, 1, 2):
-        stream = PromptStream(PROMPTS, seed)
-        orders |= {tuple(index for _, index in indices(stream, NUM)) for _ in range(5)}
+        cursor = PromptCursor(PROMPTS, seed)
+        orders |= {tuple(id.prompt for id in ids(cursor, NUM)) for _ in range(5)}
     assert len(orders) == 15 and tuple(range(NUM)) not in orders
 
 
 def test_a_new_cursor_starts_with_the_first_epoch():
-    assert PromptStream(PROMPTS, 0).state_dict() == {"epoch": 0, "position": 0, "num_prompts": NUM}
-    assert PromptStream(PROMPTS, 0).take(0) == []
+    assert PromptCursor(PROMPTS, 0).state_dict() == {"epoch": 0, "position": 0, "num_prompts": NUM}
+    assert PromptCursor(PROMPTS, 0).take(0) == []
 
 
 @pytest.mark.parametrize("position", range(2 * NUM + 2))
 def test_a_saved_cursor_goes_on_where_it_was(position):
-    stream = PromptStream(PROMPTS, seed=4)
-    stream.take(position)
-    state = json.loads(json.dumps(stream.state_dict()))
-    other = PromptStream(PROMPTS, seed=4)
+    cursor = PromptCursor(PROMPTS, seed=4)
+    cursor.take(position)
+    state = json.loads(json.dumps(cursor.state_dict()))
+    other = PromptCursor(PROMPTS, seed=4)
     other.take(3)
     other.load_state_dict(state)
-    assert indices(other, 3 * NUM) == indices(stream, 3 * NUM)
-    assert other.state_dict() == stream.state_dict()
+    assert ids(other, 3 * NUM) == ids(cursor, 3 * NUM)
+    assert other.state_dict() == cursor.state_dict()
 
 
 def test_a_cursor_over_other_data_is_refused():
-    state = PromptStream(PROMPTS, 0).state_dict()
+    state = PromptCursor(PROMPTS, 0).state_dict()
     with pytest.raises(ConfigError, match="7 training prompts, data.train now has 6"):
-        PromptStream(PROMPTS[:6], 0).load_state_dict(state)
+        PromptCursor(PROMPTS[:6], 0).load_state_dict(state)

@@ -17,7 +17,7 @@ import parallel
 import train
 from config import ConfigError, load_config
 from core import Prompt
-from data import PromptStream
+from data import PromptCursor
 from engine.sequence import Sequence
 from loss import LOSSES, LossConfig
 from metrics import Clock
@@ -79,7 +79,7 @@ def streamed_gradients(world: World, settings: list[str]) -> None:
     with run.pool:
         for name in LOSSES:
             run.trainer.loss = LossConfig(name=name, kl_coef=0.1)
-            plan = run.policy.begin(run.stream.take, 9)
+            plan = run.policy.begin(run.cursor.take, 9)
             streaming = run.streaming.begin(plan)
             size, shard = config.rollout.tensor_parallel, config.trainer.shard
             assert run.streaming.policy.shard_replicas == max(shard // size, 1)
@@ -304,8 +304,8 @@ def test_ranks_killed_while_streaming_are_restarted_and_lose_nothing(torchrun, s
     assert "starts afresh" in done.stdout and "resumed from" in done.stdout and "step_000002" in done.stdout
     names = [[row[:2] for row in step if row[2] == 0] for step in trained(tmp_path / "killed")]
     assert [len(step) for step in names] == [8] * 4
-    stream = PromptStream([Prompt(i, (i,), "", "", "") for i in range(46)], seed=0)
-    assert Counter(sum(names, [])) == Counter((epoch, prompt.index) for epoch, prompt in stream.take(32))
+    cursor = PromptCursor([Prompt(i, (i,), "", "", "") for i in range(46)], seed=0)
+    assert Counter(sum(names, [])) == Counter(visit.id for visit in cursor.take(32))
     assert [r["step"] for r in steps_of(tmp_path / "killed")] == [1, 2, 3, 4]
 
 

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from core import SampleId, VisitId
 from policies.placement import MARGIN, Placement, assign_by_load
 
 
@@ -51,33 +52,33 @@ def test_what_ranks_hold_already_counts() -> None:
 
 def test_groups_stay_together_and_expected_lengths_balance_but_do_not_order() -> None:
     placement = Placement(2)
-    ids = [(0, i) for i in range(5)]
+    ids = [VisitId(0, i) for i in range(5)]
     shares = placement.launch(ids, 3, [1.0, 9.0, 4.0, 5.0, 7.0])
     assert shares == [[1, 2], [0, 3, 4]]
     assert list(placement.live[0]) == [(0, i, r) for i in (1, 2) for r in range(3)]
-    assert placement.launch([(0, 9)], 3, [1.0]) == [[0], []]  # as loads 39 and 39 are equal
-    assert placement.launch([(1, 9)], 3, [1.0]) == [[], [0]]
+    assert placement.launch([VisitId(0, 9)], 3, [1.0]) == [[0], []]  # as loads 39 and 39 are equal
+    assert placement.launch([VisitId(1, 9)], 3, [1.0]) == [[], [0]]
 
 
 def test_newcomers_of_unknown_length_are_spread_like_the_others() -> None:
     placement = Placement(2)
-    placement.launch([(0, i) for i in range(4)], 2, [100.0] * 4)
-    placement.remove([(0, 0, 0), (0, 0, 1)])
-    assert placement.launch([(0, i) for i in range(5, 10)], 2) == [[0, 1, 3], [2, 4]]
+    placement.launch([VisitId(0, i) for i in range(4)], 2, [100.0] * 4)
+    placement.remove([SampleId(0, 0, 0), SampleId(0, 0, 1)])
+    assert placement.launch([VisitId(0, i) for i in range(5, 10)], 2) == [[0, 1, 3], [2, 4]]
 
 
 def test_with_nothing_known_prompts_are_dealt_in_turn() -> None:
-    assert Placement(3).launch([(0, i) for i in range(7)], 4) == [[0, 3, 6], [1, 4], [2, 5]]
+    assert Placement(3).launch([VisitId(0, i) for i in range(7)], 4) == [[0, 3, 6], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_dry_replica_gets_its_share_and_nothing_is_lost(seed: int) -> None:
     rng = Random(seed)
     placement = Placement(rng.randint(1, 6))
-    placement.launch([(0, i) for i in range(rng.randint(1, 40))], rng.randint(1, 8))
+    placement.launch([VisitId(0, i) for i in range(rng.randint(1, 40))], rng.randint(1, 8))
     everyone = [id for live in placement.live for id in live]
-    gone = {id for id in everyone if rng.random() < id[1] / 40}
-    placement.remove([*gone, (7, 7, 7)])
+    gone = {id for id in everyone if rng.random() < id.prompt / 40}
+    placement.remove([*gone, SampleId(7, 7, 7)])
     before = [list(live) for live in placement.live]
     counts = [len(live) for live in before]
     moves = placement.handovers()

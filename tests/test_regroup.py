@@ -23,7 +23,7 @@ import train
 from config import ConfigError, load_config
 from engine.sequence import Sequence
 from model import Model, Packed, parse_shape
-from parallel import Groups, World, check_group_size, group_sizes
+from parallel import TPGroups, World, check_group_size, group_sizes
 from policies import planner
 from policies.planner import Choice, Launch, Limits, Simulator
 from rollout import Engine, RolloutConfig, kv_page_bytes
@@ -47,18 +47,18 @@ def generate(engine: Engine) -> dict[tuple, tuple[int, ...]]:
 
 
 def same_tokens_at_every_size(world: World, family: str, kind: type[Engine], packed: bool) -> None:
-    groups, model = Groups(world, [1, 2, 4]), random_model(family)
+    tp_groups, model = TPGroups(world, [1, 2, 4]), random_model(family)
     dist.new_group = refuse
     for temperature in (0.0, 1.0):
         sampling = SamplingConfig(temperature)
-        engine = kind(model, replace(CONFIG, prepack=packed), sampling, [7], parallel=groups[1], sizes=(1, 2, 4))
+        engine = kind(model, replace(CONFIG, prepack=packed), sampling, [7], parallel=tp_groups[1], sizes=(1, 2, 4))
         address, seen = engine.memory.data_ptr(), set()
         for step, size in enumerate(ORDER):
             with torch.no_grad():  # the weights change between rounds, as in training
                 for parameter in model.parameters():
                     parameter.mul_(1.01)
             engine.load_weights(model, step)
-            engine.regroup(groups[size])
+            engine.regroup(tp_groups[size])
             assert engine.pool.data_ptr() == address and engine.pool.shape[2] == engine.num_pages[size]
             assert engine.pool.shape[3] == max(model.shape.num_kv_heads // size, 1)
             samples = generate(engine)
@@ -76,19 +76,19 @@ def test_every_size_draws_the_tokens_of_one_rank(run_ranks, family, kind, packed
 
 
 def what_is_copied(world: World) -> None:
-    groups = Groups(world, [1, 2, 4])
+    tp_groups = TPGroups(world, [1, 2, 4])
     for family, kv_heads in (("qwen2", 2), ("qwen3", 4)):
         model = random_model(family)
         plain = replace(CONFIG, prepack=False)
-        engine = Engine(model, plain, SamplingConfig(), [7], parallel=groups[1], sizes=(1, 2, 4))
+        engine = Engine(model, plain, SamplingConfig(), [7], parallel=tp_groups[1], sizes=(1, 2, 4))
         rows = [layer.shard(replace(layer.split, rank=world.rank, size=4)).qkv for layer in model.layers]
         biases = 0 if family == "qwen3" else sum(r.shape[0] * r.element_size() for r in rows)
         copies = 0 if kv_heads == 4 else sum(r.nbytes for r in rows) + biases
         for size, moved in ((2, 0), (4, copies), (1, 0), (4, copies)):
             before = engine.stats.regroup_bytes
-            engine.regroup(groups[size])
+            engine.regroup(tp_groups[size])
             assert engine.stats.regroup_bytes - before == moved, (family, size)
-        engine.regroup(groups[4])
+        engine.regroup(tp_groups[4])
         assert engine.stats.regroup_bytes - before == copies, "the size stayed"
 
 
@@ -133,14 +133,14 @@ def peak_is_bounded(world: World) -> None:
     c = SHAPE | FAMILIES["llama"] | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
     model = Model(parse_shape(c, "llama"))
     layer_bytes = sum(p.nbytes for p in model.layers[0].parameters())
-    groups = Groups(world, [1, 2])
+    tp_groups = TPGroups(world, [1, 2])
     config = RolloutConfig(max_prompt_tokens=8, max_response_tokens=8, max_running=2, page_size=4, kv_gib=0.01)
-    engine = Engine(model, config, SamplingConfig(), [7], parallel=groups[1], sizes=(2,))
+    engine = Engine(model, config, SamplingConfig(), [7], parallel=tp_groups[1], sizes=(2,))
     assert isinstance(engine.weights.layers[0].qkv, Packed)
     for size in (2, 1, 2, 1):
         before = resident(peak=False)
         forget_peak()
-        engine.regroup(groups[size])
+        engine.regroup(tp_groups[size])
         peak, after = resident(peak=True), resident(peak=False)
         assert peak <= max(before, after) + layer_bytes + 2**22, [x / 2**20 for x in (before, peak, after)]
         assert abs(after - before) > 3 * layer_bytes, "half of the packed weights came or went"
@@ -261,7 +261,7 @@ def test_the_simulator_counts_the_preemptions_of_the_engine(tiny_model) -> None:
 def test_points_that_the_pool_cannot_hold_are_left_out(tiny_model) -> None:
     engine = Engine(tiny_model, replace(CONFIG, max_response_tokens=40, max_running=64), SamplingConfig(), [])
     world = World(0, 1, torch.device("cpu"), node_size=1)
-    [profile] = profiler.measure(engine, Groups(world, [1]), world).values()
+    [profile] = profiler.measure(engine, TPGroups(world, [1]), world).values()
     assert profile.pages == engine.pages.size and engine.is_idle and engine.stats.preemptions == 0
     longest = 20 + 40
     assert {c for _, c, _ in profile.decode} >= {longest // 16, longest // 4}

@@ -19,7 +19,7 @@ from torch import Tensor
 from attention import PackedAttention
 from checkpoint import load_tokenizer, save_model
 from config import ConfigError
-from core import Prompt, Sample
+from core import Prompt, Sample, Visit
 from engine.graphs import row_bucket
 from engine.sequence import Sequence, sequences_for
 from model import Model, Packed, parse_shape
@@ -190,10 +190,10 @@ def test_tokens_do_not_depend_on_when_a_sequence_joins(model, oracle, kind) -> N
 
 def test_streams_of_a_group_differ_and_are_named_by_seed_epoch_prompt_and_response() -> None:
     prompt = Prompt(7, (5, 6), "", "", "match")
-    keys = [s.key for seed in (0, 1) for epoch in (0, 1) for s in sequences_for(epoch, prompt, 4, seed, 8)]
+    keys = [s.key for seed in (0, 1) for epoch in (0, 1) for s in sequences_for(Visit(epoch, prompt), 4, seed, 8)]
     assert len(set(keys)) == 16
-    assert [s.id for s in sequences_for(3, prompt, 2, 0, 8)] == [(3, 7, 0), (3, 7, 1)]
-    assert [s.key for s in sequences_for(1, prompt, 6, 0, 8)][:4] == keys[4:8]  # not by the size of the group
+    assert [s.id for s in sequences_for(Visit(3, prompt), 2, 0, 8)] == [(3, 7, 0), (3, 7, 1)]
+    assert [s.key for s in sequences_for(Visit(1, prompt), 6, 0, 8)][:4] == keys[4:8]  # not by the size of the group
 
 
 # ---- log-probs ---------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_abort_drops_waiting_sequences_and_counts_the_tokens_of_preempted_ones(m
 @pytest.mark.parametrize("pages", ["own", "shared"])
 def test_followers_outlive_a_leader_that_is_aborted_in_its_prefill(model, oracle, pages: str) -> None:
     prompt = Prompt(0, tuple(range(20, 44)), "", "", "match")
-    group = sequences_for(0, prompt, 4, 0, LIMIT)
+    group = sequences_for(Visit(0, prompt), 4, 0, LIMIT)
     kind = FusedEngine if pages == "shared" else Engine
     engine = make_engine(model, kind=kind, step_tokens=16, max_running=4)
     other = make_sequences(1, seed=9)[0]
@@ -387,14 +387,14 @@ def test_add_refuses_a_response_longer_than_the_engine_records_or_with_nothing_l
 
 def test_equal_contexts_are_prefilled_once(model, oracle) -> None:
     prompts = [Prompt(i, ids, "", "", "match") for i, ids in enumerate([(9,) * 11, (7, 8), (9,) * 10])]
-    group = [s for prompt in prompts for s in sequences_for(0, prompt, 5, 0, LIMIT)]
+    group = [s for prompt in prompts for s in sequences_for(Visit(0, prompt), 5, 0, LIMIT)]
     engine = make_engine(model)
     samples = generate(engine, group)
     assert engine.stats.prefilled_tokens == 11 + 2 + 10
     assert all(samples[s.id].token_ids == oracle(s.prompt_ids, s.key, SamplingConfig()) for s in group)
     assert len({s.token_ids for s in samples.values()}) == 15
     rows_of_three = make_engine(model, max_running=3)
-    generate(rows_of_three, sequences_for(0, prompts[0], 3, 0, LIMIT))
+    generate(rows_of_three, sequences_for(Visit(0, prompts[0]), 3, 0, LIMIT))
     assert rows_of_three.stats.prefilled_tokens == 11
 
 
@@ -418,7 +418,7 @@ def test_a_forward_keeps_its_token_budget(model, budget: int, page: int) -> None
 @pytest.mark.parametrize("length", [1, 8, 13])  # 8 is a whole page
 def test_a_late_sibling_takes_the_prompt_over_and_prefills_nothing(model, oracle, kind, length) -> None:
     prompt = Prompt(0, tuple(range(20, 20 + length)), "", "", "match")
-    group = sequences_for(0, prompt, 6, 0, LIMIT)
+    group = sequences_for(Visit(0, prompt), 6, 0, LIMIT)
     for i, s in enumerate(group):
         s.max_new_tokens = 10 + 3 * i  # they end, and make room, one by one
     engine = make_engine(model, max_running=2, page_size=8, kind=kind)
@@ -654,7 +654,7 @@ def test_counters_leave_out_what_an_ended_row_does_not_draw(model) -> None:
 
 
 def test_a_page_each_but_in_another_order_than_the_rows(model, oracle) -> None:
-    group = sequences_for(0, Prompt(0, (5, 6, 7), "", "", "match"), 2, 0, LIMIT)
+    group = sequences_for(Visit(0, Prompt(0, (5, 6, 7), "", "", "match")), 2, 0, LIMIT)
     [other] = make_sequences(1, seed=9)
     other.prompt_index = 1
     samples = generate(make_engine(model, page_size=64), [group[0], other, group[1]])
@@ -682,7 +682,7 @@ def test_graphs_have_few_sizes_and_room_for_all_rows(n: int, rows: int) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sharing_pages_changes_no_token(model, oracle, name: str) -> None:
     prompts = [Prompt(i, s.prompt_ids, "", "", "match") for i, s in enumerate(make_sequences(4))]
-    group = [s for prompt in prompts for s in sequences_for(0, prompt, 5, 0, LIMIT)]
+    group = [s for prompt in prompts for s in sequences_for(Visit(0, prompt), 5, 0, LIMIT)]
     engine = make_engine(model, kind=FusedEngine, **SETTINGS[name])
     samples = {}
     for i in range(0, len(group), 3):  # siblings arrive together, during the prefill and late
@@ -699,7 +699,7 @@ def test_sharing_pages_changes_no_token(model, oracle, name: str) -> None:
 @pytest.mark.parametrize("length, page", [(16, 4), (17, 4), (3, 4), (24, 8)])
 def test_a_group_shares_the_pages_of_its_prompt(model, length: int, page: int) -> None:
     engine = make_engine(model, kind=FusedEngine, page_size=page)
-    for s in sequences_for(0, Prompt(0, tuple(range(2, 2 + length)), "", "", "match"), 6, 0, LIMIT):
+    for s in sequences_for(Visit(0, Prompt(0, tuple(range(2, 2 + length)), "", "", "match")), 6, 0, LIMIT):
         engine.add(s)
     engine.step()
     assert engine.pages_used == length // page + 6 * (length % page > 0) and engine.stats.prefilled_tokens == length

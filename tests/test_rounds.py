@@ -6,7 +6,7 @@ from conftest import ALONE
 
 import train
 from config import load_config
-from core import Decision, Prompt, RoundPlan
+from core import Decision, RoundPlan, Visit
 from metrics import Clock
 from settings import Config
 
@@ -14,7 +14,7 @@ from settings import Config
 class Patient:
     """Launches a second prompt two windows after the first has ended: until then the replica is dry."""
 
-    def __init__(self, second: tuple[int, Prompt]):
+    def __init__(self, second: Visit):
         self.second, self.events, self.windows = second, [], 0
 
     def observe(self, finished, rewards) -> Decision:
@@ -31,7 +31,7 @@ def test_a_dry_replica_counts_iterations_on_so_that_they_mean_the_same_everywher
     given = settings(data__train="hailstone", scheduler__window_iterations=8, rollout__max_response_tokens=5)
     (tmp_path / "run").mkdir()
     run = train.build(load_config(Config, None, given), ALONE, resume=False)
-    first, second = run.stream.take(2)
+    first, second = run.cursor.take(2)
     referee = Patient(second)
     with run.pool:
         train.roll_out(run, RoundPlan("short", (first,), 1, 1, 1), referee, Clock())

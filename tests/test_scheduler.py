@@ -10,8 +10,8 @@ from random import Random
 import pytest
 
 import scheduler
-from core import Decision, Finished, Prompt, RoundPlan, RoundStats
-from data import PromptStream
+from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
+from data import PromptCursor
 from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, Synchronous, TailBatching, window
 
 PROMPTS = [Prompt(i, (i,), str(i), "", "match") for i in range(200)]
@@ -28,14 +28,14 @@ class Toy:
     most: int = 300
     shuffle: Random = field(default_factory=lambda: Random(0))
 
-    def length(self, id: tuple, weights: int) -> int:
+    def length(self, id: SampleId, weights: int) -> int:
         """Prompts differ by nature; newer weights give other lengths."""
-        prompt = Random(f"{self.seed} {id[:2]}").gauss(2.5, self.spread)
+        prompt = Random(f"{self.seed} {id.visit}").gauss(2.5, self.spread)
         response = Random(f"{self.seed} {id} {weights}").gauss(prompt, self.spread / 3)
         return min(max(int(2.718**response), 1), self.most)
 
-    def reward(self, id: tuple, weights: int) -> float:
-        is_flat = Random(f"flat {self.seed} {id[:2]} {weights}").random() < self.flat
+    def reward(self, id: SampleId, weights: int) -> float:
+        is_flat = Random(f"flat {self.seed} {id.visit} {weights}").random() < self.flat
         return 1.0 if is_flat else Random(f"{self.seed} {id}").random()
 
     def play(self, plan: RoundPlan, observe: Callable[..., Decision], weights: int) -> dict:
@@ -43,9 +43,9 @@ class Toy:
         live, start, aborted, now = {}, {}, {}, 0
 
         def launch(prompts) -> None:
-            for epoch, prompt in prompts:
+            for visit in prompts:
                 for r in range(plan.num_responses):
-                    id = epoch, prompt.index, r
+                    id = visit.id.sample(r)
                     assert id not in live
                     live[id], start[id] = now + self.length(id, weights), now
 
@@ -78,32 +78,32 @@ class Story:
     stats: list[RoundStats] = field(default_factory=list)
 
     def prompts(self) -> Counter:
-        """How often each (epoch, prompt) was trained."""
-        return Counter(key for ids in self.trained for key in {id[:2] for id in ids})
+        """How often each visit was trained."""
+        return Counter(key for ids in self.trained for key in {id.visit for id in ids})
 
 
 def run(
     config: SchedulerConfig, steps: int, toy: Toy, num_prompts: int = 200, kill: float = 0.0
-) -> tuple[Story, TailBatching, PromptStream]:
+) -> tuple[Story, TailBatching, PromptCursor]:
     """Run `steps`; after each, with probability `kill`, go on with fresh objects from the saved state."""
 
-    def build() -> tuple[TailBatching, PromptStream]:
-        return POLICIES[config.policy](config, toy.seed), PromptStream(PROMPTS[:num_prompts], toy.seed)
+    def build() -> tuple[TailBatching, PromptCursor]:
+        return POLICIES[config.policy](config, toy.seed), PromptCursor(PROMPTS[:num_prompts], toy.seed)
 
-    (policy, stream), story, rng = build(), Story(), Random(toy.seed)
+    (policy, cursor), story, rng = build(), Story(), Random(toy.seed)
     for step in range(steps):
-        plan = policy.begin(stream.take, steps - step)
+        plan = policy.begin(cursor.take, steps - step)
         aborted = toy.play(plan, policy.observe, step)
         story.plans.append(plan)
         story.trained.append(policy.accepted_ids())
         story.flat.append(policy.race.zero_variance)
         story.stats.append(policy.close(aborted))
         if rng.random() < kill:
-            saved = json.loads(json.dumps([policy.state_dict(), stream.state_dict()]))
-            policy, stream = build()
-            policy.load_state_dict(saved[0], stream.prompts)
-            stream.load_state_dict(saved[1])
-    return story, policy, stream
+            saved = json.loads(json.dumps([policy.state_dict(), cursor.state_dict()]))
+            policy, cursor = build()
+            policy.load_state_dict(saved[0], cursor.prompts)
+            cursor.load_state_dict(saved[1])
+    return story, policy, cursor
 
 
 def random_case(seed: int, **changes) -> tuple[SchedulerConfig, int, Toy, int]:
@@ -125,14 +125,14 @@ def random_case(seed: int, **changes) -> tuple[SchedulerConfig, int, Toy, int]:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_drawn_prompt_is_trained_exactly_once_by_the_end(seed: int) -> None:
     config, steps, toy, num_prompts = random_case(seed)
-    story, policy, stream = run(config, steps, toy, num_prompts)
+    story, policy, cursor = run(config, steps, toy, num_prompts)
     budget = steps * config.num_prompts
-    drawn = [(epoch, prompt.index) for epoch, prompt in PromptStream(PROMPTS[:num_prompts], seed).take(budget)]
+    drawn = [visit.id for visit in PromptCursor(PROMPTS[:num_prompts], seed).take(budget)]
     assert story.prompts() == Counter(drawn)  # the cursor's first, each once: epoch by epoch
-    assert policy.queue == [] and stream.epoch * num_prompts + stream.position == budget
+    assert policy.queue == [] and cursor.epoch * num_prompts + cursor.position == budget
     for ids in story.trained:
         assert len(ids) == config.num_prompts * config.num_responses
-        assert set(Counter(id[:2] for id in ids).values()) == {config.num_responses}
+        assert set(Counter(id.visit for id in ids).values()) == {config.num_responses}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -144,12 +144,12 @@ def test_a_run_killed_after_any_step_goes_on_as_if_it_had_not_been(seed: int) ->
 
 def test_a_longer_run_after_a_finished_one_still_trains_each_once() -> None:
     config, toy = SchedulerConfig(num_prompts=4, num_responses=2), Toy(1)
-    policy, stream = TailBatching(config), PromptStream(PROMPTS, 0)
+    policy, cursor = TailBatching(config), PromptCursor(PROMPTS, 0)
     trained: Counter = Counter()
     for steps in (7, 12):
         for left in range(steps, 0, -1):
-            aborted = toy.play(policy.begin(stream.take, left), policy.observe, left)
-            trained.update({id[:2] for id in policy.accepted_ids()})
+            aborted = toy.play(policy.begin(cursor.take, left), policy.observe, left)
+            trained.update({id.visit for id in policy.accepted_ids()})
             policy.close(aborted)
         assert policy.queue == []
     assert set(trained.values()) == {1} and len(trained) == 19 * 4
@@ -158,13 +158,17 @@ def test_a_longer_run_after_a_finished_one_still_trains_each_once() -> None:
 # ---- the race ----------------------------------------------------------------------------------------------------
 
 
+def ids_of(plan: RoundPlan) -> list[SampleId]:
+    return [visit.id.sample(r) for visit in plan.prompts for r in range(plan.num_responses)]
+
+
 def winners(plan: RoundPlan, ends: dict) -> list[tuple]:
     """The definition, without windows: each prompt's first responses, then the first prompts."""
     done = {}
-    for epoch, prompt in plan.prompts:
-        ids = [(epoch, prompt.index, r) for r in range(plan.num_responses)]
+    for visit in plan.prompts:
+        ids = [visit.id.sample(r) for r in range(plan.num_responses)]
         first = sorted((ends[id], id) for id in ids)[: plan.keep_responses]
-        done[epoch, prompt.index] = first
+        done[visit.id] = first
     order = sorted(done, key=lambda key: done[key][-1])[: plan.keep_prompts]
     return sorted(id for key in order for _, id in done[key])
 
@@ -174,39 +178,39 @@ def test_the_first_responses_of_the_first_prompts_win_whatever_the_window(seed: 
     config, steps, toy, num_prompts = random_case(seed)
     story, _, _ = run(config, steps, toy, num_prompts)
     for step, (plan, trained) in enumerate(zip(story.plans, story.trained, strict=True)):
-        ids = [(e, p.index, r) for e, p in plan.prompts for r in range(plan.num_responses)]
+        ids = ids_of(plan)
         assert sorted(trained) == winners(plan, {id: toy.length(id, step) for id in ids})
 
 
 @pytest.mark.parametrize("window", [1, 7, 50])
 def test_losers_are_aborted_at_the_end_of_the_window_that_decides(window: int) -> None:
     config = SchedulerConfig(num_prompts=8, num_responses=4, eta_prompts=1.5, eta_responses=1.5)
-    policy, stream, toy = TailBatching(config), PromptStream(PROMPTS, 0), Toy(3, window=window)
-    plan = policy.begin(stream.take, 10)
+    policy, cursor, toy = TailBatching(config), PromptCursor(PROMPTS, 0), Toy(3, window=window)
+    plan = policy.begin(cursor.take, 10)
     aborted = toy.play(plan, policy.observe, 0)
-    ends = {(e, p.index, r): toy.length((e, p.index, r), 0) for e, p in plan.prompts for r in range(6)}
+    ends = {id: toy.length(id, 0) for id in ids_of(plan)}
     trained = policy.accepted_ids()
 
     def window_end(iteration: int) -> int:
         return -(-iteration // window) * window
 
     over = window_end(max(ends[id] for id in trained))
-    for key in {id[:2] for id in ends}:
-        end = min(over, window_end(sorted(ends[*key, r] for r in range(6))[3]))  # of the round, or of this prompt
+    for key in {id.visit for id in ends}:
+        end = min(over, window_end(sorted(ends[key.sample(r)] for r in range(6))[3]))  # of the round, or of this prompt
         for r in range(6):
-            if ends[*key, r] > end:
-                assert aborted.pop((*key, r)) == end
+            if ends[key.sample(r)] > end:
+                assert aborted.pop(key.sample(r)) == end
     assert not aborted
 
 
 def test_wasted_tokens_are_what_was_decoded_and_not_trained() -> None:
     config = SchedulerConfig(num_prompts=6, num_responses=3, eta_prompts=1.5, eta_responses=1.5)
-    policy, stream, toy = TailBatching(config), PromptStream(PROMPTS, 0), Toy(5)
+    policy, cursor, toy = TailBatching(config), PromptCursor(PROMPTS, 0), Toy(5)
     total = 0
     for left in range(9, 0, -1):
-        plan = policy.begin(stream.take, left)
+        plan = policy.begin(cursor.take, left)
         aborted = toy.play(plan, policy.observe, left)
-        ids = [(e, p.index, r) for e, p in plan.prompts for r in range(plan.num_responses)]
+        ids = ids_of(plan)
         trained = set(policy.accepted_ids())
         lost = sum(aborted.get(id, toy.length(id, left)) for id in ids if id not in trained)
         stats = policy.close(aborted)
@@ -247,14 +251,14 @@ def test_the_queue_is_first_in_first_out_and_long_rounds_know_what_to_expect() -
     story, _, _ = run(SchedulerConfig(num_prompts=8, num_responses=4, eta_prompts=1.5), 30, Toy(4))
     queue: list = []
     for plan, ids in zip(story.plans, story.trained, strict=True):
-        names = [(epoch, prompt.index) for epoch, prompt in plan.prompts]
+        names = [visit.id for visit in plan.prompts]
         if plan.kind == "long" and queue:
             assert sorted(names) == sorted(queue[:8])
         assert plan.expected == tuple(sorted(plan.expected, reverse=True))  # the longest start first
         old = [name for name in queue if name in names]
         assert old == queue[: len(old)]
         queue = [name for name in queue if name not in old]
-        lost = [name for name in names if name not in {id[:2] for id in ids}]
+        lost = [name for name in names if name not in {id.visit for id in ids}]
         queue = [name for name in old if name in lost] + queue + [name for name in lost if name not in old]
     long = next(plan for plan in story.plans if plan.kind == "long")
     assert len(set(long.expected)) > 1 and min(long.expected) > 1
@@ -262,41 +266,40 @@ def test_the_queue_is_first_in_first_out_and_long_rounds_know_what_to_expect() -
 
 def test_expected_lengths_are_the_means_of_the_aborted_run() -> None:
     config = SchedulerConfig(num_prompts=1, num_responses=2, eta_prompts=2.0, eta_responses=1.0)
-    policy, stream = TailBatching(config), PromptStream(PROMPTS, 0)
-    (a, b) = [(epoch, prompt.index) for epoch, prompt in policy.begin(stream.take, 9).prompts]
-    decision = policy.observe([Finished(3, (*a, 1), 3), Finished(2, (*b, 0), 2), Finished(5, (*a, 0), 5)])
-    assert decision.abort == ((*b, 1),) and decision.done
-    policy.close({(*b, 1): 8})
+    policy, cursor = TailBatching(config), PromptCursor(PROMPTS, 0)
+    (a, b) = [visit.id for visit in policy.begin(cursor.take, 9).prompts]
+    decision = policy.observe([Finished(3, a.sample(1), 3), Finished(2, b.sample(0), 2), Finished(5, a.sample(0), 5)])
+    assert decision.abort == (b.sample(1),) and decision.done
+    policy.close({b.sample(1): 8})
     assert [(w.id, w.expected) for w in policy.queue] == [(b, 5.0)]
-    long = policy.begin(stream.take, 8)
-    assert [(e, p.index) for e, p in long.prompts] == [b] and long.expected == (5.0,) and long.kind == "long"
+    long = policy.begin(cursor.take, 8)
+    assert [visit.id for visit in long.prompts] == [b] and long.expected == (5.0,) and long.kind == "long"
 
 
 def test_a_queued_prompt_that_loses_again_near_the_end_keeps_its_place_and_what_is_known() -> None:
     config = SchedulerConfig(num_prompts=4, num_responses=2, eta_prompts=1.75, eta_responses=1.0)
-    policy, stream = TailBatching(config), PromptStream(PROMPTS, 0)
+    policy, cursor = TailBatching(config), PromptCursor(PROMPTS, 0)
 
     def play(steps_left: int, slow: set) -> list:
-        plan = policy.begin(stream.take, steps_left)
-        names = [(epoch, prompt.index) for epoch, prompt in plan.prompts]
+        plan = policy.begin(cursor.take, steps_left)
+        names = [visit.id for visit in plan.prompts]
         slow = slow or set(names[4:])
-        events = [Finished(5, (*name, r), 5) for name in names if name not in slow for r in range(2)]
+        events = [Finished(5, name.sample(r), 5) for name in names if name not in slow for r in range(2)]
         assert policy.observe(events).done
-        policy.close({(*name, r): 4 + steps_left for name in slow for r in range(2)})
+        policy.close({name.sample(r): 4 + steps_left for name in slow for r in range(2)})
         return names
 
     first = play(3, set())[4:]
     assert [(w.id, w.since, w.expected) for w in policy.queue] == [(name, 1, 7.0) for name in first]
-    second = play(2, {first[1], *(stream_name(i) for i in (7, 8))})
-    assert second[:2] == first[:2] and second[2:] == [stream_name(i) for i in range(7, 12)]
+    second = play(2, {first[1], *(drawn_id(i) for i in (7, 8))})
+    assert second[:2] == first[:2] and second[2:] == [drawn_id(i) for i in range(7, 12)]
     # Five draws were left, so two of the queue raced along; one lost, with 6 tokens this time.
     waiting = [(w.id, w.since, w.expected) for w in policy.queue]
     assert waiting == [(first[1], 1, 7.0), (first[2], 1, 7.0), (second[2], 2, 6.0), (second[3], 2, 6.0)]
 
 
-def stream_name(i: int) -> tuple[int, int]:
-    epoch, prompt = PromptStream(PROMPTS, 0).take(i + 1)[i]
-    return epoch, prompt.index
+def drawn_id(i: int) -> VisitId:
+    return PromptCursor(PROMPTS, 0).take(i + 1)[i].id
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -307,10 +310,10 @@ def test_eta_one_is_the_synchronous_baseline(seed: int) -> None:
         0
     ]
     assert story == baseline
-    stream = PromptStream(PROMPTS[:num_prompts], toy.seed)
+    cursor = PromptCursor(PROMPTS[:num_prompts], toy.seed)
     for plan, stats in zip(story.plans, story.stats, strict=True):
         assert plan.kind == "long" and not plan.audit and plan.num_responses == plan.keep_responses
-        assert list(plan.prompts) == stream.take(config.num_prompts)  # in the cursor's order
+        assert list(plan.prompts) == cursor.take(config.num_prompts)  # in the cursor's order
         assert stats.wasted_tokens == stats.aborted == stats.queue == 0
 
 
@@ -321,24 +324,24 @@ def test_eta_one_is_the_synchronous_baseline(seed: int) -> None:
 def test_dynamic_sampling_trains_only_groups_that_differ_and_loses_none(seed: int) -> None:
     config, steps, toy, num_prompts = random_case(seed, dynamic_sampling=True, max_draws=100.0)
     toy.flat = Random(seed).choice([0.0, 0.2, 0.6])
-    story, policy, stream = run(config, steps, toy, num_prompts)
+    story, policy, cursor = run(config, steps, toy, num_prompts)
     trained, flat = story.prompts(), Counter(key for keys in story.flat for key in keys)
     assert not set(trained) & set(flat) and policy.queue == []
-    drawn = PromptStream(PROMPTS[:num_prompts], seed).take(len(trained) + len(flat))
-    assert trained + flat == Counter((epoch, prompt.index) for epoch, prompt in drawn)
-    assert stream.epoch * num_prompts + stream.position == len(drawn)
+    drawn = PromptCursor(PROMPTS[:num_prompts], seed).take(len(trained) + len(flat))
+    assert trained + flat == Counter(visit.id for visit in drawn)
+    assert cursor.epoch * num_prompts + cursor.position == len(drawn)
     for step, (ids, keys) in enumerate(zip(story.trained, story.flat, strict=True)):
-        assert len({id[:2] for id in ids}) == config.num_prompts
-        for key in {id[:2] for id in ids}:
-            assert len({toy.reward(id, step) for id in ids if id[:2] == key}) > 1
-        assert all(toy.reward((*key, 0), step) == 1.0 for key in keys)
+        assert len({id.visit for id in ids}) == config.num_prompts
+        for key in {id.visit for id in ids}:
+            assert len({toy.reward(id, step) for id in ids if id.visit == key}) > 1
+        assert all(toy.reward(key.sample(0), step) == 1.0 for key in keys)
     assert bool(flat) or not toy.flat or len(trained) < 10
 
 
 @pytest.mark.parametrize("window", [1, 4, 1000])
 def test_dynamic_sampling_asks_for_the_rewards_of_what_the_last_window_completed(window: int) -> None:
     config = SchedulerConfig(num_prompts=6, num_responses=3, dynamic_sampling=True)
-    policy, stream = TailBatching(config), PromptStream(PROMPTS, 0)
+    policy, cursor = TailBatching(config), PromptCursor(PROMPTS, 0)
     toy = Toy(6, window=window, flat=0.5)
     asked: list = []
 
@@ -348,7 +351,7 @@ def test_dynamic_sampling_asks_for_the_rewards_of_what_the_last_window_completed
         asked.append(list(decision.grade))
         return decision
 
-    toy.play(policy.begin(stream.take, 5), observe, 0)
+    toy.play(policy.begin(cursor.take, 5), observe, 0)
     everything = [id for ids in asked for id in ids]
     assert len(everything) == len(set(everything)) and set(policy.accepted_ids()) <= set(everything)
 
@@ -357,7 +360,7 @@ def test_dynamic_sampling_stops_at_its_bound_and_fills_up() -> None:
     config = SchedulerConfig(num_prompts=4, num_responses=3, dynamic_sampling=True, max_draws=2.5)
     story, policy, _ = run(config, 6, Toy(0, flat=1.0))
     for ids, stats in zip(story.trained, story.stats, strict=True):
-        assert len({id[:2] for id in ids}) == 4 and stats.padded == 4
+        assert len({id.visit for id in ids}) == 4 and stats.padded == 4
         assert stats.prompts == stats.zero_variance == 10 and stats.requeued == 0
     story, _, _ = run(replace(config, max_draws=1.25), 30, Toy(0, flat=0.5))
     assert {0, 1, 2} <= {stats.padded for stats in story.stats}
@@ -395,7 +398,7 @@ class HalfWins(RoundPolicy):
 
     def plan(self, take, steps_left: int) -> RoundPlan:
         c = self.config
-        prompts = [(w.epoch, w.prompt) for w in self.requeued(c.num_prompts)]
+        prompts = [w.visit for w in self.requeued(c.num_prompts)]
         kind = "long" if prompts else "short"
         prompts = prompts or take(2 * c.num_prompts)
         return RoundPlan(kind, tuple(prompts), c.num_responses, c.num_prompts, c.num_responses)
@@ -407,7 +410,7 @@ def test_a_policy_needs_a_plan_only(monkeypatch, kill: float) -> None:
     config = SchedulerConfig("half_wins", num_prompts=4, num_responses=3)
     story, policy, _ = run(config, 8, Toy(1), kill=kill)
     assert [plan.kind for plan in story.plans] == ["short", "long"] * 4
-    drawn = [(epoch, prompt.index) for epoch, prompt in PromptStream(PROMPTS, 1).take(32)]
+    drawn = [visit.id for visit in PromptCursor(PROMPTS, 1).take(32)]
     assert story.prompts() == Counter(drawn) and policy.queue == []
     assert [stats.queue for stats in story.stats] == [4, 0] * 4
     assert all(bool(stats.aborted) == (stats.kind == "short") for stats in story.stats)
@@ -437,7 +440,10 @@ def test_a_policy_that_takes_nothing_from_the_queue_does_not_hoard(monkeypatch) 
         (dict(keep_prompts=3), "kind = 'long'; a round that keeps all it launches is long, any other is short"),
         (dict(kind="mine"), "kind = 'mine'"),
         (dict(expected=(1.0,)), "1 expected lengths for 4 prompts"),
-        (dict(prompts=((0, PROMPTS[0]), (0, PROMPTS[1])) * 2), r"has the prompt \(epoch, index\) = \(0, 0\) 2 times"),
+        (
+            dict(prompts=(Visit(0, PROMPTS[0]), Visit(0, PROMPTS[1])) * 2),
+            r"has the prompt \(epoch, index\) = \(0, 0\) 2 times",
+        ),
         (None, "Bad.plan: returned None; return a RoundPlan"),
     ],
 )
@@ -447,14 +453,14 @@ def test_a_plan_that_cannot_end_or_contradicts_itself_is_refused(changes: dict |
             return None if changes is None else replace(RoundPlan("long", tuple(take(4)), 2, 4, 2), **changes)
 
     with pytest.raises(ValueError, match=message):
-        Bad(SchedulerConfig()).begin(PromptStream(PROMPTS, 0).take, 1)
+        Bad(SchedulerConfig()).begin(PromptCursor(PROMPTS, 0).take, 1)
 
 
 # ---- a race alone, the config ------------------------------------------------------------------------------------
 
 
 def test_a_bare_race_that_keeps_all_waits_for_all() -> None:
-    plan = RoundPlan("long", tuple((-1, p) for p in PROMPTS[:5]), 3, 5, 3)
+    plan = RoundPlan("long", tuple(Visit(-1, p) for p in PROMPTS[:5]), 3, 5, 3)
     race = Race(plan)
     assert Toy(1).play(plan, race.observe, 0) == {}
     assert sorted(race.accepted_ids()) == [(-1, i, r) for i in range(5) for r in range(3)]

@@ -15,7 +15,7 @@ import torch
 from conftest import ALONE
 
 from config import ConfigError, dump_toml, load_config
-from core import Group, Prompt, Reward, Sample
+from core import Group, Prompt, Reward, Sample, SampleId, VisitId
 from data import dump_groups
 from engine.memory import RolloutConfig, num_pages_for
 from engine.sequence import EngineStats
@@ -78,7 +78,7 @@ def test_the_roofline_of_one_step_by_hand() -> None:
 def test_a_lone_response_takes_its_prefill_and_its_steps() -> None:
     """The prefill draws the first token."""
     replica = Replica(COSTS, PAGES)
-    replica.add(Response((0, 0, 0), prompt_tokens=30, length=100))
+    replica.add(Response(SampleId(0, 0, 0), prompt_tokens=30, length=100))
     [(event, at)] = replica.run_until(math.inf)
     assert (event.iteration, event.num_tokens) == (100, 100)
     assert at == replica.clock == pytest.approx(COSTS.prefill(30) + COSTS.decode(1, 30, 99))
@@ -117,7 +117,7 @@ def test_windows_and_responses_cost_what_is_said() -> None:
 def test_a_group_pays_for_its_prompt_once() -> None:
     replica = Replica(COSTS, PAGES)
     for r in range(4):
-        replica.add(Response((0, 0, r), 30, 10))
+        replica.add(Response(SampleId(0, 0, r), 30, 10))
     replica.run_until(1)
     assert replica.clock == pytest.approx(COSTS.prefill(30))
 
@@ -138,7 +138,7 @@ def step_by_step(responses: list[Response], rows: int, num_pages: int, size: int
         begun, late = len(running), []
         while waiting and len(running) < rows:
             new = waiting[0]
-            family = [s for s in running if s.id[:2] == new.id[:2] and not new.done]
+            family = [s for s in running if s.id.visit == new.id.visit and not new.done]
             donors = [s for s in family if s in running[begun:] and not s.done] or [
                 s for s in family if s in running[:begun]
             ]
@@ -183,9 +183,9 @@ def test_events_give_what_single_steps_give(seed: int, shares: bool) -> None:
     rng = Random(seed)
     num_pages, rows, size = rng.choice([90, 200, 1200]), rng.choice([3, 8, 100]), 8
     prompts = [rng.choice([16, rng.randint(1, 90)]) for _ in range(6)]
-    given = [((0, p, r), prompts[p], rng.randint(1, 400)) for p in range(6) for r in range(4)]
+    given = [(SampleId(0, p, r), prompts[p], rng.randint(1, 400)) for p in range(6) for r in range(4)]
     if not shares:  # then no two have a prompt in common
-        given = [((0, i, 0), *rest) for i, (_, *rest) in enumerate(given)]
+        given = [(SampleId(0, i, 0), *rest) for i, (_, *rest) in enumerate(given)]
     wanted, clock, preemptions = step_by_step([Stepped(*g) for g in given], rows, num_pages, size)
     replica, found, until = Replica(COSTS, num_pages, size, rows, shares), [], 0
     for one in given:
@@ -236,13 +236,13 @@ def test_every_prompt_is_trained_once_and_time_goes_forward(seed: int) -> None:
     if c.scheduler.dynamic_sampling:  # may still drop a group that is complete: refused together
         c = replace(c, stream=replace(c.stream, policy="off"))
     run = simulate(c, replace(MODEL, lengths=replace(MODEL.lengths, limit=rng.choice([30, 2000]))))
-    names = Counter(key for ids in run.trained for key in {id[:2] for id in ids})
+    names = Counter(key for ids in run.trained for key in {id.visit for id in ids})
     assert set(names.values()) == {1} and len(names) == c.cluster.steps * c.scheduler.num_prompts
     assert not run.policy.queue
     assert all(len(ids) == c.scheduler.num_prompts * c.scheduler.num_responses for ids in run.trained)
     if not c.scheduler.dynamic_sampling:
-        drawn = {(run.data.epoch, prompt.index) for prompt in (run.data.prompts[i] for i in run.data._order)}
-        assert run.data.position == len(names) and names.keys() <= drawn
+        drawn = {VisitId(run.cursor.epoch, i) for i in run.cursor._order}
+        assert run.cursor.position == len(names) and names.keys() <= drawn
     fastest = Costs(load_hardware("h800"), SHAPE, Efficiency(), 1).decode(1, 0)
     for record in run.records:
         assert all(seconds >= 0 for seconds in record["seconds"].values())
@@ -342,7 +342,7 @@ def test_programs_get_the_limits_of_real_runs() -> None:
     prompts = [Prompt(i, (), "", "", "code") for i in range(2)]
 
     def run(i: int, config: GradingConfig, timeouts: AdaptiveTimeouts, solves: bool = True) -> tuple[float, bool]:
-        seconds, *learned = run_program(prompts[i], (0, i, 0), solves, config, timeouts, 0)
+        seconds, *learned = run_program(prompts[i], SampleId(0, i, 0), solves, config, timeouts, 0)
         timeouts.observe(*learned)
         return seconds, learned[2]
 
@@ -361,7 +361,7 @@ def test_programs_get_the_limits_of_real_runs() -> None:
 def test_a_program_teaches_nothing_before_it_has_ended() -> None:
     grading = GradingConfig(code_spread=0.0, code_seconds=4.0, hanging=0.5, audit=0.0, sandboxes=9)
     prompts = {(0, i): Prompt(i, (1,), "", "", "code") for i in range(9)}
-    ended = {(0, i, 0): float(i) for i in range(9)}
+    ended = {SampleId(0, i, 0): float(i) for i in range(9)}
     rollout = SimpleNamespace(seconds=9.0, ended=ended, prompts=prompts, run=SimpleNamespace(reward=lambda id: 1.0))
     timeouts = grading.timeouts()
     done = grade(rollout, list(ended), grading, timeouts, 0)
@@ -375,9 +375,9 @@ def test_a_program_teaches_nothing_before_it_has_ended() -> None:
 def test_what_a_round_does_not_need_is_dropped_when_it_ends() -> None:
     grading = GradingConfig(rule_seconds=4.0, sandboxes=1)
     prompts = {(0, i): Prompt(i, (1,), "", "", "rule") for i in range(4)}
-    ended = {(0, i, 0): float(i) for i in range(4)}
+    ended = {SampleId(0, i, 0): float(i) for i in range(4)}
     rollout = SimpleNamespace(seconds=5.0, ended=ended, prompts=prompts)
-    done = grade(rollout, [(0, 0, 0), (0, 3, 0)], grading, grading.timeouts(), 0)
+    done = grade(rollout, [SampleId(0, 0, 0), SampleId(0, 3, 0)], grading, grading.timeouts(), 0)
     assert done == {(0, 0, 0): 4.0, (0, 1, 0): 8.0, (0, 3, 0): 12.0}  # the second had begun, the third had not
 
 
@@ -388,12 +388,13 @@ def test_what_freed_ranks_train_by_hand() -> None:
     sim.costs = SimpleNamespace(tp=2, train=lambda lengths, gpus: sum(lengths) / gpus)
     sim.stream = SimpleNamespace(switch=1.0)
     rollout = SimpleNamespace(freed=[None, None], freed_at=3.0, seconds=20.0)
-    lengths = {(0, 0, 0): 8, (0, 0, 1): 8, (0, 1, 0): 16, (0, 1, 1): 16, (0, 2, 0): 99}
-    graded = {(0, 0, 0): 5.0, (0, 0, 1): 6.0, (0, 1, 0): 10.0, (0, 1, 1): 18.0, (0, 2, 0): 25.0}
+    ids = [SampleId(0, *divmod(i, 2)) for i in range(5)]
+    lengths = dict(zip(ids, [8, 8, 16, 16, 99], strict=True))
+    graded = dict(zip(ids, [5.0, 6.0, 10.0, 18.0, 25.0], strict=True))
     streamed, late = sim._stream(rollout, lengths, graded)
     assert streamed == {(0, 0), (0, 1)}  # the first from 6 to 8, the second from 18 to 22, two seconds after the end
     assert late == 2.0 * 4 / 8 + 0.5 * 48 / 8
-    rollout.seconds, graded = 5.0, {(0, 0, 0): 3.0, (0, 0, 1): 3.0}
+    rollout.seconds, graded = 5.0, dict.fromkeys(ids[:2], 3.0)
     streamed, late = sim._stream(
         rollout, {id: lengths[id] for id in graded}, graded
     )  # ready at once: from 4, after the switch, to 6
@@ -455,8 +456,8 @@ class FromLog:
     def prompts(self, count: int) -> list[Prompt]:
         return self.given
 
-    def lengths(self, id, count: int, visit: int) -> list[int]:
-        return [self.known[visit].get((*id, r), 10_000) for r in range(count)]
+    def lengths(self, id, count: int, step: int) -> list[int]:
+        return [self.known[step].get((*id, r), 10_000) for r in range(count)]
 
 
 STEPS = 6
@@ -495,7 +496,7 @@ def record_run(world, folder, out, rows: int, size: int, kv_gib: float) -> None:
     run, rounds = build(config, world, resume=False), []
     with run.pool:
         for step in range(STEPS):
-            plan = run.policy.begin(run.stream.take, STEPS - step)
+            plan = run.policy.begin(run.cursor.take, STEPS - step)
             clock, judge = Clock(), Listening(run.policy)
             regroup(run, plan, clock)
             _, played = roll_out(run, plan, judge, clock)
@@ -505,7 +506,7 @@ def record_run(world, folder, out, rows: int, size: int, kv_gib: float) -> None:
             run.planner.observe(plan.kind, Report(preemptions, 1.0, tuple(run.policy.race.tokens.values())))
             run.policy.close(played.aborted)
     if world.is_main:
-        (Path(out) / "rounds").write_bytes(pickle.dumps((rounds, run.stream.prompts, run.engine.num_pages)))
+        (Path(out) / "rounds").write_bytes(pickle.dumps((rounds, run.cursor.prompts, run.engine.num_pages)))
 
 
 # With 6 rows responses wait for others to end, with few pages they are preempted. On two ranks the planner halves its
@@ -577,8 +578,9 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
     told = replace(Config(), scheduler=SchedulerConfig("synchronous", num_prompts=4, num_responses=2))
     (tmp_path / "config.toml").write_text(dump_toml(told))
     recorded = Recorded(tmp_path)
-    assert recorded.lengths((0, 5), 2, 0) == trained[0, 5]
-    assert sorted(recorded.lengths((1, 5), 3, 0)[:2]) == sorted(trained[0, 5])  # another epoch, one response more
+    assert recorded.lengths(VisitId(0, 5), 2, 0) == trained[0, 5]
+    again = recorded.lengths(VisitId(1, 5), 3, 0)  # in another epoch, with one response more
+    assert sorted(again[:2]) == sorted(trained[0, 5])
     assert main([f"--replay={tmp_path}", "--cluster.steps=3", "--cluster.gpus=1"]) == 0
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert sum(r["tokens"] for r in records) == sum(map(sum, trained.values()))
@@ -611,7 +613,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
 
 def test_drawn_lengths_are_what_the_model_says() -> None:
     model = LengthModel(median=300, prompt_spread=0.5, response_spread=0.5, runaway=0.1, runaway_gather=0.2, limit=9000)
-    drawn = [Drawn(model).lengths((0, i), 8, 0) for i in range(4000)]
+    drawn = [Drawn(model).lengths(VisitId(0, i), 8, 0) for i in range(4000)]
     ordered = sorted(n for group in drawn for n in group)
     assert sum(n == 9000 for n in ordered) / len(ordered) == pytest.approx(0.1, abs=0.01)
     body = [math.log(n) for n in ordered if n < 9000]
@@ -620,4 +622,4 @@ def test_drawn_lengths_are_what_the_model_says() -> None:
     run = [[n == 9000 for n in group] for group in drawn]
     together = np.mean([group[0] and group[1] for group in run])
     assert (together - 0.01) / 0.09 == pytest.approx(0.2, abs=0.06)  # their correlation
-    assert Drawn(model).lengths((0, 1), 8, 0) != Drawn(model).lengths((0, 1), 8, 1)
+    assert Drawn(model).lengths(VisitId(0, 1), 8, 0) != Drawn(model).lengths(VisitId(0, 1), 8, 1)

@@ -21,7 +21,7 @@ import train
 from checkpoint import list_checkpoints, load_tokenizer
 from config import ConfigError, flatten, load_config
 from core import Group, Prompt, Reward, Sample
-from data import PromptStream, load_groups
+from data import PromptCursor, load_groups
 from loss import LossConfig
 from metrics import Recorder, read_records
 from parallel import World
@@ -340,8 +340,8 @@ def test_nothing_grows_from_step_to_step(settings, monkeypatch):
 
 
 def drawn_prompts(count: int) -> list[int]:
-    stream = PromptStream([Prompt(i, (i,), "", "", "") for i in range(44)], seed=0)
-    return [prompt.index for _, prompt in stream.take(count)]
+    cursor = PromptCursor([Prompt(i, (i,), "", "", "") for i in range(44)], seed=0)
+    return [visit.prompt.index for visit in cursor.take(count)]
 
 
 def test_a_run_cannot_be_cut_below_its_queue(settings, tmp_path, capsys):
