@@ -19,7 +19,7 @@ class LongestFirst(Synchronous):
 
     def plan(self, take: Take, steps_left: int) -> RoundPlan:
         plan = super().plan(take, steps_left)
-        return replace(plan, prompts=tuple(sorted(plan.prompts, key=lambda p: -len(p[1].token_ids))))
+        return replace(plan, prompts=tuple(sorted(plan.prompts, key=lambda visit: -len(visit.prompt.token_ids))))
 
 
 POLICIES["longest_first"] = LongestFirst

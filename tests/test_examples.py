@@ -11,7 +11,7 @@ from conftest import ROOT, steps_of
 
 import train
 from config import load_config
-from core import Prompt
+from core import Prompt, Visit
 from loss import LOSSES
 from process import launcher
 from reward import resolve_grader
@@ -76,8 +76,8 @@ def test_own_policy(example, tiny, tmp_path) -> None:
     assert record["train"]["grad_norm"] > 0 and record["round"]["kind"] == "long"
     numbers = count()
 
-    def take(n: int) -> list[tuple[int, Prompt]]:
-        return [(0, Prompt(i := next(numbers), (1,) * (i % 3 + 1), "", "", "math")) for _ in range(n)]
+    def take(n: int) -> list[Visit]:
+        return [Visit(0, Prompt(i := next(numbers), (1,) * (i % 3 + 1), "", "", "math")) for _ in range(n)]
 
     plan = POLICIES["longest_first"](SchedulerConfig(num_prompts=4)).begin(take, 1)
     assert [prompt.index for _, prompt in plan.prompts] == [2, 1, 0, 3]
