@@ -80,7 +80,7 @@ def test_own_policy(example, tiny, tmp_path) -> None:
         return [Visit(0, Prompt(i := next(numbers), (1,) * (i % 3 + 1), "", "", "math")) for _ in range(n)]
 
     plan = POLICIES["longest_first"](SchedulerConfig(num_prompts=4)).begin(take, 1)
-    assert [prompt.index for _, prompt in plan.prompts] == [2, 1, 0, 3]
+    assert [visit.prompt.index for visit in plan.prompts] == [2, 1, 0, 3]
 
 
 def test_ranks_start_the_script_that_has_the_entry(example, tiny, monkeypatch) -> None:
