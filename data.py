@@ -14,8 +14,8 @@ import numpy as np
 
 from config import ConfigError, option, regular
 from core import Group, Prompt, Reward, Sample, Visit
-from reward import GRADERS, TASK_OF_JUDGE, check_grader
-from rewards.gradings import reward_number
+from reward import reward_number
+from rewards.graders import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
 
 TEMPLATE_SECONDS = 10.0  # the longest that a chat template may take for a row,

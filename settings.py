@@ -15,8 +15,10 @@ from model import ModelShape, can_split, check_split, parse_shape
 from parallel import check_group_size, group_sizes, own_node_size
 from policies.overlap import StreamConfig, half, replicas_together
 from policies.planner import PROFILE_NAME, PlannerConfig, Profile, load_profile
-from reward import TASK_OF_JUDGE, RewardConfig, by_grader, check_rewards, try_graders
+from reward import RewardConfig, by_grader
+from rewards.graders import TASK_OF_JUDGE, check_rewards
 from rewards.judge import JudgeConfig, check_judge
+from rewards.pool import try_graders
 from rollout import RolloutConfig, num_pages_for
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig

@@ -17,7 +17,7 @@ class Task:
     prompt: Callable[[int], str]
     solution: Callable[[int], str]
     answer: Callable[[int], str]
-    grader: str  # entry of reward.GRADERS
+    grader: str  # entry of rewards.graders.GRADERS
     slip: Callable[[str, Random, float], str]  # a solution in which each step goes wrong with some probability
     fields: dict = field(default_factory=dict)  # further fields of every row, for the grader
 

@@ -35,10 +35,10 @@ from parallel import World
 from policies.planner import Choice, Launch, Limits, ParallelismPlanner, Report
 from process import launcher
 from process.watchdog import Watchdog
-from reward import GraderError
 from rewards import sandbox
 from rewards.gradings import merge_stats
 from rewards.judge import Graders, judge_record, open_graders
+from rewards.pool import GraderError
 from rollout import Engine, EngineStats, kv_budget
 from rounds import Referee, Round, Streaming
 from scheduler import POLICIES, Race, RoundPolicy

@@ -32,7 +32,9 @@ from metrics import Clock
 from overlap import StreamTraining
 from parallel import World
 from policies.overlap import StreamConfig
-from reward import GRADERS, RewardConfig, RewardPool
+from reward import RewardConfig
+from rewards.graders import GRADERS
+from rewards.pool import RewardPool
 from rounds import Round
 from scheduler import POLICIES, SchedulerConfig
 from sharding import whole

@@ -48,7 +48,8 @@ from learning import group_advantages, learn
 from metrics import Clock
 from model import Model, parse_shape
 from parallel import TensorParallel, World
-from reward import RewardConfig, RewardPool
+from reward import RewardConfig
+from rewards.pool import RewardPool
 from rollout import Engine, RolloutConfig
 from rounds import Round
 from sampling import SamplingConfig

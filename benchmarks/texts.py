@@ -47,7 +47,7 @@ class Scripted:
 
     def settle(self) -> None:
         """Wait for what nobody wants any more and yet runs: else it would run in the next contender's turn."""
-        while any(self.graders.pool._jobs._running.values()):
+        while any(self.graders.pool._queue._running.values()):
             time.sleep(0.002)
 
 

@@ -133,7 +133,7 @@ def trl_worker(spec_path: Path) -> None:
     from transformers.generation.continuous_batching import ContinuousBatchingManager
     from trl import GRPOConfig, GRPOTrainer
 
-    from reward import GRADERS
+    from rewards.graders import GRADERS
 
     add_to_queue = ContinuousBatchingManager.add_request
 

@@ -11,7 +11,7 @@ import time
 import urllib.parse
 from typing import Any
 
-from rewards.gradings import LARGEST_REWARD, reward_number
+from reward import LARGEST_REWARD, reward_number
 
 FIRST_PAUSE = 0.25  # seconds before the second attempt; each further pause is twice as long
 MAX_REPLY = 2**20  # bytes, with status line, headers and chunk sizes

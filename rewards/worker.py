@@ -1,4 +1,4 @@
-"""The process below a `reward.RewardPool` that runs graders: reads requests, writes rewards, one line of JSON each."""
+"""A worker process of `rewards.pool.RewardPool`: reads requests and writes rewards, one line of JSON each."""
 
 import contextlib
 import json
@@ -11,8 +11,8 @@ from dataclasses import astuple
 
 sys.path[0] = os.path.dirname(sys.path[0])  # not rewards/, where Python starts this file
 from core import Reward
-from reward import WARM_UP, grade, resolve_grader
 from rewards import box, grader_files, leftovers, sandbox
+from rewards.graders import WARM_UP, grade, resolve_grader
 
 
 def keep() -> None:

@@ -14,7 +14,7 @@ from config import load_config
 from core import Prompt, Visit
 from loss import LOSSES
 from process import launcher
-from reward import resolve_grader
+from rewards.graders import resolve_grader
 from scheduler import POLICIES, SchedulerConfig
 from settings import Config
 

@@ -5,69 +5,71 @@ from random import Random
 
 import pytest
 
-from rewards.gradings import Job, JobQueue, PoolStats, merge_stats
+from rewards.gradings import Grading, GradingQueue, PoolStats, merge_stats
 
 
-def job(id: int, task: str = "a") -> Job:
-    return Job(id, task, ("", "", {}), 1.0)
+def grading(id: int, task: str = "a") -> Grading:
+    return Grading(id, task, ("", "", {}), 1.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_order_within_a_grader_and_no_more_than_allowed(seed):
     rng = Random(seed)
     limits = {"a": 1, "b": 2}
-    jobs = JobQueue(1000, limits)
+    gradings = GradingQueue(1000, limits)
     for id in range(60):
-        jobs.put(job(id, rng.choice("abc")))
+        gradings.put(grading(id, rng.choice("abc")))
     running, taken = [], []
     while len(taken) < 60:
-        counts = {task: sum(j.task == task for j in running) for task in "abc"}
+        counts = {task: sum(g.task == task for g in running) for task in "abc"}
         if running and (rng.random() < 0.4 or counts["a"] + counts["b"] == 3):
-            jobs.done(running.pop(rng.randrange(len(running))))
+            gradings.done(running.pop(rng.randrange(len(running))))
             continue
-        waiting = {j.task for j in jobs._jobs}
-        if not any(counts[task] < limits.get(task, 99) for task in waiting):
-            jobs.done(running.pop())
+        tasks = {g.task for g in gradings._waiting}
+        if not any(counts[task] < limits.get(task, 99) for task in tasks):
+            gradings.done(running.pop())
             continue
-        running.append(jobs.get())
+        running.append(gradings.get())
         taken.append(running[-1])
-        assert all(sum(j.task == task for j in running) <= limit for task, limit in limits.items())
+        assert all(sum(g.task == task for g in running) <= limit for task, limit in limits.items())
     for task in "abc":
-        ids = [j.id for j in taken if j.task == task]
+        ids = [g.id for g in taken if g.task == task]
         assert ids == sorted(ids)
 
 
 def test_a_full_queue_makes_the_caller_wait():
-    jobs = JobQueue(2, {})
+    gradings = GradingQueue(2, {})
     for id in range(2):
-        jobs.put(job(id))
-    third = threading.Thread(target=jobs.put, args=(job(2),), daemon=True)
+        gradings.put(grading(id))
+    third = threading.Thread(target=gradings.put, args=(grading(2),), daemon=True)
     third.start()
     third.join(0.2)
     assert third.is_alive()
-    assert jobs.get().id == 0
+    assert gradings.get().id == 0
     third.join(10)
-    assert not third.is_alive() and jobs.take_longest() == 2
+    assert not third.is_alive() and gradings.take_longest() == 2
 
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_closed_queue_lets_everybody_go(full):
-    jobs = JobQueue(1, {})
+    gradings = GradingQueue(1, {})
     if full:
-        jobs.put(job(0))
-    waits = threading.Thread(target=jobs.put if full else jobs.get, args=(job(1),) if full else (), daemon=True)
+        gradings.put(grading(0))
+    waits = threading.Thread(
+        target=gradings.put if full else gradings.get, args=(grading(1),) if full else (), daemon=True
+    )
     waits.start()
-    jobs.close()
+    gradings.close()
     waits.join(10)
-    assert not waits.is_alive() and jobs.get() is None
+    assert not waits.is_alive() and gradings.get() is None
 
 
 def test_what_nobody_has_begun_can_be_dropped():
-    jobs = JobQueue(10, {})
+    gradings = GradingQueue(10, {})
     for id in range(5):
-        jobs.put(job(id))
-    jobs.keep({1, 4})
-    assert [jobs.get().id, jobs.get().id] == [1, 4]
+        gradings.put(grading(id))
+    gradings.keep({1, 4})
+    assert [gradings.get().id, gradings.get().id] == [1, 4]
 
 
 def test_ranks_are_merged():

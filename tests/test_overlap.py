@@ -24,7 +24,7 @@ from metrics import Clock
 from overlap import StreamedRound, StreamTraining
 from parallel import SampleStream, World
 from policies.overlap import StreamPolicy
-from reward import GRADERS
+from rewards.graders import GRADERS
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 from settings import Config, check_stream

@@ -9,8 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from reward import GraderError, RewardConfig, RewardPool
+from reward import RewardConfig
 from rewards import remote
+from rewards.pool import GraderError, RewardPool
 
 CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"
 
@@ -239,5 +240,5 @@ def test_a_service_that_is_down_costs_rewards_and_then_ends_the_run(service):
         assert reward.value == 0 and "status 404" in reward.error
         for i in range(2):
             pool.submit(i, service.address, "", "", {})
-        with pytest.raises(GraderError, match="failed 3 times in a row, at last: .*status 404"):
+        with pytest.raises(GraderError, match="failed 3 times in a row, the last time: .*status 404"):
             pool.drain()

@@ -5,7 +5,9 @@ from statistics import mean, quantiles
 
 import pytest
 
-from reward import GRADERS, RewardConfig, RewardPool
+from reward import RewardConfig
+from rewards.graders import GRADERS
+from rewards.pool import RewardPool
 from tasks import HIDDEN, SHOWN, TASKS, is_held_out
 
 EVERY = pytest.mark.parametrize("name", TASKS)

@@ -1,0 +1,366 @@
+"""Grade in the background: a grader that hangs or crashes costs one reward, never the run.
+
+Only killing a process stops a busy grader: threads, asyncio and alarms do not. So graders run in worker processes,
+which load nothing of the trainer; a worker has one request at a time and is killed at the time limit. Graders that
+always return at once run in this process, and graders with an address are asked over HTTP. Programs that a model wrote
+run in a sandbox of their own below a worker.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import IO
+
+from config import ConfigError
+from core import Prompt, Reward
+from reward import RewardConfig, by_grader
+from rewards import remote, sandbox
+from rewards.graders import GRADERS, INLINE, check_grader, grade
+from rewards.gradings import Grading, GradingQueue, PoolStats
+from rewards.timeouts import AdaptiveTimeouts, CasePlan
+
+KEEPER_SECONDS = 10.0  # the longest wait for a worker's keeper to end all processes below it
+WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
+Graded = tuple[Grading, CasePlan | None, Reward, bool]  # True: the worker or service failed
+
+
+class GraderError(RuntimeError):
+    """A grader or its workers fail again and again: the run cannot go on."""
+
+
+class RewardPool:
+    """Grades in the background: `submit` waits only for a full queue, `poll` and `drain` return rewards in any order.
+
+    For one caller thread. A grading that fails is a Reward of 0 with the cause in `error`. Only workers that cannot
+    be started, and a grader that fails `max_failures` times in a row, raise (GraderError, from `poll` and `drain`).
+    Raises ConfigError for an impossible name.
+    """
+
+    def __init__(self, config: RewardConfig, tasks: Iterable[str]):
+        self._config, self._tasks = config, set(tasks)
+        for task in self._tasks:
+            check_grader(task)
+        concurrency = by_grader("reward.concurrency", config.concurrency)
+        limits = config.case_min_seconds, config.case_max_seconds
+        self.timeouts = AdaptiveTimeouts(config.case_factor, *limits, config.case_audit, config.case_quantile)
+        self._pending: dict[int, Hashable] = {}  # submitted and not yet handed back: key by id
+        self._stats, self._failures = PoolStats(), Counter[str]()
+        self._ids = itertools.count(1)
+        self._queue, self._remote_queue = (GradingQueue(config.max_queue, concurrency) for _ in range(2))
+        self._results: queue.SimpleQueue[Graded | Exception] = queue.SimpleQueue()  # an exception ended a thread
+        self._closing = threading.Event()
+        self._threads = []
+        worker_tasks = sorted(task for task in self._tasks - INLINE if not remote.is_address(task))
+        for _ in range(config.num_workers if worker_tasks else 0):
+            # A thread for each worker feeds it and watches the time while the trainer computes.
+            worker = _Worker(config, worker_tasks, self._closing)
+            self._threads.append(threading.Thread(target=self._serve, args=(self._queue, worker), daemon=True))
+        for _ in range(config.remote_concurrency if any(map(remote.is_address, self._tasks)) else 0):
+            client = _Client(config, self._closing)
+            self._threads.append(threading.Thread(target=self._serve, args=(self._remote_queue, client), daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, key: Hashable, task: str, response: str, answer: str, row: dict) -> None:
+        """Have a response graded. `row` holds values that JSON can: numbers, strings, lists, dicts."""
+        assert task in self._tasks, f"task {task!r} was not announced to the pool"
+        assert not self._closing.is_set(), "the pool is closed"
+        id, seconds, request = next(self._ids), self._config.timeout_seconds, (response, answer, row)
+        self._pending[id] = key
+        if task in INLINE:
+            self._results.put((Grading(id, task, request, seconds), None, grade(GRADERS[task], *request), False))
+        elif remote.is_address(task):
+            self._remote_queue.put(Grading(id, task, request, self._config.remote_seconds))
+        else:
+            self._queue.put(Grading(id, task, request, seconds))
+
+    def _with_limits(self, grading: Grading) -> tuple[Grading, CasePlan | None]:
+        """Give a program's cases their time limits only when it is about to run: limits are learned while it waits."""
+        response, answer, row = grading.request
+        try:
+            num_cases = len(sandbox.read_cases(answer)) if grading.task == "code" else 0
+        except ValueError:  # the worker reports the error
+            num_cases = 0
+        if not num_cases:
+            return grading, None
+        plan = self.timeouts.plan(json.dumps([row.get("prompt"), answer]), num_cases, self._pending.get(grading.id))
+        seconds = grading.seconds + sum(plan.allowed) + num_cases * sandbox.OVERHEAD_SECONDS
+        return replace(grading, request=(response, answer, row | {"case_seconds": plan.allowed}), seconds=seconds), plan
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def poll(self) -> list[tuple[Hashable, Reward]]:
+        """Return the rewards that have arrived since the last call. Never waits."""
+        return self._collect(lambda: False)
+
+    def drain(self) -> list[tuple[Hashable, Reward]]:
+        """Wait for every pending grading and return the rewards. The time limits bound the wait."""
+        return self._collect(lambda: True)
+
+    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, Reward]]:
+        """Wait for the pending gradings of `keys`; return them and all others that have ended by then."""
+        keys = set(keys)
+        wanted = {id for id, key in self._pending.items() if key in keys}
+        return self._collect(lambda: not wanted.isdisjoint(self._pending))
+
+    def forget(self, keep: Iterable[Hashable]) -> None:
+        """Forget every pending grading but those of `keep`: its reward is dropped, and if it waits it never runs."""
+        keep = set(keep)
+        self._pending = {id: key for id, key in self._pending.items() if key in keep}
+        for waiting in (self._queue, self._remote_queue):
+            waiting.keep(self._pending)
+
+    def take_stats(self) -> PoolStats:
+        """Return the statistics since the last call."""
+        taken, self._stats = self._stats, PoolStats()
+        taken.queue_max = max(waiting.take_longest() for waiting in (self._queue, self._remote_queue))
+        taken.cases, taken.anchors = self.timeouts.take()
+        return taken
+
+    def close(self) -> None:
+        """Kill the workers and drop all pending gradings."""
+        self._closing.set()
+        self._queue.close()
+        self._remote_queue.close()
+        for thread in self._threads:
+            thread.join()
+        self._pending.clear()
+
+    def _collect(self, must_wait: Callable[[], bool]) -> list[tuple[Hashable, Reward]]:
+        graded = []
+        while self._pending:
+            try:
+                result = self._results.get(block=must_wait())
+            except queue.Empty:
+                break
+            if isinstance(result, Exception):
+                self._results.put(result)  # for the next call too
+                raise result
+            grading, plan, reward, failed = result
+            self._count(grading, reward, failed)
+            if grading.id not in self._pending:
+                continue  # forgotten
+            if plan:
+                self.timeouts.observe(plan, reward.cases, correct=reward.value == 1.0)
+            key = self._pending.pop(grading.id)
+            if reward.error:
+                reward = replace(reward, error=f"{reward.error} (task {grading.task}, sample {key})")
+            graded.append((key, reward))
+        return graded
+
+    def _count(self, grading: Grading, reward: Reward, failed: bool) -> None:
+        """Add a grading to the statistics. Raises GraderError at the last of `max_failures` failures in a row."""
+        latency = time.perf_counter() - grading.submitted
+        cause = Counter([reward.error.partition(":")[0]] if reward.error else [])
+        self._stats.add(PoolStats(1, reward.seconds, latency, latency, replaced=int(failed), causes=cause))
+        self._failures[grading.task] = self._failures[grading.task] + 1 if failed else 0
+        if failed and self._failures[grading.task] == self._config.max_failures:
+            error = GraderError(
+                f"grader {grading.task} failed {self._config.max_failures} times in a row, the last time: "
+                f"{reward.error}; correct the grader or raise reward.timeout_seconds; with reward.max_failures = 0 "
+                "the run goes on"
+            )
+            self._results.put(error)
+            raise error
+
+    def _serve(self, waiting: GradingQueue, worker: "_Worker | _Client") -> None:
+        """Body of a thread: every grading that it takes ends in one result."""
+        try:
+            while (grading := waiting.get()) is not None:
+                grading, plan = self._with_limits(grading)
+                self._results.put((grading, plan, *worker.grade(grading)))
+                waiting.done(grading)
+        except _Closing:
+            pass
+        except Exception as error:
+            self._results.put(error)
+            waiting.close()  # else `submit` could wait for room for ever
+        finally:
+            worker.kill()
+
+
+class _Closing(Exception):
+    """The pool is being closed: nobody waits for the answer."""
+
+
+class _Failure(Exception):
+    """The worker hung, died or sent no valid reply; the text says which."""
+
+
+class _Worker:
+    """Keeps a worker process going. For one thread: the process also dies with the thread that started it."""
+
+    def __init__(self, config: RewardConfig, tasks: list[str], closing: threading.Event):
+        self._config, self._tasks, self._closing = config, tasks, closing
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def grade(self, grading: Grading) -> tuple[Reward, bool]:
+        """Return the reward, and whether the worker failed. Raises GraderError if no worker can be started."""
+        # A quiet pipe reads None. Otherwise the process died, or wrote, after its last reply.
+        if self._process is None or self._pipes()[1].read(1) is not None:
+            self.start()
+        start = time.perf_counter()
+        try:
+            message = json.dumps([grading.id, grading.task, *grading.request]).encode() + b"\n"
+            reward = self._exchange(grading.id, message, grading.seconds)
+            if self._is_too_large():
+                self.kill()  # it leaks, but this reward is good
+            return reward, False
+        except _Failure as failure:
+            self.kill()
+            return Reward(0.0, time.perf_counter() - start, str(failure)), True
+
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Return the process's stdin and stdout."""
+        assert self._process and self._process.stdin and self._process.stdout, "`start` makes it with both pipes"
+        return self._process.stdin, self._process.stdout
+
+    def _is_too_large(self) -> bool:
+        assert self._process, "only a worker that runs has a size"
+        try:
+            keeper = self._process.pid
+            with open(f"/proc/{keeper}/task/{keeper}/children", "rb") as file:
+                worker = int(file.read().split()[0])  # its eldest
+            with open(f"/proc/{worker}/statm", "rb") as file:
+                return int(file.read().split()[1]) * resource.getpagesize() > self._config.worker_gib * 2**30
+        except (OSError, IndexError):  # it is dying, or this is no Linux
+            return False
+
+    def kill(self) -> int:
+        """End the process and everything below it; return its exit code."""
+        if self._process is None:
+            return 0
+        with self._process as process:  # closes the pipes and reaps
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # On Linux its keeper ends everything below it (rewards/worker.py).
+                _signal(process, signal.SIGTERM if sys.platform == "linux" else signal.SIGKILL)
+                process.wait(KEEPER_SECONDS)
+            if process.returncode is None:
+                _signal(process, signal.SIGKILL)
+        self._process = None
+        return process.returncode
+
+    def start(self, attempts: int = 3) -> None:
+        """Start a fresh process that loads all graders. Raises GraderError if `attempts` fail."""
+        command = [sys.executable, "-u", WORKER, *self._tasks]
+        env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
+        pipe = subprocess.PIPE
+        for _ in range(attempts):
+            self.kill()
+            try:
+                self._process = subprocess.Popen(
+                    command, bufsize=0, stdin=pipe, stdout=pipe, env=env, start_new_session=True
+                )
+                for end in self._pipes():
+                    os.set_blocking(end.fileno(), False)
+                error = self._exchange(0, b"", self._config.startup_seconds).error
+            except (_Failure, OSError) as failure:
+                error = str(failure)
+            if not error:
+                return
+        times = f" {attempts} times" if attempts > 1 else ""
+        raise GraderError(f"a reward worker for {', '.join(self._tasks)} failed to start{times}: {error}")
+
+    def _exchange(self, id: int, message: bytes, seconds: float) -> Reward:
+        """Send a line and return the reply to it. Raises _Failure unless that comes within `seconds`."""
+        deadline = time.perf_counter() + seconds
+        stdin, stdout = self._pipes()
+        reply = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            if message:
+                selector.register(stdin, selectors.EVENT_WRITE)
+            while not reply.endswith(b"\n") and len(reply) < 2**20:  # ours are far smaller
+                left = deadline - time.perf_counter()
+                ready = [key.fileobj for key, _ in selector.select(min(max(left, 0.0), 0.1))]
+                if self._closing.is_set():  # seen within 0.1 s
+                    raise _Closing
+                if stdout in ready:  # ahead of the deadline: where this thread was late, the worker was not
+                    chunk = stdout.read(65536)
+                    if not chunk:
+                        raise _Failure(f"the worker died (exit code {self.kill()})")
+                    reply += chunk
+                elif left <= 0:
+                    raise _Failure(f"the worker did not finish within {seconds:g} s")
+                elif self._is_too_large():
+                    raise _Failure(f"the worker took over {self._config.worker_gib:g} GiB of memory")
+                elif stdin in ready:
+                    with contextlib.suppress(BrokenPipeError):  # it is dying: stdout ends next
+                        message = message[stdin.write(message) or 0 :]
+                    if not message:
+                        selector.unregister(stdin)
+        with contextlib.suppress(ValueError, TypeError):
+            replied, *fields = json.loads(reply)
+            if replied == id:
+                return Reward(*fields)
+        raise _Failure(f"the worker wrote {reply[:80]!r} instead of a reply")
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # macOS, when only a zombie is left
+        os.killpg(process.pid, number)
+
+
+class _Client:
+    """Asks a service, in the place of a worker."""
+
+    def __init__(self, config: RewardConfig, closing: threading.Event):
+        self._config, self._closing = config, closing
+
+    def grade(self, grading: Grading) -> tuple[Reward, bool]:
+        """Return the reward, and whether the service failed."""
+        start = time.perf_counter()
+        try:
+            message = json.dumps(dict(zip(("response", "answer", "row"), grading.request))).encode()
+            value = remote.ask(grading.task, message, grading.seconds, self._config.remote_retries, self._closing)
+            return Reward(value, time.perf_counter() - start), False
+        except remote.RemoteError as error:
+            return Reward(0.0, time.perf_counter() - start, str(error)[:500]), True
+
+    def kill(self) -> None:
+        """Nothing outlives a request."""
+
+
+def try_graders(config: RewardConfig, rows: Mapping[str, Prompt]) -> None:
+    """Have users' graders grade a row's own answer in a worker, and check that a sandbox can run if one is needed.
+
+    `rows`: a row of each grader. Raises ConfigError if that fails.
+    """
+    if "code" in rows:
+        try:
+            sandbox.isolation()
+        except sandbox.SandboxError as error:
+            raise ConfigError(f"grader 'code': {error}") from None
+    for name in sorted(name for name in rows.keys() - GRADERS.keys() if not remote.is_address(name)):
+        worker = _Worker(config, [name], threading.Event())
+        try:
+            worker.start(attempts=1)
+            row = rows[name]
+            reward, _ = worker.grade(Grading(1, name, (row.answer, row.answer, row.extra), config.timeout_seconds))
+        except GraderError as error:
+            raise ConfigError(" ".join(str(error).split())) from None
+        finally:
+            worker.kill()
+        if reward.error:
+            said = " ".join(reward.error.split())
+            raise ConfigError(f"{row.where}: grader {name!r} fails on the row's own answer: {said}; correct it")
