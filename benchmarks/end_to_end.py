@@ -41,18 +41,19 @@ from tail_batching import PERIOD, Trace, TraceEngine, in_turn, on_ranks, progres
 from texts import Scripted, program
 from tqdm import tqdm
 
+import job
 import parallel
-import train
 from checkpoint import load_tokenizer
 from config import load_config
 from core import SampleId, Visit
 from data import PromptCursor, load_prompts
-from metrics import Clock
+from job import Job
 from parallel import World
 from profiler import make_profile
 from settings import Config, profile_path
 from simulate import load_model
 from tasks import TASKS
+from train import take_step
 from warm_start import WarmStartConfig, make_model
 
 # The name, the settings it adds to those before it, whether grading waits for the last response.
@@ -101,7 +102,7 @@ class Side:
     """A contender."""
 
     name: str
-    run: train.Run
+    job: Job
     seconds: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -171,16 +172,16 @@ def make_sides(size: Size, folder: Path, periods: int, world: World, stack: Exit
         profile.save(profile_path(base))
     parallel.barrier(world)
     TraceEngine.trace = size.trace
-    train.Engine = TraceEngine
+    job.Engine = TraceEngine
     sides = []
     for index, (name, _, late) in enumerate(PARTS):
         config = settings(size, folder, index, periods)
         os.makedirs(config.run.dir, exist_ok=True)
-        run = train.build(config, world, resume=False)
-        run.recorder.bar.close()
-        stack.enter_context(run.pool)
-        run.pool = Scripted(run.pool, text, late)
-        sides.append(Side(name, run))
+        made = Job(config, world, resume=False)
+        made.recorder.bar.close()
+        stack.enter_context(made.graders)
+        made.graders = Scripted(made.graders, text, late)
+        sides.append(Side(name, made))
     return sides
 
 
@@ -195,9 +196,9 @@ def play(size: Size, periods: int, world: World) -> list[Side]:
                 bar.set_postfix_str(side.name)
                 parallel.barrier(world)
                 start = time.perf_counter()
-                record = train.take_step(side.run, Clock())
+                record = take_step(side.job)
                 stepped = time.perf_counter()
-                side.run.pool.settle()
+                side.job.graders.settle()
                 end = time.perf_counter()
                 took, waited = zip(*parallel.gather_objects(world, (end - start, end - stepped)), strict=True)
                 record["seconds"]["settle"] = max(waited)
@@ -205,7 +206,7 @@ def play(size: Size, periods: int, world: World) -> list[Side]:
                 side.seconds.append(max(took))
                 bar.update()
         for side in sides if world.is_main else ():
-            for path in (side.run.folder / "rollouts").glob("*.jsonl"):
+            for path in (side.job.folder / "rollouts").glob("*.jsonl"):
                 rows = map(json.loads, path.read_text().splitlines())
                 side.trained.update((row["epoch"], row["prompt"]["index"]) for row in rows)
         parallel.barrier(world)  # before rank 0 removes the folder
@@ -254,7 +255,7 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
     names = ("tail_batching", "reward_scheduler", "planner", "stream_trainer")
     return {
         "name": "end_to_end",
-        "ranks": sides[0].run.world.size,
+        "ranks": sides[0].job.world.size,
         "steps": steps,
         "speedup_all": rows[-1]["faster"],
         **{f"speedup_{name}": row["over_before"] for name, row in zip(names, rows[1:], strict=True)},

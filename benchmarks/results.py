@@ -43,6 +43,7 @@ REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/overlap.py", "overlap.py")
 SIMULATOR = ("simulate.py", "simulation/*.py", "policies/*.py", "engine/pages.py", "rewards/timeouts.py")
 SIMULATOR += ("scheduler.py", "configs/simulate/*.toml")
+RUN = ("train.py", "job.py")
 SIMULATED = Path("figures/paper.json")  # what figures/*.py have simulated
 
 
@@ -63,14 +64,14 @@ class Benchmark:
 BENCHMARKS = {
     "end_to_end": Benchmark(
         "benchmarks/end_to_end.py",
-        (*ROUND, *TRAINING, *REWARDS, *STREAM, "policies/planner.py", "train.py", "benchmarks/texts.py"),
+        (*ROUND, *TRAINING, *REWARDS, *STREAM, "policies/planner.py", *RUN, "benchmarks/texts.py"),
         "all parts added one by one ([table](#all-parts-together)), on {cores} cores: {speedup_all:.1f} x; "
         "TRL's GRPOTrainer, on the same prompts, lengths, graders and cores, took {ratio_trl:.0f} times as long as "
         "all parts",
     ),
     "trl": Benchmark(
         "benchmarks/trl.py",
-        (*ROUND, *TRAINING, "train.py", "configs/tiny.toml"),
+        (*ROUND, *TRAINING, *RUN, "configs/tiny.toml"),
         "the default task, 256 samples a step, model, prompts, limit and loss equal: {samples_per_s_ours:.0f} "
         "samples/s, TRL 1.16 at its fastest {samples_per_s_trl:.0f}: {ratio:.1f} x (pairs {ratio_of_pairs[0]:.1f} to "
         "{ratio_of_pairs[2]:.1f}); with tail batching, over whole periods, {ratio_tail_batching:.1f} x",
@@ -129,21 +130,21 @@ BENCHMARKS = {
     "profile_decode": Benchmark("benchmarks/profile_decode.py", (*ENGINE, "benchmarks/engine.py")),
     "faults": Benchmark(
         "benchmarks/faults.py --jobs 2",
-        ("train.py", "checkpoint.py", "process/watchdog.py", *STREAM),
+        (*RUN, "checkpoint.py", "process/watchdog.py", *STREAM),
         "{injected} faults in runs of 2 and 4 ranks (ranks killed, stopped, cut off at every stage; no room or no "
         "right to write a checkpoint; checkpoints damaged; NaN; reward workers killed): {resumed} resumed to the same"
         " losses, {clear_errors} ended in one clear error and then resumed; {hangs} hangs, {prompts_lost} prompts "
         "lost, {prompts_doubled} doubled; the slowest took {slowest_seconds:.1f} s, 8 of them the configured time-out"
         " ([all of it](../benchmarks/results/faults_cpu.md))",
     ),
-    "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, "train.py", "warm_start.py", "configs/tiny.toml")),
+    "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, *RUN, "warm_start.py", "configs/tiny.toml")),
     "accuracy": Benchmark(
         "figures/accuracy.py",
-        (*ROUND, *TRAINING, *STREAM, "policies/planner.py", "train.py", "warm_start.py", "configs/tiny.toml"),
+        (*ROUND, *TRAINING, *STREAM, "policies/planner.py", *RUN, "warm_start.py", "configs/tiny.toml"),
     ),
     "soak": Benchmark(
         "benchmarks/soak.py --steps 4000",
-        ("train.py", "checkpoint.py", *ROUND, *TRAINING, *REWARDS, *STREAM),
+        (*RUN, "checkpoint.py", *ROUND, *TRAINING, *REWARDS, *STREAM),
         "tail batching, stream training, sandbox and checkpoints: in 1,000 steps memory grows by {memory_slope:.1%} "
         "in the worst process, open files by {files_slope:.1%}, step time by {step_time_slope:.1%}, processor time of"
         " a step by {cpu_slope:.1%}; {processes_left} processes and {temporary_files_left} temporary files are left "

@@ -44,7 +44,7 @@ import parallel
 from config import load_config
 from core import Group, Prompt, SampleId, Visit, VisitId
 from engine.sequence import Sequence as EngineSequence
-from learning import group_advantages, learn
+from job import Job, Rollout
 from metrics import Clock
 from model import Model, parse_shape
 from parallel import TensorParallel, World
@@ -55,7 +55,6 @@ from rounds import Round
 from sampling import SamplingConfig
 from scheduler import POLICIES, RoundPolicy, SchedulerConfig
 from settings import Config
-from train import Run, build, roll_out
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config
 
 RANKS = 2
@@ -224,19 +223,16 @@ def play_trace(
     return record(cursor.period, groups, current, policy, clock, engine.stats.decode_steps - before)
 
 
-def step_task(run: Run, period: int, left: int) -> Played:
+def step_task(job: Job, period: int, left: int) -> Played:
     """Take one step of train.py's loop."""
-    clock, before = Clock(), run.engine.stats.decode_steps
-    plan = run.policy.begin(run.cursor.take, left)
-    parallel.barrier(run.world)
+    clock, before = job.clock, job.engine.stats.decode_steps
+    plan = job.policy.begin(job.cursor.take, left)
+    parallel.barrier(job.world)
     with clock.span("step"):
-        groups, current = roll_out(run, plan, run.policy, clock)
-        with clock.span("train"):
-            limit = run.trainer.max_response_tokens
-            learn(run.trainer, groups, group_advantages(groups, run.config.loss, run.config.reward, limit))
-        run.step += 1
-        run.engine.load_weights(run.trainer.model, run.step)
-    return record(period, groups, current, run.policy, clock, run.engine.stats.decode_steps - before)
+        groups, current = job.play(plan, job.policy, clock)
+        job.learn(Rollout(groups))
+        job.sync_weights()
+    return record(period, groups, current, job.policy, clock, job.engine.stats.decode_steps - before)
 
 
 def record(
@@ -289,22 +285,22 @@ def measure_task(contenders: Sequence[Contender], periods: int, overrides: Seque
     results = [Result(c) for c in contenders]
     with ExitStack() as stack:
         folder = parallel.broadcast_object(world, stack.enter_context(tempfile.TemporaryDirectory()))
-        runs = []
+        jobs = []
         for i, contender in enumerate(contenders):
             own = [f"--scheduler.{key}={value}" for key, value in contender.scheduler.items()]
             own += [f"--run.dir={folder}/{i}", f"--run.steps={periods * PERIOD}", "--data.eval_prompts=0"]
             config = load_config(Config, str(ROOT / "configs" / "tiny.toml"), [*overrides, *own])
             os.makedirs(config.run.dir, exist_ok=True)
-            run = build(config, world, resume=False)
-            run.recorder.bar.close()
-            stack.enter_context(run.pool)
-            runs.append(run)
-        bar = stack.enter_context(progress_bar("task", periods * PERIOD * len(runs), world))
+            job = Job(config, world, resume=False)
+            job.recorder.bar.close()
+            stack.enter_context(job.graders)
+            jobs.append(job)
+        bar = stack.enter_context(progress_bar("task", periods * PERIOD * len(jobs), world))
         for turn in range(periods * PERIOD):
-            for result, run in in_turn(list(zip(results, runs)), turn):
+            for result, job in in_turn(list(zip(results, jobs)), turn):
                 bar.set_postfix_str(result.contender.name)
                 period, left = turn // PERIOD, PERIOD - turn % PERIOD
-                result.rounds.append(step_task(run, period, left))
+                result.rounds.append(step_task(job, period, left))
                 bar.update()
         parallel.barrier(world)  # before rank 0 removes the folder
     return results

@@ -36,17 +36,16 @@ import parallel
 from config import load_config
 from core import Prompt, RoundPlan, SampleId, Visit, VisitId
 from engine.sequence import Sequence
+from job import Job
 from metrics import Clock
 from parallel import World
 from policies.placement import assign_by_load
 from policies.planner import Choice, Launch, Profile, Report, SizeProfile
 from profiler import make_profile, measure
-from rollout import EngineStats
 from scheduler import Race
 from settings import MODELS, Config
 from simulate import ClusterConfig, GradingConfig, ModelFile, Rollout, Simulation, SimulationConfig
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Shape
-from train import Run, build, group_advantages, learn, regroup, roll_out
 from trainer import Example
 from warm_start import ensure_model
 
@@ -91,7 +90,7 @@ class Side:
     """One contender: the same run several times over, and the median of what each of its steps took."""
 
     name: str
-    runs: list[Run]
+    jobs: list[Job]
     seconds: list[dict[str, float]] = field(default_factory=list)  # by stage, of the slowest rank
     sizes: list[int] = field(default_factory=list)
 
@@ -113,15 +112,15 @@ def contexts(trace: Trace) -> tuple[int, ...]:
     return 16, trace.limit // 4, trace.limit // 2
 
 
-def give_lengths(run: Run, length: Callable[[SampleId], int]) -> None:
+def give_lengths(job: Job, length: Callable[[SampleId], int]) -> None:
     """Let every response of a run have the length that its name stands for."""
-    add = type(run.engine).add
+    add = type(job.engine).add
 
     def add_with_length(sequence: Sequence) -> None:
         sequence.max_new_tokens, sequence.ignore_eos = length(sequence.id), True
-        add(run.engine, sequence)
+        add(job.engine, sequence)
 
-    run.engine.add = add_with_length
+    job.engine.add = add_with_length
 
 
 # ---- real ---------------------------------------------------------------------------------------------------------
@@ -130,39 +129,27 @@ def give_lengths(run: Run, length: Callable[[SampleId], int]) -> None:
 def play_step(side: Side, left: int) -> None:
     """Take the next step of a contender, in each of its runs. Collective."""
     taken = []
-    for i, run in enumerate(side.runs):
-        if i and not isinstance(run.planner, Recalled):
-            run.planner = Recalled(side.sizes)
-        taken.append(step(run, left))
+    for i, job in enumerate(side.jobs):
+        if i and not isinstance(job.planner, Recalled):
+            job.planner = Recalled(side.sizes)
+        taken.append(step(job, left))
         if not i:
-            side.sizes.append(run.choice.size)
+            side.sizes.append(job.choice.size)
     side.seconds.append({stage: median(one[stage] for one in taken) for stage in taken[0]})
 
 
-def step(run: Run, left: int) -> dict[str, float]:
+def step(job: Job, left: int) -> dict[str, float]:
     """Take one step of train.py's loop; return the seconds of its stages, of the slowest rank. Collective."""
-    clock = Clock()
-    plan = run.policy.begin(run.cursor.take, left)
-    parallel.barrier(run.world)
-    with clock.span("step"):
-        regroup(run, plan, clock)
-        streaming = run.streaming.begin(plan) if run.streaming else None
-        groups, current = roll_out(run, plan, run.policy, clock, streaming)
-        done = streaming.settle(groups)[0] if streaming else ()
-        tokens = run.policy.race.tokens | current.aborted
-        run.policy.close(current.aborted)
-        with clock.span("train"):
-            limit = run.trainer.max_response_tokens
-            learn(run.trainer, groups, group_advantages(groups, run.config.loss, run.config.reward, limit), done)
-        with clock.span("sync"):
-            run.step += 1
-            run.engine.load_weights(run.trainer.model, run.step)
-    own, run.engine.stats = (clock.take(), run.engine.stats.preemptions), EngineStats()
-    stages, preemptions = zip(*parallel.gather_objects(run.world, own), strict=True)
-    slowest = {name: max(s[name] for s in stages) for name in ("step", "rollout", "train", "sync")}
-    preempted = sum(preemptions[:: run.engine.parallel.size])
-    run.planner.observe(plan.kind, Report(preempted, slowest["rollout"], tuple(tokens.values())))
-    return slowest
+    plan = job.policy.begin(job.cursor.take, left)
+    parallel.barrier(job.world)
+    with job.clock.span("step"):
+        job.regroup(plan)
+        rollout = job.roll_out(plan)
+        job.learn(rollout)
+        job.sync_weights()
+    reports = job.take_reports()
+    job.tell_planner(plan, rollout, reports)
+    return {name: max(r.seconds[name] for r in reports) for name in ("step", "rollout", "train", "sync")}
 
 
 def seconds_of(world: World, work: Callable[[], Any], times: int = 3) -> float:
@@ -212,9 +199,9 @@ def short(id: SampleId) -> int:
     return 2 + (id.prompt + id.response) % 16
 
 
-def short_plan(run: Run) -> RoundPlan:
+def short_plan(job: Job) -> RoundPlan:
     """Return what a short round launches, with nobody to lose it."""
-    prompts = tuple(Visit(-1, prompt) for prompt in run.cursor.prompts[:10])
+    prompts = tuple(Visit(-1, prompt) for prompt in job.cursor.prompts[:10])
     return RoundPlan("short", prompts, 10, keep_prompts=10, keep_responses=10)
 
 
@@ -223,49 +210,49 @@ def batch(trace: Trace, with_tail: bool) -> list[int]:
     return [round(min(trace.length(SampleId(-1, i // 8, i % 8)), longest)) for i in range(COUNT)]
 
 
-def update(run: Run, trace: Trace, with_tail: bool) -> None:
+def update(job: Job, trace: Trace, with_tail: bool) -> None:
     """Learn a batch, as after a rollout. Collective."""
     lengths = batch(trace, with_tail)
-    own = (lengths[i] for i in assign_by_load(lengths, run.world.size)[run.world.rank])
-    run.trainer.accumulate([Example((65,) * 8, (66,) * n, (-5.0,) * n, 0.1) for n in own])
-    run.trainer.update()
+    own = (lengths[i] for i in assign_by_load(lengths, job.world.size)[job.world.rank])
+    job.trainer.accumulate([Example((65,) * 8, (66,) * n, (-5.0,) * n, 0.1) for n in own])
+    job.trainer.update()
 
 
-def sync(run: Run) -> None:
+def sync(job: Job) -> None:
     """Give the engine the new weights, packed for a CPU, which a run does in its next rollout."""
-    run.engine.load_weights(run.trainer.model, 0)
-    run.engine.regroup(run.engine.parallel)
+    job.engine.load_weights(job.trainer.model, 0)
+    job.engine.regroup(job.engine.parallel)
 
 
-def measure_machine(run: Run, trace: Trace) -> Machine:
+def measure_machine(job: Job, trace: Trace) -> Machine:
     """Measure the profile and what it does not tell: training, weight sync, events, short rounds. Collective."""
-    world = run.world
-    sizes = measure(run.engine, run.tp_groups, world, contexts(trace), of_ranks=lambda seconds: seconds[world.rank])
-    plan = short_plan(run)
+    world = job.world
+    sizes = measure(job.engine, job.tp_groups, world, contexts(trace), of_ranks=lambda seconds: seconds[world.rank])
+    plan = short_plan(job)
 
     def short_round(size: int) -> float:
-        run.engine.regroup(run.tp_groups[size])
-        give_lengths(run, short)
+        job.engine.regroup(job.tp_groups[size])
+        give_lengths(job, short)
         clocks = [Clock() for _ in range(3)]
         for clock in clocks:
             parallel.barrier(world)
-            roll_out(run, plan, Race(plan), clock)
-        del run.engine.add
+            job.play(plan, Race(plan), clock)
+        del job.engine.add
         return median(max(parallel.gather_objects(world, clock.take()["rollout"])) for clock in clocks)
 
     return Machine(
         parallel.gather_objects(world, sizes),
         short_round={size: short_round(size) for size in sorted(sizes, reverse=True)},
-        train=tuple(seconds_of(world, lambda t=t: update(run, trace, t)) for t in (False, True)),
-        sync=seconds_of(world, lambda: sync(run)),  # of replicas of one rank
+        train=tuple(seconds_of(world, lambda t=t: update(job, trace, t)) for t in (False, True)),
+        sync=seconds_of(world, lambda: sync(job)),  # of replicas of one rank
         exchange=seconds_of(world, lambda: [parallel.gather_objects(world, ([], {})) for _ in range(50)]) / 50,
     )
 
 
-def costs_of(machine: Machine, run: Run, trace: Trace) -> tuple[Hardware, ModelFile]:
+def costs_of(machine: Machine, job: Job, trace: Trace) -> tuple[Hardware, ModelFile]:
     """Return what the simulator is told of a machine beside its profile."""
-    shape, ranks = run.trainer.model.shape, run.world.size
-    parameters = sum(p.numel() for p in run.trainer.model.parameters())
+    shape, ranks = job.trainer.model.shape, job.world.size
+    parameters = sum(p.numel() for p in job.trainer.model.parameters())
     dense = Shape(parameters, shape.num_layers, shape.hidden_size, shape.num_kv_heads, shape.head_dim)
     plain = Efficiency(train=1.0, passes=3.0, train_seconds=0.0, rollout_seconds=0.0, streamable=1.0)
     one = Costs(Hardware(flops=1.0), dense, plain)
@@ -290,23 +277,23 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
             profile.save(folder / "profile.json")
         parallel.barrier(world)
 
-        def start(name: str) -> Run:
-            place = folder / str(len(stack_of_runs))
+        def start(name: str) -> Job:
+            place = folder / str(len(started))
             place.mkdir(exist_ok=True)
             own = [*KINDS[name], f"--run.dir={place}", f"--planner.profile={folder}/profile.json"]
-            run = build(load_config(Config, None, [*settings, *own]), world, resume=False)
-            run.recorder.bar.close()
-            stack.enter_context(run.pool)
-            stack_of_runs.append(run)
-            update(run, trace, with_tail=True)  # the first one makes the optimizer's state: once in a run
-            return run
+            job = Job(load_config(Config, None, [*settings, *own]), world, resume=False)
+            job.recorder.bar.close()
+            stack.enter_context(job.graders)
+            started.append(job)
+            update(job, trace, with_tail=True)  # the first one makes the optimizer's state: once in a run
+            return job
 
-        stack_of_runs: list[Run] = []
+        started: list[Job] = []
         spare = start("elastic")
         machines = [measure_machine(spare, trace)]
         sides = [Side(name, [start(name) for _ in range(repeats)]) for name in KINDS]
-        for run in stack_of_runs[1:]:
-            give_lengths(run, trace.length)
+        for job in started[1:]:
+            give_lengths(job, trace.length)
         bar = stack.enter_context(progress_bar("steps", periods * PERIOD * len(sides), world))
         for turn in range(periods * PERIOD):
             for side in in_turn(sides, turn + turn // PERIOD):  # else one side would begin every long round
@@ -333,11 +320,11 @@ class Uneven(Simulation):
         return self.own[replica * size][size]
 
 
-def simulation_of(run: Run, sizes: list[int], length: Callable, machine: Machine, trace: Trace) -> Uneven:
+def simulation_of(job: Job, sizes: list[int], length: Callable, machine: Machine, trace: Trace) -> Uneven:
     """Return a simulation of a run's settings and prompts on what was measured, with the planner's choices."""
-    config = run.config
+    config = job.config
     cluster = ClusterConfig(
-        gpus=run.world.size,
+        gpus=job.world.size,
         tensor_parallel=config.rollout.tensor_parallel,
         max_running=config.rollout.max_running,
         page_size=config.rollout.page_size,
@@ -347,31 +334,31 @@ def simulation_of(run: Run, sizes: list[int], length: Callable, machine: Machine
     )
     grading = GradingConfig(rule_seconds=1e-3)
     parts = SimulationConfig(cluster, config.scheduler, grading, config.stream, config.planner)
-    hardware, model = costs_of(machine, run, trace)
-    lengths = Given(length, run.cursor.prompts, trace.limit)
+    hardware, model = costs_of(machine, job, trace)
+    lengths = Given(length, job.cursor.prompts, trace.limit)
     simulation = Uneven(machine, parts, model, hardware, lengths)
     simulation.planner = Recalled(sizes)
     return simulation
 
 
-def simulated(side: Side, machine: Machine, spare: Run, trace: Trace) -> list[dict[str, Any]]:
+def simulated(side: Side, machine: Machine, spare: Job, trace: Trace) -> list[dict[str, Any]]:
     """Return the simulator's records of a contender's steps."""
-    run = side.runs[0]
-    simulation = simulation_of(run, side.sizes, trace.length, machine, trace)
+    job = side.jobs[0]
+    simulation = simulation_of(job, side.sizes, trace.length, machine, trace)
     plan = short_plan(spare)
     for size in machine.short_round:
         # What a short round took beyond what is simulated is put down to its responses: admission, end, text, events.
         rollout = Rollout(simulation_of(spare, [size], short, machine, trace), plan, 0)
         rollout.play(Race(plan))
-        beyond = max(machine.short_round[size] - rollout.seconds, 0.0) * (run.world.size // size)
+        beyond = max(machine.short_round[size] - rollout.seconds, 0.0) * (spare.world.size // size)
         for own in simulation.own:
             own[size].efficiency = replace(own[size].efficiency, response_seconds=beyond / len(rollout.lengths))
-    if run.streaming:
-        simulation.stream.switch = run.streaming.policy.switch  # seconds of the newest move
+    if job.streaming:
+        simulation.stream.switch = job.streaming.policy.switch  # seconds of the newest move
     return simulation.run()
 
 
-def report(sides: list[Side], machines: list[Machine], spare: Run, trace: Trace) -> dict[str, Any]:
+def report(sides: list[Side], machines: list[Machine], spare: Job, trace: Trace) -> dict[str, Any]:
     """Print simulated and measured seconds of every step; return the metrics."""
     errors: dict[str, list[tuple[float, float]]] = {}
     m = mean_of(machines)

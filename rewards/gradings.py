@@ -4,8 +4,8 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 
 from rewards.timeouts import TimeoutStats
 
@@ -31,25 +31,6 @@ class PoolStats:
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
         self.causes += other.causes
         self.cases.add(other.cases)
-
-
-def merge_stats(ranks: Iterable[PoolStats], seconds: float) -> dict[str, object]:
-    """Return the record of a step that took `seconds`, over all ranks."""
-    total = PoolStats()
-    for stats in ranks:
-        total.add(stats)
-    graded = max(total.graded, 1)
-    return {
-        "graded": total.graded,
-        "per_second": total.graded / seconds,
-        "seconds_mean": total.seconds / graded,
-        "latency_mean": total.latency / graded,
-        "latency_max": total.latency_max,
-        "queue_max": total.queue_max,
-        "workers_replaced": total.replaced,
-        "causes": dict(total.causes.most_common(10)),
-        "cases": asdict(total.cases) | {"passes_cut_off": total.cases.passes_cut_off},
-    }
 
 
 @dataclass(frozen=True)

@@ -553,22 +553,3 @@ def open_graders(
     tasks |= also.keys() if tasks else set()
     model = Judge(judge, device, dtype) if TASK_OF_JUDGE in tasks else None
     return Graders(RewardPool(reward, tasks - {TASK_OF_JUDGE}), model, also)
-
-
-def judge_record(stats: Sequence[JudgeStats]) -> dict[str, float]:
-    """Return what the records say of all ranks' judges; nothing when they judged nothing."""
-    texts, mass = sum(s.texts for s in stats), sum(s.verdict_mass for s in stats)
-    if not texts:
-        return {}
-    batches = sum(s.batches for s in stats)
-    return {
-        "texts": texts,
-        "tokens": sum(s.tokens for s in stats),
-        "batches": batches,
-        "seconds": max(s.seconds for s in stats),
-        "mean_wait_seconds": sum(s.wait_seconds for s in stats) / texts,
-        "peak_queue": max(s.peak_queue for s in stats),
-        "streamed_gib": sum(s.streamed_bytes for s in stats) / 2**30,
-        "mean_resident_layers": sum(s.resident_layers for s in stats) / batches,
-        **({"verdict_mass": mass / texts} if mass else {}),  # a reward model speaks no verdict
-    }

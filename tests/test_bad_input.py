@@ -17,6 +17,7 @@ import profiler
 import train
 from checkpoint import INDEX, WEIGHTS, eos_ids, load_tokenizer
 from model import Model, parse_shape
+from process import run_folder
 from settings import Config
 
 GOOD = [{"prompt": f"count {i}", "answer": str(i)} for i in range(12)]
@@ -492,9 +493,9 @@ def test_a_run_folder_with_damage_is_refused_by_name(capsys, base) -> None:
 
 
 def test_two_runs_do_not_share_a_folder(capsys, base, monkeypatch) -> None:
-    monkeypatch.setattr(train, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.0)
     args = [f"--{key}={value}" for key, value in base.items()]
-    with train.locked(Path("run")):
+    with run_folder.locked(Path("run")):
         assert train.main([*args, "--run.steps=1", "--resume"]) == 2
         assert "another run is using it" in capsys.readouterr().err
         assert not Path("run", "config.toml").exists()

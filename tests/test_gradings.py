@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from rewards.gradings import Grading, GradingQueue, PoolStats, merge_stats
+from rewards.gradings import Grading, GradingQueue
 
 
 def grading(id: int, task: str = "a") -> Grading:
@@ -70,18 +70,3 @@ def test_what_nobody_has_begun_can_be_dropped():
         gradings.put(grading(id))
     gradings.keep({1, 4})
     assert [gradings.get().id, gradings.get().id] == [1, 4]
-
-
-def test_ranks_are_merged():
-    ranks = [PoolStats(2, 1.0, 4.0, 3.0, 5, 1), PoolStats(6, 3.0, 4.0, 1.0, 7, 0)]
-    ranks[0].causes.update({"x": 2})
-    ranks[1].causes.update({"x": 1, "y": 1})
-    ranks[0].cases.responses, ranks[0].cases.audited, ranks[0].cases.audited_passed = 95, 1, 1
-    ranks[1].cases.responses, ranks[1].cases.audited, ranks[1].cases.timeouts = 105, 3, 3
-    record = merge_stats(ranks, 4.0)
-    assert record["graded"] == 8 and record["per_second"] == 2.0 and record["seconds_mean"] == 0.5
-    assert record["latency_mean"] == 1.0 and record["latency_max"] == 3.0 and record["queue_max"] == 7
-    assert record["workers_replaced"] == 1 and record["causes"] == {"x": 3, "y": 1}
-    assert record["cases"]["timeouts"] == 3
-    assert record["cases"]["passes_cut_off"] == 49, "a quarter of the audited passed late; 196 were not audited"
-    assert merge_stats([PoolStats()], 1.0)["seconds_mean"] == 0

@@ -25,7 +25,6 @@ LONGER = {  # and why
     "rollout.Engine": "rows, pages and the batch of a step are one state",
     "rollout.Engine.__init__": "names each part of that state",
     "settings.check": "one list of refusals, in the order in which they are made",
-    "train.build": "one list of rooms, in the order in which they are made",
     "trl.trl_worker": "runs where nothing of ours can be imported, so it is one function",
 }
 
@@ -57,7 +56,7 @@ def reachable(room: str) -> set[str]:
 
 def test_the_rooms_of_the_design_are_here() -> None:
     expected = {"attention", "checkpoint", "config", "core", "data", "loss", "metrics", "model", "parallel", "reward"}
-    expected |= {"rollout", "sampling", "scheduler", "tasks", "train", "trainer", "warm_start"}
+    expected |= {"rollout", "sampling", "scheduler", "tasks", "train", "trainer", "warm_start", "job", "records"}
     assert expected <= ROOMS.keys()
 
 
@@ -81,7 +80,8 @@ def test_low_rooms_do_not_import_high_ones() -> None:
 
 
 def test_rooms_take_the_settings_that_they_use_and_only_the_top_knows_them_all() -> None:
-    for room in ("rollout", "rounds", "learning", "overlap", "trainer"):
+    assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {"train", "job", "profiler"}
+    for room in ("rollout", "rounds", "learning", "overlap", "trainer", "process.ending"):
         assert "settings" not in reachable(room), room
     assert not reachable("rounds") & {"trainer", "rewards.judge", "warm_start"}
 
@@ -140,6 +140,10 @@ def longer(node: ast.AST, name: str) -> list[str]:
 def test_functions_and_classes_fit_their_size() -> None:
     found = [name for path in FILES for name in longer(ast.parse(path.read_text(encoding="utf-8")), path.stem)]
     assert set(found) == set(LONGER), "split what is too long; take from LONGER what no longer is"
+
+
+def test_the_step_loop_stays_a_page() -> None:
+    assert len(ROOMS["train"].read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_no_bare_except() -> None:

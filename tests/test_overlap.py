@@ -19,6 +19,8 @@ from config import ConfigError, load_config
 from core import Prompt
 from data import PromptCursor
 from engine.sequence import Sequence
+from job import Job
+from learning import group_advantages, learn
 from loss import LOSSES, LossConfig
 from metrics import Clock
 from overlap import StreamedRound, StreamTraining
@@ -73,28 +75,27 @@ def streamed_gradients(world: World, settings: list[str]) -> None:
     """For every loss: stream a round, and learn the same groups again without what was streamed."""
     config = load_config(Config, None, settings)
     Path(config.run.dir).mkdir(exist_ok=True)
-    run, seen, take, arrived = train.build(config, world, resume=False), [], SampleStream.take, []
+    job, seen, take, arrived = Job(config, world, resume=False), [], SampleStream.take, []
     SampleStream.take = lambda *args: arrived.append(take(*args)) or arrived[-1]
-    run.trainer._step = lambda lr: seen.append(gradient(run.trainer).clone())
-    with run.pool:
+    job.trainer._step = lambda lr: seen.append(gradient(job.trainer).clone())
+    with job.graders:
         for name in LOSSES:
-            run.trainer.loss = LossConfig(name=name, kl_coef=0.1)
-            plan = run.policy.begin(run.cursor.take, 9)
-            streaming = run.streaming.begin(plan)
+            job.trainer.loss = LossConfig(name=name, kl_coef=0.1)
+            plan = job.policy.begin(job.cursor.take, 9)
+            streaming = job.streaming.begin(plan)
             size, shard = config.rollout.tensor_parallel, config.trainer.shard
-            assert run.streaming.policy.shard_replicas == max(shard // size, 1)
-            groups, current = train.roll_out(run, plan, run.policy, Clock(), streaming)
-            run.policy.close(current.aborted)
+            assert job.streaming.policy.shard_replicas == max(shard // size, 1)
+            groups, current = job.play(plan, job.policy, Clock(), streaming)
+            job.policy.close(current.aborted)
             done, record = streaming.settle(groups)
             assert record["samples"] == len(done) > 4, record
             own = streaming.came.trained
             assert own <= done and bool(own) == (world.rank >= world.size // 2)
             assert any(map(any, arrived)) == bool(own), "some were ready before the scale-down, some came later"
             arrived.clear()
-            limit = config.rollout.max_response_tokens
-            advantages = train.group_advantages(groups, config.loss, config.reward, limit)
-            streamed = train.learn(run.trainer, groups, advantages, done)[0]
-            plain = train.learn(run.trainer, groups, advantages)[0]
+            advantages = group_advantages(groups, config.loss, config.reward, config.rollout.max_response_tokens)
+            streamed = learn(job.trainer, groups, advantages, done)[0]
+            plain = learn(job.trainer, groups, advantages)[0]
             mine, expected = seen[-2:]
             assert expected.norm() > 1e-3
             assert (mine - expected).norm() / expected.norm() < 1e-6, name

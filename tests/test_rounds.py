@@ -4,9 +4,9 @@ from pathlib import Path
 
 from conftest import ALONE
 
-import train
 from config import load_config
 from core import Decision, RoundPlan, Visit
+from job import Job
 from metrics import Clock
 from settings import Config
 
@@ -30,11 +30,11 @@ class Patient:
 def test_a_dry_replica_counts_iterations_on_so_that_they_mean_the_same_everywhere(settings, tmp_path: Path) -> None:
     given = settings(data__train="hailstone", scheduler__window_iterations=8, rollout__max_response_tokens=5)
     (tmp_path / "run").mkdir()
-    run = train.build(load_config(Config, None, given), ALONE, resume=False)
-    first, second = run.cursor.take(2)
+    job = Job(load_config(Config, None, given), ALONE, resume=False)
+    first, second = job.cursor.take(2)
     referee = Patient(second)
-    with run.pool:
-        train.roll_out(run, RoundPlan("short", (first,), 1, 1, 1), referee, Clock())
+    with job.graders:
+        job.play(RoundPlan("short", (first,), 1, 1, 1), referee, Clock())
     [(_, early), (at, late)] = referee.events
     assert early.iteration <= 8 and at == 4
     assert late.iteration == 3 * 8 + late.num_tokens  # three windows, two of them dry; the prefill draws a token

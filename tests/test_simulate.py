@@ -19,6 +19,7 @@ from core import Group, Prompt, Reward, Sample, SampleId, VisitId
 from data import dump_groups
 from engine.memory import RolloutConfig, num_pages_for
 from engine.sequence import EngineStats
+from job import Job
 from metrics import Clock
 from policies.overlap import StreamConfig
 from policies.planner import Report, SizeProfile
@@ -43,7 +44,6 @@ from simulate import (
 )
 from simulation.costs import Costs, Efficiency, Hardware, Measured, Shape
 from simulation.workload import Drawn, LengthModel, Recorded
-from train import build, regroup, roll_out
 
 SHAPE = Shape(parameters=1e9, layers=10, hidden=1024, kv_heads=2, head_dim=64)
 COSTS = Costs(Hardware(), SHAPE, Efficiency(), 1)
@@ -493,20 +493,20 @@ def told_by(folder, out, rows: int, size: int, kv_gib: float) -> Config:
 def record_run(world, folder, out, rows: int, size: int, kv_gib: float) -> None:
     """Play real steps; rank 0 writes down what the policies were told and what they answered."""
     config = told_by(folder, out, rows, size, kv_gib)
-    run, rounds = build(config, world, resume=False), []
-    with run.pool:
+    job, rounds = Job(config, world, resume=False), []
+    with job.graders:
         for step in range(STEPS):
-            plan = run.policy.begin(run.cursor.take, STEPS - step)
-            clock, judge = Clock(), Listening(run.policy)
-            regroup(run, plan, clock)
-            _, played = roll_out(run, plan, judge, clock)
-            preemptions, run.engine.stats = run.engine.stats.preemptions, EngineStats()
-            decided = run.choice.size, played.migrated, preemptions
-            rounds.append((plan, judge.log, run.policy.accepted_ids(), decided))
-            run.planner.observe(plan.kind, Report(preemptions, 1.0, tuple(run.policy.race.tokens.values())))
-            run.policy.close(played.aborted)
+            plan = job.policy.begin(job.cursor.take, STEPS - step)
+            judge = Listening(job.policy)
+            job.regroup(plan)
+            _, played = job.play(plan, judge, Clock())
+            preemptions, job.engine.stats = job.engine.stats.preemptions, EngineStats()
+            decided = job.choice.size, played.migrated, preemptions
+            rounds.append((plan, judge.log, job.policy.accepted_ids(), decided))
+            job.planner.observe(plan.kind, Report(preemptions, 1.0, tuple(job.policy.race.tokens.values())))
+            job.policy.close(played.aborted)
     if world.is_main:
-        (Path(out) / "rounds").write_bytes(pickle.dumps((rounds, run.cursor.prompts, run.engine.num_pages)))
+        (Path(out) / "rounds").write_bytes(pickle.dumps((rounds, job.cursor.prompts, job.engine.num_pages)))
 
 
 # With 6 rows responses wait for others to end, with few pages they are preempted. On two ranks the planner halves its

@@ -22,9 +22,13 @@ from checkpoint import list_checkpoints, load_tokenizer
 from config import ConfigError, flatten, load_config
 from core import Group, Prompt, Reward, Sample
 from data import PromptCursor, load_groups
+from job import Job
+from learning import group_advantages
 from loss import LossConfig
 from metrics import Recorder, read_records
 from parallel import World
+from policies.planner import ParallelismPlanner
+from process.run_folder import write_settings
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts
 from scheduler import POLICIES, SchedulerConfig
@@ -194,7 +198,7 @@ def start_torchrun(args: list[str], ranks: int = 2, max_restarts: int = 0) -> su
 
 def test_the_planner_is_told_of_preemptions_but_not_of_the_wait_for_graders(settings, tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(train.ParallelismPlanner, "observe", lambda self, kind, report: told.append(report))
+    monkeypatch.setattr(ParallelismPlanner, "observe", lambda self, kind, report: told.append(report))
     slow = dict(data__task=f"{GRADERS}:slow", reward__num_workers=2, rollout__kv_gib=1e-4)
     assert train.main(settings(run__steps=1, **slow)) == 0
     [record], [report] = steps_of(tmp_path / "run"), told
@@ -260,23 +264,23 @@ def test_ranks_killed_in_a_short_and_in_a_long_round_are_restarted_and_lose_noth
 
 def train_until(world: World, settings: list[str], step: int) -> None:
     """Begin or resume, and stop after `step` as on a signal. Every rank learns a time limit before each step."""
-    config, build, take_step = load_config(Config, None, settings), train.build, train.take_step
+    config, take_step = load_config(Config, None, settings), train.take_step
     check(config, world.size, resume=True, is_main=world.is_main)
     if world.is_main:
         Path(config.run.dir).mkdir(exist_ok=True)
-        train.write_settings(config, Path(config.run.dir))
+        write_settings(config, Path(config.run.dir))
     first = max((int(folder.name[-6:]) for folder in list_checkpoints(Path(config.run.dir))), default=0)
     stops = iter([False] * (step - first) + [True])
 
-    def learn(run, when: str):
-        limits = run.pool.timeouts
+    def learn(job: Job, when: str) -> Job:
+        limits = job.graders.timeouts
         limits.observe(limits.plan(f"{when} on rank {world.rank}", 1, 0), [(1.0, True, False)], correct=True)
-        return run
+        return job
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.StopSignal, "agreed", lambda *_: next(stops))
-        patch.setattr(train, "build", lambda *args: learn(build(*args), f"start {first}"))
-        patch.setattr(train, "take_step", lambda run, clock: take_step(learn(run, f"step {run.step}"), clock))
+        patch.setattr(train, "Job", lambda *args: learn(Job(*args), f"start {first}"))
+        patch.setattr(train, "take_step", lambda job: take_step(learn(job, f"step {job.step}")))
         train.train(config, world, resume=True)
 
 
@@ -389,7 +393,7 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint(settings, torchrun, tmp_p
 
 
 def test_an_interrupt_before_the_first_step_is_no_traceback(settings, monkeypatch, capsys):
-    monkeypatch.setattr(train, "ensure_model", lambda *_: signal.default_int_handler(2, None))
+    monkeypatch.setattr("job.ensure_model", lambda *_: signal.default_int_handler(2, None))
     own = [arg for arg in settings(data__train="hailstone", warm_start__steps=9) if not arg.startswith("--data.task")]
     assert train.main([*own, "--model.path="]) == 130
     assert capsys.readouterr().err == "interrupted in start\n"
@@ -597,7 +601,7 @@ def test_a_graders_weight_scales_its_advantages():
     prompts = [Prompt(i, (1,), "", "", task) for i, task in enumerate(("a", "b"))]
     samples = tuple(Sample(0, r, 0, (1,), (0.0,), "stop", 0) for r in range(2))
     groups = [Group(prompt, 0, samples, (Reward(0.0), Reward(1.0))) for prompt in prompts]
-    plain = train.group_advantages(groups, LossConfig(), RewardConfig(), 24)
-    weighted = train.group_advantages(groups, LossConfig(), RewardConfig(weights="b=0.5"), 24)
+    plain = group_advantages(groups, LossConfig(), RewardConfig(), 24)
+    weighted = group_advantages(groups, LossConfig(), RewardConfig(weights="b=0.5"), 24)
     assert plain[0].tolist() == plain[1].tolist() and plain.abs().min() > 0
     assert weighted[0].tolist() == plain[0].tolist() and weighted[1].tolist() == (plain[1] / 2).tolist()

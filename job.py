@@ -1,0 +1,271 @@
+"""A job: all state of one run and the parts of its steps, which `train.py` calls in the order of the paper."""
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkpoint
+import parallel
+from config import ConfigError, flatten
+from core import Group, RoundPlan, SampleId, Visit
+from data import PromptCursor, dump_groups, load_groups, load_prompts
+from learning import audit_report, group_advantages, learn
+from metrics import Clock, Recorder, peak_memory, write_transcripts
+from model import Model
+from overlap import StreamTraining
+from parallel import World
+from policies.planner import Choice, Launch, Limits, ParallelismPlanner, Report
+from records import RankReport, evaluation_record, generate_seconds, planner_record, preemptions
+from rewards import sandbox
+from rewards.gradings import PoolStats
+from rewards.judge import open_graders
+from rollout import Engine, EngineStats, kv_budget
+from rounds import Referee, Round, Streaming
+from scheduler import POLICIES, Race
+from settings import MODELS, Config, model_dtype, rollout_profile, rollout_sizes
+from trainer import Trainer
+from warm_start import ensure_model
+
+EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their own
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups that a step learns from, the same on every rank, and what came of the round that made them."""
+
+    groups: list[Group]
+    lengths: tuple[int, ...] = ()  # tokens of all launched responses, those of aborted ones too
+    record: dict[str, dict] = field(default_factory=dict)  # its sections; none when the groups were replayed
+    done: Collection[SampleId] = ()  # trained while the rollout went on
+
+
+class Job:
+    """All state of one run: model, engine, trainer, graders, policies, cursor over the prompts, records.
+
+    Every rank has one and makes the same calls in the same order.
+    """
+
+    def __init__(self, config: Config, world: World, resume: bool, clock: Clock | None = None):
+        """Make or load the model and put the rooms together; with `resume`, as the newest checkpoint has them.
+
+        Collective. Raises ConfigError on a damaged checkpoint and on settings that do not go on from it.
+        """
+        self.config, self.world, self.clock = config, world, clock or Clock()
+        self.folder, self.step = Path(config.run.dir), 0
+        self.choice: Choice | None = None  # of the newest round
+        saved = newest_checkpoint(self.folder, world) if resume else None
+        # The folder whose config and tokenizer checkpoints carry on.
+        self.source = (
+            Path(config.model.path)
+            if config.model.path
+            else ensure_model(config.warm_start, config.data.train, MODELS, world)
+        )
+        self.tokenizer = checkpoint.load_tokenizer(self.source)
+        dtype = model_dtype(config, world.device.type)
+        model = checkpoint.load_model(saved or self.source, world.device, dtype)
+        reference = None
+        if config.loss.kl_coef:
+            reference = checkpoint.load_model(self.source, world.device, dtype).requires_grad_(False)
+        prompts, self.held_out = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
+        limits = config.rollout.max_response_tokens, config.run.steps * config.trainer.updates_per_step
+        self.trainer = Trainer(model, config.trainer, config.loss, config.sampling, world, *limits, reference)
+        ends = checkpoint.eos_ids(self.source, self.tokenizer, model.shape.vocab_size)
+        self.tp_groups, self.engine, self.planner = build_rollout(config, model, ends, self.tokenizer, world)
+        self.streaming = None
+        if config.stream.policy != "off" and world.size > 1:
+            parts = self.engine, self.trainer, world, self.tp_groups.by_size
+            self.streaming = StreamTraining(config.stream, config.reward, *parts)
+        self.cursor = PromptCursor(prompts, config.run.seed)
+        self.policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
+        state = checkpoint.load_state(saved) if saved else {}
+        if saved:
+            self._restore(state)
+        # The first rank of a replica has its samples graded: any rank, when the size changes.
+        grades = self.engine.parallel.rank == 0 or config.planner.rule != "fixed"
+        tasks = {p.task for p in (*prompts, *self.held_out)} if grades else set()
+        self.graders = open_graders(config.reward, config.judge, tasks, world.device, dtype)
+        if saved:
+            self.graders.timeouts.load_state_dict(state["timeouts"])
+        settings = {key: value for key, (value, _) in flatten(config).items()}
+        self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
+        self._introduce(resume, saved)
+
+    def _introduce(self, resume: bool, saved: Path | None) -> None:
+        say = self.recorder.say
+        if self.graders.judge:
+            say(self.graders.judge.about)
+        if resume:
+            say(f"resumed from {saved}" if saved else f"no checkpoint in {self.folder}: starts afresh")
+        if any(p.task == "code" for p in (*self.cursor.prompts, *self.held_out)):
+            say(f"sandbox: {sandbox.isolation()}")
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> RoundPlan:
+        """Let the policy plan the next round. No collective: all plan the same."""
+        return self.policy.begin(self.cursor.take, self.config.run.steps - self.step)
+
+    def regroup(self, plan: RoundPlan) -> None:
+        """Let the planner choose the round's tensor-parallel size, and take it. No collective: all choose the same."""
+        self.choice = self.planner.choose(plan.kind, Launch.of(plan))
+        with self.clock.span("regroup"):
+            self.engine.regroup(self.tp_groups[self.choice.size])
+
+    def roll_out(self, plan: RoundPlan) -> Rollout:
+        """Generate and grade what the policy planned, until it says that the round is done. Collective."""
+        streaming = self.streaming.begin(plan) if self.streaming else None
+        groups, played = self.play(plan, self.policy, self.clock, streaming)
+        lengths = self.policy.race.tokens | played.aborted
+        if plan.audit:
+            played.record["audited"] = audit_report(self.policy.accepted_ids(), played.audited, self.config.loss)
+        record = asdict(self.policy.close(played.aborted)) | played.record
+        done: Collection[SampleId] = ()
+        if streaming:
+            done, record["stream"] = streaming.settle(groups)
+        sections = {"round": record, "planner": planner_record(plan.kind, self.choice)}
+        return Rollout(groups, tuple(lengths.values()), sections, done)
+
+    def play(
+        self, plan: RoundPlan, referee: Referee, clock: Clock, streaming: Streaming | None = None
+    ) -> tuple[list[Group], Round]:
+        """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
+        c = self.config
+        told = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
+        played = Round(self.engine, self.graders, self.world, clock, *told, streaming)
+        with clock.span("rollout"):
+            played.play(plan, referee)
+        with clock.span("exchange"):
+            return played.collect(), played
+
+    def replay(self) -> Rollout:
+        """Return the groups that the run of `run.replay` trained in this step."""
+        with self.clock.span("rollout"):
+            vocab_size = self.trainer.model.shape.vocab_size
+            return Rollout(load_groups(Path(self.config.run.replay), self.step + 1, vocab_size))
+
+    def learn(self, rollout: Rollout) -> tuple[torch.Tensor, list[dict]]:
+        """Update the weights; return the advantages [P, R] and the statistics of each update. Collective."""
+        with self.clock.span("train"):
+            c = self.config
+            advantages = group_advantages(rollout.groups, c.loss, c.reward, c.rollout.max_response_tokens)
+            return advantages, learn(self.trainer, rollout.groups, advantages, rollout.done)
+
+    def sync_weights(self) -> None:
+        """End the step: the engine decodes with the new weights from now on."""
+        with self.clock.span("sync"):
+            self.step += 1
+            self.engine.load_weights(self.trainer.model, self.step)
+
+    # ---- after a step --------------------------------------------------------------------------------------------
+
+    def take_reports(self) -> list[RankReport]:
+        """Return what each rank has counted since the last call, and count from zero. Collective."""
+        stats, self.engine.stats = self.engine.stats, EngineStats()
+        pool, judge = self.graders.take_stats()
+        own = RankReport(
+            engine=stats,
+            tensor_parallel=self.engine.parallel.size,
+            num_pages=self.engine.pages.size,
+            seconds=self.clock.take(),
+            track=self.clock.take_track(),
+            memory=peak_memory(),
+            pool=pool,
+            judge=judge,
+        )
+        return parallel.gather_objects(self.world, own)
+
+    def share_timeouts(self, pools: Iterable[PoolStats]) -> None:
+        """Let every rank limit programs by what those of all ranks took."""
+        for pool in pools:
+            self.graders.timeouts.merge(pool.anchors)
+
+    def tell_planner(self, plan: RoundPlan, rollout: Rollout, reports: Sequence[RankReport]) -> None:
+        """Tell the planner what became of the round."""
+        self.planner.observe(plan.kind, Report(preemptions(reports), generate_seconds(reports), rollout.lengths))
+
+    def dump(self, groups: Sequence[Group], advantages: torch.Tensor) -> None:
+        """Write what the step was trained on, when `run.dump_rollouts` asks for it."""
+        if self.config.run.dump_rollouts and self.world.is_main:
+            dump_groups(self.folder / "rollouts", self.step, groups, advantages)
+
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, Any]:
+        """Score the held-out prompts; return the record, empty when there are none. Collective."""
+        k = self.config.run.eval_samples
+        if not self.held_out:
+            return {}
+        start = time.perf_counter()
+        prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
+        plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
+        groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
+        self.engine.stats = EngineStats()  # the next step counts from zero
+        self.share_timeouts(pool for pool, _ in parallel.gather_objects(self.world, self.graders.take_stats()))
+        if self.world.is_main:
+            write_transcripts(self.folder / "samples" / f"step_{self.step:06d}.txt", groups, self.tokenizer)
+        return evaluation_record(groups, time.perf_counter() - start)
+
+    def save(self) -> None:
+        """Write a checkpoint. Sampling is counter-based, so there is no random state in it. Collective."""
+        state = {"step": self.step, "trainer": self.trainer.state_dict()}  # collective when it is sharded
+        if self.world.is_main:
+            state |= {"timeouts": self.graders.timeouts.state_dict()}
+            state |= {"stream": self.cursor.state_dict(), "policy": self.policy.state_dict()}
+            state |= {"planner": self.planner.state_dict()}
+            state |= {"streaming": self.streaming.state_dict()} if self.streaming else {}
+            keep = self.config.run.keep_checkpoints
+            checkpoint.save_checkpoint(self.folder, self.step, self.trainer.model, self.source, state, keep)
+        parallel.barrier(self.world)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Take over the state of a checkpoint. The model has its weights already."""
+        config, self.step = self.config, state["step"]
+        self.trainer.load_state_dict(state["trainer"])
+        self.cursor.load_state_dict(state["stream"])
+        self.planner.load_state_dict(state["planner"])
+        if self.streaming and "streaming" in state:
+            self.streaming.load_state_dict(state["streaming"])
+        self.policy.load_state_dict(state["policy"], self.cursor.prompts)
+        waiting, places = len(self.policy.queue), (config.run.steps - self.step) * config.scheduler.num_prompts
+        if self.policy.trains_all and waiting > places:
+            raise ConfigError(
+                f"run.steps = {config.run.steps} leaves {waiting - places} prompts of the long-prompt queue untrained; "
+                f"take at least {self.step + -(-waiting // config.scheduler.num_prompts)}"
+            )
+        self.engine.load_weights(self.trainer.model, self.step)
+
+
+def newest_checkpoint(folder: Path, world: World) -> Path | None:
+    """Return the newest checkpoint of a run folder, if there is any. Collective.
+
+    Raises ConfigError when it is damaged.
+    """
+    checkpoints = checkpoint.list_checkpoints(folder)
+    if not checkpoints:
+        return None
+    wrong = parallel.broadcast_object(world, checkpoint.damage(checkpoints[-1]) if world.is_main else "")
+    if wrong:
+        raise ConfigError(wrong)
+    return checkpoints[-1]
+
+
+def build_rollout(
+    config: Config, model: Model, ends: Iterable[int], tokenizer: Any, world: World
+) -> tuple[parallel.TPGroups, Engine, ParallelismPlanner]:
+    """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
+    free = min(parallel.gather_objects(world, kv_budget(config.rollout, world.device)))  # ranks need equal pools
+    rollout = replace(config.rollout, kv_gib=free / 2**30)
+    config, elastic = replace(config, rollout=rollout), config.planner.rule != "fixed"
+    sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic)
+    # One rank reads it: on other machines there may be none, or another, and all must choose the same.
+    profile = rollout_profile(config, model.shape, sizes, world.size, world.device) if world.is_main else None
+    profile = parallel.broadcast_object(world, profile)
+    tp_groups, own = parallel.TPGroups(world, sizes), rollout.tensor_parallel
+    engine = Engine(model, rollout, config.sampling, ends, tokenizer, tp_groups[own], sizes)
+    sizes_of = rollout.page_size, rollout.max_running, rollout.max_response_tokens
+    limits = Limits(world.size, engine.num_pages, *sizes_of, shares_prompts=not engine.pages.dense)
+    return tp_groups, engine, ParallelismPlanner(config.planner, limits, own, profile)

@@ -1,0 +1,54 @@
+"""The run folder: a lock that keeps other runs out, and the settings of the run that is in it."""
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from config import ConfigError, dump_toml
+
+LOCK_SECONDS = 10.0  # a killed run may take so long to let go of its folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the run folder and keep other runs out of it: they would remove each other's checkpoints.
+
+    Raises ConfigError when it cannot be written, or another run does not leave it within `LOCK_SECONDS`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a")
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+    with file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run.dir = {str(folder)!r}: another run is using it; end that, or choose another folder"
+                    ) from None
+                time.sleep(0.2)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+def write_settings(config: Any, folder: Path) -> None:
+    """Write config.toml. Raises ConfigError when the folder cannot be written."""
+    part = folder / ".config.toml"
+    try:
+        part.write_text(dump_toml(config), encoding="utf-8")
+        part.replace(folder / "config.toml")  # a kill leaves the one before whole: --resume reads it
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+
+
+def _cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run.dir = {str(folder)!r}: cannot write it ({error.strerror}); choose another")

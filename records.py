@@ -1,0 +1,197 @@
+"""The records of a step and of an evaluation: pure functions of what came of them, for `metrics.Recorder` to write."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from core import Group
+from engine.sequence import EngineStats
+from metrics import Track, quantiles
+from policies.planner import Choice
+from rewards.gradings import PoolStats
+from rewards.judge import JudgeStats
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank counted in a step."""
+
+    engine: EngineStats
+    tensor_parallel: int  # ranks of its replica, which count the same
+    num_pages: int
+    seconds: dict[str, float]  # by stage
+    track: Track
+    memory: dict[str, float]
+    pool: PoolStats
+    judge: JudgeStats
+
+
+def of_replicas(reports: Sequence[RankReport]) -> Sequence[RankReport]:
+    """Return the report of the first rank of each replica."""
+    return reports[:: reports[0].tensor_parallel]
+
+
+def preemptions(reports: Sequence[RankReport]) -> int:
+    return sum(r.engine.preemptions for r in of_replicas(reports))
+
+
+def generate_seconds(reports: Sequence[RankReport]) -> float:
+    """Return the seconds of the rollout before the wait for graders, on the slowest rank."""
+    return max(r.seconds.get("rollout", 0.0) - r.seconds.get("reward", 0.0) for r in reports)
+
+
+# ---- a step ------------------------------------------------------------------------------------------------------
+
+
+def step_record(
+    step: int,
+    seconds: float,
+    groups: Sequence[Group],
+    played: dict[str, dict],
+    updates: Sequence[dict],
+    reports: Sequence[RankReport],
+) -> dict[str, Any]:
+    """Return the JSON record of a step of so many seconds.
+
+    `played`: the sections "round" and "planner", none when the groups were replayed; `updates`: what each
+    `trainer.update` returned; `reports`: one of each rank.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [len(sample.token_ids) for sample in samples]
+    stages = {name for r in reports for name in r.seconds}
+    slowest = {name: max(r.seconds.get(name, 0.0) for r in reports) for name in sorted(stages)}
+    errors = [f"{g.prompt.where}: {r.error}" for g in groups for r in g.rewards if r.error]
+    window_wait = sum(r.seconds.get("window_wait", 0.0) for r in reports) / len(reports)
+    return {
+        "step": step,
+        "epoch": groups[-1].epoch,
+        "seconds": {"step": seconds, **slowest, "generate": generate_seconds(reports)},
+        "samples": len(samples),
+        "tokens": sum(lengths),
+        "tokens_per_second": sum(lengths) / seconds,
+        "rollout_tokens_per_second": sum(lengths) / max(slowest.get("rollout", seconds), 1e-9),
+        "reward": sum(r.value for r in rewards) / len(rewards),
+        "reward_by_task": reward_by_task(groups),
+        **reward_parts(groups),
+        "rewards": grading_record([r.pool for r in reports], seconds),
+        "reward_errors": len(errors),
+        "first_reward_error": errors[0] if errors else "",
+        "mixed_groups": sum(len({r.value for r in g.rewards}) > 1 for g in groups) / len(groups),
+        "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "length": quantiles(lengths),
+        **({**played, "round": {**played["round"], "window_wait": window_wait}} if played else {}),
+        "train": train_record(updates),
+        "engine": engine_record(reports),
+        "judge": judge_record([r.judge for r in reports]),
+        "memory": {name: sum(r.memory.get(name, 0.0) for r in reports) for name in reports[0].memory},
+    }
+
+
+def train_record(updates: Sequence[dict]) -> dict[str, Any]:
+    """Return the means over the updates of a step."""
+    return {
+        **{k: sum(u[k] for u in updates) / len(updates) for k in updates[0] if k != "skipped"},
+        # Later updates of a step are off-policy on purpose; only the first compares rollout and trainer.
+        **{k: updates[0][k] for k in ("logprob_diff_mean", "logprob_diff_max")},
+        "updates": len(updates),
+        "skipped": "; ".join(u["skipped"] for u in updates if u["skipped"]),
+    }
+
+
+def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
+    """Return what all replicas did together."""
+    names = "decoded_tokens", "prefilled_tokens", "shared_tokens"
+    return {
+        **{name: sum(getattr(r.engine, name) for r in of_replicas(reports)) for name in names},
+        "preemptions": preemptions(reports),
+        "regroup_bytes": sum(r.engine.regroup_bytes for r in reports),
+        "decode_steps": max(r.engine.decode_steps for r in reports),
+        "peak_pages": max(r.engine.peak_pages for r in reports),
+        "pages": reports[0].num_pages,
+    }
+
+
+def grading_record(pools: Iterable[PoolStats], seconds: float) -> dict[str, Any]:
+    """Return what the graders of all ranks did in a step of so many seconds."""
+    total = PoolStats()
+    for stats in pools:
+        total.add(stats)
+    graded = max(total.graded, 1)
+    return {
+        "graded": total.graded,
+        "per_second": total.graded / seconds,
+        "seconds_mean": total.seconds / graded,
+        "latency_mean": total.latency / graded,
+        "latency_max": total.latency_max,
+        "queue_max": total.queue_max,
+        "workers_replaced": total.replaced,
+        "causes": dict(total.causes.most_common(10)),
+        "cases": asdict(total.cases) | {"passes_cut_off": total.cases.passes_cut_off},
+    }
+
+
+def judge_record(judges: Sequence[JudgeStats]) -> dict[str, float]:
+    """Return what the judges of all ranks did; empty when they judged nothing."""
+    texts, mass = sum(s.texts for s in judges), sum(s.verdict_mass for s in judges)
+    if not texts:
+        return {}
+    batches = sum(s.batches for s in judges)
+    return {
+        "texts": texts,
+        "tokens": sum(s.tokens for s in judges),
+        "batches": batches,
+        "seconds": max(s.seconds for s in judges),
+        "mean_wait_seconds": sum(s.wait_seconds for s in judges) / texts,
+        "peak_queue": max(s.peak_queue for s in judges),
+        "streamed_gib": sum(s.streamed_bytes for s in judges) / 2**30,
+        "mean_resident_layers": sum(s.resident_layers for s in judges) / batches,
+        **({"verdict_mass": mass / texts} if mass else {}),  # a reward model speaks no verdict
+    }
+
+
+def planner_record(kind: str, choice: Choice) -> dict[str, Any]:
+    """Return the tensor-parallel size that was chosen for a round of this kind, with the reason."""
+    return {"kind": kind, **asdict(choice), "predicted": {str(n): t for n, t in choice.predicted.items()}}
+
+
+# ---- an evaluation -----------------------------------------------------------------------------------------------
+
+
+def evaluation_record(groups: Sequence[Group], seconds: float) -> dict[str, Any]:
+    """Return avg@k and pass@k: a prompt passes when its best reward is at least 1."""
+    rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
+    per_prompt, k = rewards.mean(1), rewards.shape[1]
+    return {
+        f"avg@{k}": per_prompt.mean().item(),
+        f"pass@{k}": (rewards.amax(1) >= 1).double().mean().item(),
+        "standard_error": (per_prompt.std() / len(groups) ** 0.5).item() if len(groups) > 1 else 0.0,
+        **reward_parts(groups),
+        "num_prompts": len(groups),
+        "seconds": seconds,
+        "truncated": sum(s.finish_reason == "length" for g in groups for s in g.samples) / rewards.numel(),
+        "length": quantiles([len(s.token_ids) for g in groups for s in g.samples]),
+    }
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------------
+
+
+def reward_by_task(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean reward of each grader."""
+    return _means((group.prompt.task, reward.value) for group in groups for reward in group.rewards)
+
+
+def reward_parts(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """Return the mean of each part of the rewards, where they have parts."""
+    parts = _means(part for group in groups for reward in group.rewards for part in reward.parts.items())
+    return {"reward_parts": parts} if parts else {}
+
+
+def _means(named: Iterable[tuple[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for name, value in named:
+        values.setdefault(name, []).append(value)
+    return {name: sum(v) / len(v) for name, v in sorted(values.items())}
