@@ -102,6 +102,12 @@ def test_no_file_shadows_the_standard_library() -> None:
     assert not {path.stem for path in (ROOT / "tests").glob("*.py")} & (sys.stdlib_module_names | top)
 
 
+def test_no_script_hides_a_folder() -> None:
+    """Python takes a script that it finds anywhere on the path before a folder without `__init__.py`."""
+    scripts = {path.stem for folder in ("benchmarks", "figures") for path in (ROOT / folder).glob("*.py")}
+    assert all((ROOT / folder / "__init__.py").exists() for folder in scripts.intersection(FOLDERS))
+
+
 def test_every_file_says_its_job() -> None:
     for path in FILES:
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
