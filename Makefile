@@ -3,7 +3,7 @@ PYTHON ?= python3
 RANKS ?= 2
 VENV := .venv
 
-.PHONY: train test test-fast lint figures results results-quick
+.PHONY: train test test-fast lint notebook figures results results-quick
 train: $(VENV)/ready
 	$(VENV)/bin/python train.py --ranks=$(RANKS) --config configs/tiny.toml $(ARGS)
 
@@ -18,6 +18,10 @@ lint: $(VENV)/ready-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+# The first hour as a notebook, without Jupyter: a warm start, a step by hand, a short run.
+notebook: $(VENV)/ready
+	$(VENV)/bin/python docs/run_notebook.py docs/first_hour.ipynb
 
 # The paper's tables and figures, simulated on one core; each also runs alone.
 figures: $(VENV)/ready

@@ -8,9 +8,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config import _toml  # noqa: E402
-from settings import FREE_TO_CHANGE, Config  # noqa: E402
-from simulate import SimulationConfig  # noqa: E402
+from config import _toml
+from settings import FREE_TO_CHANGE, Config
+from simulate import SimulationConfig
 
 HEAD = """# Reference: every setting
 

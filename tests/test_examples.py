@@ -6,8 +6,10 @@ import sys
 from collections.abc import Iterator
 from itertools import count
 
+import matplotlib
 import pytest
 from conftest import ROOT, steps_of
+from graders import share_of_digits
 
 import train
 from config import load_config
@@ -88,3 +90,21 @@ def test_ranks_start_the_script_that_has_the_entry(example, tiny, monkeypatch) -
     monkeypatch.setattr(launcher, "launch", lambda script, *_: started.append(script) or 0)
     assert example("own_loss.py", *tiny(loss__name="unclipped"), "--ranks=2") == 0
     assert started == [str(EXAMPLES / "own_loss.py")]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_keeps_no_outputs(settings, tmp_path, monkeypatch) -> None:
+    """Every cell, on a tiny model, with two steps on one rank and a grader that gives a random model a gradient."""
+    notebook = ROOT / "docs" / "first_hour.ipynb"
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(ROOT)
+    matplotlib.use("Agg")
+    own = settings(run__steps=2, run__eval_every=1, rollout__max_prompt_tokens=64)
+    run = runpy.run_path(str(ROOT / "docs" / "run_notebook.py"))["run"]
+    names = run(notebook, SETTINGS=own, RANKS=1, grader=share_of_digits)
+    assert names["update"]["grad_norm"] > 0 and names["update"]["logprob_diff_max"] < 1e-4
+    assert [old.logprobs != new.logprobs for old, new in zip(names["samples"], names["after"])] == [True] * 4
+    assert [record["step"] for record in names["records"]] == [0, 1, 2]
+    assert all((tmp_path / "run" / name).stat().st_size > 10_000 for name in ("learning.png", "timeline.png"))
