@@ -110,7 +110,8 @@ def compare(points: list[dict]) -> dict:
                 f"{samples:7}   {ranges[0]:>30}   {ranges[1]:>30}   {'yes' if overlaps[-1] else 'NO':>7}   "
                 f"{differences[-1]:+.3f} (standard error {errors[-1]:.3f})"
             )
-        seconds = [sum(at[curve, seed, counts[-1]]["step_seconds"] for seed in seeds) for curve in (base, other)]
+        times = [[at[curve, seed, counts[-1]]["step_seconds"] for seed in seeds] for curve in (base, other)]
+        ratios = sorted(a / b for a, b in zip(*times))
         rows.append(
             {
                 "curve": CURVES[other][0],
@@ -118,7 +119,7 @@ def compare(points: list[dict]) -> dict:
                 "most": round(100 * max(differences[1:]), 1),
                 "standard_error": round(100 * max(errors), 1),
                 "overlaps": f"{sum(overlaps[1:])} of {len(overlaps) - 1}",
-                "faster": round(seconds[0] / seconds[1], 2) if seconds[1] else None,
+                "faster": [round(ratios[i], 2) for i in (0, len(ratios) // 2, -1)],  # least, middle, most of the seeds
             }
         )
     return {"name": "accuracy", "seeds": len(seeds), "curves": rows}
