@@ -57,6 +57,7 @@ class Job:
         self.config, self.world, self.clock = config, world, clock or Clock()
         self.folder, self.step = Path(config.run.dir), 0
         self.choice: Choice | None = None  # of the newest round
+        self.is_released = False
         saved = newest_checkpoint(self.folder, world) if resume else None
         # The folder whose config and tokenizer checkpoints carry on.
         self.source = (
@@ -107,10 +108,12 @@ class Job:
 
     def plan(self) -> RoundPlan:
         """Let the policy plan the next round. No collective: all plan the same."""
+        self._refuse_if_released()
         return self.policy.begin(self.cursor.take, self.config.run.steps - self.step)
 
     def regroup(self, plan: RoundPlan) -> None:
         """Let the planner choose the round's tensor-parallel size, and take it. No collective: all choose the same."""
+        self._refuse_if_released()
         self.choice = self.planner.choose(plan.kind, Launch.of(plan))
         with self.clock.span("regroup"):
             self.engine.regroup(self.tp_groups[self.choice.size])
@@ -133,6 +136,7 @@ class Job:
         self, plan: RoundPlan, referee: Referee, clock: Clock, streaming: Streaming | None = None
     ) -> tuple[list[Group], Round]:
         """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
+        self._refuse_if_released()
         c = self.config
         told = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
         played = Round(self.engine, self.graders, self.world, clock, *told, streaming)
@@ -149,6 +153,7 @@ class Job:
 
     def learn(self, rollout: Rollout) -> tuple[torch.Tensor, list[dict]]:
         """Update the weights; return the advantages [P, R] and the statistics of each update. Collective."""
+        self._refuse_if_released()
         with self.clock.span("train"):
             c = self.config
             advantages = group_advantages(rollout.groups, c.loss, c.reward, c.rollout.max_response_tokens)
@@ -156,6 +161,7 @@ class Job:
 
     def sync_weights(self) -> None:
         """End the step: the engine decodes with the new weights from now on."""
+        self._refuse_if_released()
         with self.clock.span("sync"):
             self.step += 1
             self.engine.load_weights(self.trainer.model, self.step)
@@ -211,6 +217,7 @@ class Job:
 
     def save(self) -> None:
         """Write a checkpoint. Sampling is counter-based, so there is no random state in it. Collective."""
+        self._refuse_if_released()
         state = {"step": self.step, "trainer": self.trainer.state_dict()}  # collective when it is sharded
         if self.world.is_main:
             state |= {"timeouts": self.graders.timeouts.state_dict()}
@@ -237,6 +244,32 @@ class Job:
                 f"take at least {self.step + -(-waiting // config.scheduler.num_prompts)}"
             )
         self.engine.load_weights(self.trainer.model, self.step)
+
+    # ---- sharing a device ----------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Let another job have the device: between two steps, or between a step's rollout and its update.
+
+        Weights, gradient sums and optimizer state wait in host memory; KV memory, CUDA graphs and copies of weights are
+        given up and made again. The trajectory is the same as without. What stays on the device: the state of decoding
+        rows, tables of positions, a judge. No collective. Until `take_back`, work on the device raises RuntimeError.
+        """
+        self._refuse_if_released()
+        self.engine.release()
+        self.trainer.release()
+        self.is_released = True
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes can have it too
+
+    def take_back(self) -> None:
+        """Have all on the device again, as it was before `release`. No collective."""
+        self.trainer.take_back()
+        self.engine.take_back()
+        self.is_released = False
+
+    def _refuse_if_released(self) -> None:
+        if self.is_released:
+            raise RuntimeError("this job has released the device; call its take_back() first")
 
 
 def newest_checkpoint(folder: Path, world: World) -> Path | None:

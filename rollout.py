@@ -204,6 +204,22 @@ class Engine:
         self._settle()
         self.memory = self.pool = None
 
+    def release(self) -> None:
+        """Give up the KV memory and all that is made of the weights, until `take_back`. Wants an idle engine.
+
+        What stays on the device is the state of the rows: a few numbers for each token of `max_running` responses.
+        """
+        self.free_memory()
+        if self.graphs:
+            self.graphs.clear()
+        self.released = self.weights.model
+        self.shards.clear()
+        self.weights = None
+
+    def take_back(self) -> None:
+        """Have shards and KV memory again. The model has its weights back."""
+        self._enter(self.released, self.parallel)
+
     def live_tokens(self) -> dict[SampleId, int]:
         """Return how many response tokens each sequence in here has."""
         everyone = (*self._admitted(), *self.waiting)

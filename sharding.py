@@ -48,6 +48,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a sharded tensor, any other as it is."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of a tensor that every rank has, sharded as `like` is."""
     tensor = tensor.to(like.device)

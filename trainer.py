@@ -20,6 +20,7 @@ import parallel
 import sharding
 from attention import PackedAttention
 from config import option
+from host import OnHost
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
 from parallel import World
@@ -116,7 +117,8 @@ class Trainer:
         matrices = {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": config.weight_decay}
         others = {"params": [m for m in self.masters if m.dim() < 2], "weight_decay": 0.0}  # norms and biases
         self.optimizer = torch.optim.AdamW([matrices, others], lr=config.lr, betas=betas, fused=True)
-        self.host: list[tuple[Tensor, Tensor]] = []  # offloaded: (emptied tensor, its copy in host memory)
+        self.offloaded = OnHost(())  # optimizer state between updates
+        self.released = OnHost(())
         self.num_updates = 0
         self.bad_updates = 0  # in a row
         self.seconds, self.tokens = 0.0, 0  # in `accumulate`, since they were taken
@@ -318,17 +320,27 @@ class Trainer:
     @contextmanager
     def _optimizer_state(self) -> Iterator[None]:
         """Have the optimizer's state on the device while inside."""
-        for tensor, copy in self.host:
-            tensor.untyped_storage().resize_(copy.nbytes)
-            tensor.copy_(copy, non_blocking=True)
+        self.offloaded.bring_back()
         yield
         if self.config.offload_optimizer:
-            moments = [s[k] for s in self.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
-            self.host = [(m, m.to("cpu", copy=True)) for m in (x.to_local() if self.mesh else x for x in moments)]
-            for tensor, _ in self.host:
-                tensor.untyped_storage().resize_(0)
+            self.offloaded = OnHost(map(sharding.own_part, self._moments()))
+
+    def _moments(self) -> list[Tensor]:
+        return [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
 
     # ---- state -----------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Move to host memory all that lasts: weights, masters, gradient sums, optimizer state. `take_back` ends it.
+
+        No collective. Views of the weights, such as an engine's shards, are empty meanwhile and valid again afterwards.
+        """
+        weights = [*self.params, *self.masters, *(self.reference.parameters() if self.reference else ())]
+        gradients = [tensor.grad for tensor in weights if tensor.grad is not None]
+        self.released = OnHost(map(sharding.own_part, (*weights, *gradients, *self._moments())))
+
+    def take_back(self) -> None:
+        self.released.bring_back()
 
     def state_dict(self) -> dict:
         """Return whole tensors on rank 0, whatever the sharding: any number of ranks can go on. Collective."""

@@ -509,6 +509,24 @@ def test_a_restored_trainer_continues_bit_by_bit(tiny_model, examples, dtype: to
     assert all(torch.equal(a, b) for a, b in zip(resumed.masters, straight.masters, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_release_amid_gradient_sums_changes_no_bit(tiny_model, examples, dtype: torch.dtype) -> None:
+    plain, rested = (make_trainer(tiny_model.to(dtype), offload_optimizer=dtype == torch.bfloat16) for _ in range(2))
+    shard = rested.model.layers[0].o_proj.weight.detach().chunk(2, 1)[1]  # a view, as an engine has it
+    for _ in range(3):
+        for trainer in (plain, rested):
+            trainer.accumulate(examples[:5])
+        rested.release()
+        held = (*rested.params, *rested.masters, *(m.grad for m in rested.masters), *rested._moments(), shard)
+        assert not any(tensor.untyped_storage().nbytes() for tensor in held)
+        rested.take_back()
+        for trainer in (plain, rested):
+            trainer.accumulate(examples[5:])
+        assert plain.update() == rested.update()
+        assert torch.equal(weights(plain), weights(rested))
+        assert torch.equal(shard, plain.model.layers[0].o_proj.weight.chunk(2, 1)[1])
+
+
 def train_and_save(world: World, model_folder: Path, examples: list[Example], result: Path, settings: dict) -> None:
     """Two updates, resumed when there is something to resume from, and everything that goes on from there."""
     model = load_model(model_folder, CPU, torch.float32).to(settings.pop("dtype"))
