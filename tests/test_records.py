@@ -1,7 +1,64 @@
 """Records: what ranks counted becomes one JSON object, and nothing else changes."""
 
-from records import grading_record
+import copy
+
+import pytest
+
+from core import Group, Prompt, Reward, Sample
+from engine.sequence import EngineStats
+from records import RankReport, evaluation_record, generate_seconds, grading_record, preemptions, step_record
 from rewards.gradings import PoolStats
+from rewards.judge import JudgeStats
+
+UPDATE = {"loss": 0.5, "logprob_diff_mean": 0.1, "logprob_diff_max": 0.2, "skipped": ""}
+
+
+def group(index: int, task: str, *rewards: float) -> Group:
+    """Return a group with responses of 1, 2, .. tokens; the last is cut off."""
+    lengths = range(1, len(rewards) + 1)
+    reasons = ["stop"] * (len(rewards) - 1) + ["length"]
+    samples = tuple(
+        Sample(index, r, 0, (7,) * n, (-1.0,) * n, reason, 0)
+        for r, (n, reason) in enumerate(zip(lengths, reasons, strict=True))
+    )
+    return Group(
+        Prompt(index, (1,), "", "", task), 0, samples, tuple(Reward(v, parts={"half": v / 2}) for v in rewards)
+    )
+
+
+def report(rank: int, rollout: float) -> RankReport:
+    """Return the report of one of four ranks, two to a replica, whose slower one decoded `rollout` seconds."""
+    seconds = {"rollout": rollout, "reward": 1.0, **({"window_wait": 2.0} if rank < 2 else {})}
+    engine = EngineStats(decode_steps=10 + rank, decoded_tokens=100, preemptions=3, peak_pages=rank, regroup_bytes=5)
+    return RankReport(engine, 2, 64, seconds, ([], []), {"host_mib": 10.0}, PoolStats(graded=1), JudgeStats())
+
+
+def test_a_step_adds_up_replicas_and_takes_the_slowest_rank() -> None:
+    groups, reports = [group(0, "a", 1.0, 0.0), group(1, "b", 0.5, 0.5)], [report(i, 4.0 + i) for i in range(4)]
+    updates = [UPDATE, UPDATE | {"loss": 1.5, "logprob_diff_max": 9.0, "skipped": "no sample to learn from"}]
+    played = {"round": {"kind": "short", "queue": 2}, "planner": {"kind": "short", "size": 2}}
+    given = groups, played, updates, reports
+    before = copy.deepcopy(given)
+    record = step_record(3, 2.0, *given)
+    assert given == before and step_record(3, 2.0, *given) == record
+    assert record["tokens"] == 6 and record["tokens_per_second"] == 3.0 and record["truncated"] == 0.5
+    assert record["reward"] == 0.5 and record["reward_by_task"] == {"a": 0.5, "b": 0.5}
+    assert record["reward_parts"] == {"half": 0.25} and record["mixed_groups"] == 0.5
+    assert record["seconds"]["rollout"] == 7.0 and record["seconds"]["generate"] == generate_seconds(reports) == 6.0
+    assert record["round"] == {"kind": "short", "queue": 2, "window_wait": 1.0} and record["planner"]["size"] == 2
+    assert record["engine"]["decoded_tokens"] == 200 and record["engine"]["preemptions"] == preemptions(reports) == 6
+    assert record["engine"]["regroup_bytes"] == 20 and record["engine"]["decode_steps"] == 13
+    assert record["train"]["loss"] == 1.0 and record["train"]["logprob_diff_max"] == 0.2
+    assert record["train"]["updates"] == 2 and record["train"]["skipped"] == "no sample to learn from"
+    assert record["rewards"]["graded"] == 4 and record["memory"]["host_mib"] == 40.0 and record["judge"] == {}
+    assert not {"round", "planner"} & step_record(3, 2.0, groups, {}, updates, reports).keys(), "replayed"
+
+
+def test_a_prompt_passes_by_its_best_response() -> None:
+    record = evaluation_record([group(0, "a", 1.0, 0.0), group(1, "a", 0.5, 0.5), group(2, "a", 1.0, 1.0)], 4.0)
+    assert record["avg@2"] == pytest.approx(2 / 3) and record["pass@2"] == pytest.approx(2 / 3)
+    assert record["num_prompts"] == 3 and record["truncated"] == 0.5 and record["length"]["max"] == 2.0
+    assert record["standard_error"] == pytest.approx(0.2886751 / 3**0.5)
 
 
 def test_what_graders_did_is_added_up_over_ranks():
