@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_layout import FOLDERS
+from test_layout import FOLDERS, ROOMS, SCRIPTS
 
 from config import flatten
 from settings import Config
@@ -113,10 +113,13 @@ def test_names_of_code_in_the_docs_are_there() -> None:
     assert len(named) > 40 and wrong <= {"judge.verdict_mass"}, wrong
 
 
-def test_every_file_of_the_top_level_is_in_the_layout_tables() -> None:
-    for page in ("README.md", "docs/architecture.md"):
+def test_every_file_and_folder_is_in_the_layout_tables() -> None:
+    """The README has the files of the top level and the folders, architecture.md every file of both."""
+    top, folders = {path.name for path in ROOT.glob("*.py")}, {f"{folder}/" for folder in (*FOLDERS, *SCRIPTS, "tests")}
+    rooms = {str(path.relative_to(ROOT)) for path in ROOMS.values() if path.name != "__init__.py"}
+    for page, names in {"README.md": top | folders, "docs/architecture.md": rooms}.items():
         rows = "\n".join(line for line in PAGES[ROOT / page].splitlines() if line.startswith("| `"))
-        assert not [path.name for path in ROOT.glob("*.py") if f"`{path.name}`" not in rows], page
+        assert not [name for name in sorted(names) if f"`{name}`" not in rows], page
 
 
 def test_the_reference_is_current() -> None:
