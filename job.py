@@ -290,7 +290,7 @@ def build_rollout(
     config: Config, model: Model, ends: Iterable[int], tokenizer: Any, world: World
 ) -> tuple[parallel.TPGroups, Engine, ParallelismPlanner]:
     """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
-    free = min(parallel.gather_objects(world, kv_budget(config.rollout, world.device)))  # ranks need equal pools
+    free = min(parallel.gather_objects(world, kv_budget(config.rollout, world.device)))  # ranks need equally many pages
     rollout = replace(config.rollout, kv_gib=free / 2**30)
     config, elastic = replace(config, rollout=rollout), config.planner.rule != "fixed"
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic)

@@ -513,23 +513,23 @@ class Shard:
             x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce)
         return rms_norm(x, self.model.norm.weight.detach(), self.shape.norm_eps)
 
-    def decode(self, token_ids: Tensor, positions: Tensor, table: Tensor, pool: Tensor) -> Tensor:
+    def decode(self, token_ids: Tensor, positions: Tensor, table: Tensor, kv_pages: Tensor) -> Tensor:
         """Return hidden states of one new token per row, its keys and values written to the row's pages. GPU path.
 
-        token_ids, positions [n]; a negative position is a padding row; table [n, max_pages] int32 of pages in `pool`
+        token_ids, positions [n]; a negative position is a padding row; table [n, max_pages] int32; kv_pages
         [layers, 2, pages, K, page, D] -> [n, hidden_size]. Depends on shapes only, so a CUDA graph can hold it.
         """
         cos, sin = (x[:, 0, 0] for x in self.model.rope_tables())
         s, heads, kv_heads = self.shape, self.split.groups * self.split.num_kv_heads, self.split.num_kv_heads
         lengths, x, residual = (positions + 1).int(), F.embedding(token_ids, self.model.embed.weight), None
         for index, weights in enumerate(self.layers):
-            k_pool, v_pool = pool[index]
+            k_pages, v_pages = kv_pages[index]
 
-            def attend(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, k_pool=k_pool, v_pool=v_pool):
+            def attend(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, k_pages=k_pages, v_pages=v_pages):
                 q = kernels.rope_and_write(
-                    qkv, cos, sin, positions, table, k_pool, v_pool, heads, kv_heads, q_norm, k_norm, s.norm_eps
+                    qkv, cos, sin, positions, table, k_pages, v_pages, heads, kv_heads, q_norm, k_norm, s.norm_eps
                 )
-                return kernels.paged_decode(q, k_pool, v_pool, table, lengths)
+                return kernels.paged_decode(q, k_pages, v_pages, table, lengths)
 
             x, residual = run_layer_fused(weights, self.split, x, residual, attend, self.parallel.reduce)
         return kernels.add_rms_norm(x, residual, self.model.norm.weight.detach(), s.norm_eps)[0]

@@ -72,21 +72,21 @@ FAR = 1 << 30  # a page that nobody may follow
 
 
 def decode_inputs(k: KernelShape, lengths: Iterable[int], dtype: torch.dtype, device: torch.device) -> tuple:
-    """Return q, pool [2, pages, K, page, D], table, lengths: pages in random order, table entries without keys FAR."""
+    """Return q, kv [2, pages, K, page, D], table, lengths: pages in random order, table entries without keys FAR."""
     lengths = list(lengths)
     counts = [-(-length // k.page) for length in lengths]
     pages = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).int().split(counts)
     table = torch.full((len(lengths), max(counts)), FAR, dtype=torch.int32)
     for row, own in zip(table, pages):
         row[: len(own)] = own
-    pool = torch.empty(2, sum(counts), k.kv, k.page, k.size, dtype=dtype, device=device).normal_()
+    kv = torch.empty(2, sum(counts), k.kv, k.page, k.size, dtype=dtype, device=device).normal_()
     q = torch.randn(len(lengths), k.heads, k.size, device=device).to(dtype)
-    return q, pool, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
+    return q, kv, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
 def kernel_calls(k: KernelShape, lengths: Iterable[int], dtype: torch.dtype, device: torch.device) -> tuple:
-    """Return {name of a kernel: a call of what it is given, the kernel or its twin}, and the pool that one changes."""
-    q, pool, table, lengths = decode_inputs(k, lengths, dtype, device)
+    """Return {name of a kernel: a call of what it is given, the kernel or its twin}, and the pages that are written."""
+    q, kv, table, lengths = decode_inputs(k, lengths, dtype, device)
     n = len(q)
     x, residual, weight = (
         torch.randn(size, device=device).to(dtype) for size in ((n, k.hidden), (n, k.hidden), k.hidden)
@@ -96,13 +96,13 @@ def kernel_calls(k: KernelShape, lengths: Iterable[int], dtype: torch.dtype, dev
     angles = torch.rand(table.shape[1] * k.page, k.size // 2, device=device) * 7
     cos, sin, positions = angles.cos().to(dtype), angles.sin().to(dtype), lengths.long() - 1
     norms = tuple(torch.rand(2, k.size, device=device).to(dtype)) if k.qk_norm else ()
-    place = (qkv, cos, sin, positions, table, pool[0], pool[1], k.heads, k.kv, *norms)
+    place = (qkv, cos, sin, positions, table, kv[0], kv[1], k.heads, k.kv, *norms)
     return {
-        "paged_decode": lambda f: f(q, pool[0], pool[1], table, lengths),
-        "rope_and_write": lambda f: (f(*place), pool),
+        "paged_decode": lambda f: f(q, kv[0], kv[1], table, lengths),
+        "rope_and_write": lambda f: (f(*place), kv),
         "add_rms_norm": lambda f: f(x, residual, weight, 1e-6),
         "silu_mul": lambda f: f(gate_up, 8),
-    }, pool
+    }, kv
 
 
 def differ(mine: Any, twin: Any, dtype: torch.dtype) -> tuple[float, bool]:
@@ -138,23 +138,23 @@ def section_kernels(s: Section) -> None:
 
 def time_decode(s: Section, k: KernelShape, rows: int, length: int, bandwidth: float) -> None:
     dtype = torch.bfloat16 if s.on_gpu else torch.float32
-    q, pool, table, sizes = decode_inputs(k, [length] * rows, dtype, s.device)
-    seconds = seconds_of(lambda: kernels.paged_decode(q, pool[0], pool[1], table, sizes), s.device, captured=True)
-    share = pool.nbytes / seconds / bandwidth
-    text = f"{1e6 * seconds:.0f} us, {pool.nbytes / 2**20:.0f} MiB, {share:.0%} of the memory's bandwidth"
+    q, kv, table, sizes = decode_inputs(k, [length] * rows, dtype, s.device)
+    seconds = seconds_of(lambda: kernels.paged_decode(q, kv[0], kv[1], table, sizes), s.device, captured=True)
+    share = kv.nbytes / seconds / bandwidth
+    text = f"{1e6 * seconds:.0f} us, {kv.nbytes / 2**20:.0f} MiB, {share:.0%} of the memory's bandwidth"
     metrics = {f"paged_decode_{k.label.split()[0]}_{rows}x{length}": round(share, 3)}
     s.row(f"paged_decode {k.label}, {rows} x {length} keys", text, **metrics)
 
 
 def compare_kernels(s: Section, name: str, k: KernelShape, lengths: Iterable[int], dtype: torch.dtype) -> None:
-    calls, pool = kernel_calls(k, lengths, dtype, s.device)
-    before, parts, good = pool.clone(), [], True
+    calls, kv = kernel_calls(k, lengths, dtype, s.device)
+    before, parts, good = kv.clone(), [], True
     for kernel, call in calls.items():
         mine = call(getattr(kernels, kernel))
         mine = mine.clone() if isinstance(mine, Tensor) else [x.clone() for x in mine]
-        pool.copy_(before)
+        kv.copy_(before)
         error, close = differ(mine, call(getattr(kernels, f"{kernel}_torch")), dtype)
-        pool.copy_(before)
+        kv.copy_(before)
         good &= close
         speed = ""
         if s.on_gpu:

@@ -38,7 +38,7 @@ def _part_length(length, splits, MIN_PART: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _paged_decode(q, k_pool, v_pool, table, lengths, out, lse, scale, q_row, q_head, table_row, pool_page, pool_head,
+def _paged_decode(q, k_pages, v_pages, table, lengths, out, lse, scale, q_row, q_head, table_row, kv_page, kv_head,
                   G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, MIN_PART: tl.constexpr,
                   BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """One program: the G query heads of one KV head of one row, over one part of the row's keys."""
@@ -58,13 +58,13 @@ def _paged_decode(q, k_pool, v_pool, table, lengths, out, lse, scale, q_row, q_h
         t = start + tl.arange(0, BLOCK_N)
         inside = t < end
         page = tl.load(table + row * table_row + t // PAGE, mask=inside, other=0).to(tl.int64)
-        at = (page * pool_page + head * pool_head + t % PAGE * D)[:, None] + d[None, :]
+        at = (page * kv_page + head * kv_head + t % PAGE * D)[:, None] + d[None, :]
         mask = inside[:, None] & (d < D)[None, :]
-        key = tl.load(k_pool + at, mask=mask, other=0.0)
+        key = tl.load(k_pages + at, mask=mask, other=0.0)
         scores = tl.where(inside[None, :], tl.dot(query, tl.trans(key), input_precision="ieee") * scale, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights, shrink = tl.exp2(scores - new_peak[:, None]), tl.exp2(peak - new_peak)
-        value = tl.load(v_pool + at, mask=mask, other=0.0)  # masked: 0 * NaN from an unused place would be NaN
+        value = tl.load(v_pages + at, mask=mask, other=0.0)  # masked: 0 * NaN from an unused place would be NaN
         acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         total, peak = total * shrink + tl.sum(weights, 1), new_peak
     total = tl.where(total > 0, total, 1.0)  # no keys: zeros
@@ -97,20 +97,20 @@ def _num_splits(n: int, num_kv: int, context: int, device: torch.device) -> int:
     return triton.next_power_of_2(min(wanted, triton.cdiv(context, MIN_PART), MAX_SPLITS))
 
 
-def paged_decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor,
+def paged_decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor,
                  out: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention of one new token per row over that row's pages. -> [n, H, D] like q
 
-    q [n, H, D], head j * G + g reads KV head j; pools [pages, K, page, D], one layer of the engine's pool, page a power
-    of two; table [n, max_pages] int; lengths [n] int, keys of each row, the new one included. A row of length 0 is
-    padding: it gives zeros and reads nothing. Entries of `table` beyond a row's length are never followed.
+    q [n, H, D], head j * G + g reads KV head j; k_pages, v_pages [pages, K, page, D] of one layer, page a power of two;
+    table [n, max_pages] int; lengths [n] int, keys of each row, the new one included. A row of length 0 is padding: it
+    gives zeros and reads nothing. Entries of `table` beyond a row's length are never followed.
     """
     if not _use_triton(q):
-        return paged_decode_torch(q, k_pool, v_pool, table, lengths, out)
-    (n, num_heads, size), (num_kv, page) = q.shape, k_pool.shape[1:3]
+        return paged_decode_torch(q, k_pages, v_pages, table, lengths, out)
+    (n, num_heads, size), (num_kv, page) = q.shape, k_pages.shape[1:3]
     out = q.new_empty(q.shape) if out is None else out
     assert page & (page - 1) == 0 and num_heads % num_kv == 0, f"page {page}, {num_heads} heads over {num_kv}"
-    assert k_pool.stride() == v_pool.stride() and k_pool.stride()[2:] == (size, 1), k_pool.stride()
+    assert k_pages.stride() == v_pages.stride() and k_pages.stride()[2:] == (size, 1), k_pages.stride()
     assert q.stride(2) == table.stride(1) == lengths.stride(0) == 1 and out.is_contiguous(), (q.stride(), out.stride())
     # Tiles of at most 16 KiB (float32 multiplies in registers: a quarter of the keys), two in flight for keys and for
     # values: 5 stages, since the load of the table takes every other one. About 3 programs fit an SM.
@@ -122,8 +122,8 @@ def paged_decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengt
     lse = q.new_empty(n, num_heads, splits, dtype=torch.float32) if splits > 1 else None
     sizes = {"D": size, "MIN_PART": MIN_PART, "BLOCK_D": block_d, "BLOCK_N": block_n}
     _paged_decode[(n, num_kv, splits)](
-        q, k_pool, v_pool, table, lengths, parts, lse, scale, q.stride(0), q.stride(1), table.stride(0),
-        k_pool.stride(0), k_pool.stride(1), G=num_heads // num_kv, PAGE=page, BLOCK_G=block_g, **sizes,
+        q, k_pages, v_pages, table, lengths, parts, lse, scale, q.stride(0), q.stride(1), table.stride(0),
+        k_pages.stride(0), k_pages.stride(1), G=num_heads // num_kv, PAGE=page, BLOCK_G=block_g, **sizes,
         num_warps=4, num_stages=5 if block_g == 16 else 3)  # fmt: skip
     if splits > 1:
         warps = max(1, min(8, splits * block_d // 512))
@@ -131,14 +131,14 @@ def paged_decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengt
     return out
 
 
-def paged_decode_torch(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor,
+def paged_decode_torch(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor,
                        out: Tensor | None = None) -> Tensor:  # fmt: skip
-    page, size = k_pool.shape[2:]
+    page, size = k_pages.shape[2:]
     inside = torch.arange(table.shape[1] * page, device=q.device) < lengths[:, None]  # [n, L]
     pages = table.masked_fill(~inside[:, ::page], 0).long()
-    key, value = (pool[pages].transpose(2, 3).flatten(1, 2).float() for pool in (k_pool, v_pool))  # [n, L, K, D]
+    key, value = (x[pages].transpose(2, 3).flatten(1, 2).float() for x in (k_pages, v_pages))  # [n, L, K, D]
     value = value.masked_fill(~inside[:, :, None, None], 0.0)  # 0 * NaN from an unused place would be NaN
-    scores = torch.einsum("nkgd,nlkd->nkgl", q.float().view(len(q), k_pool.shape[1], -1, size), key) * size**-0.5
+    scores = torch.einsum("nkgd,nlkd->nkgl", q.float().view(len(q), k_pages.shape[1], -1, size), key) * size**-0.5
     weights = scores.masked_fill(~inside[:, None, None], -torch.inf).softmax(-1)
     weights = weights.masked_fill(lengths[:, None, None, None] == 0, 0.0)  # a softmax over no keys is NaN
     result = torch.einsum("nkgl,nlkd->nkgd", weights, value).to(q.dtype).view(q.shape)
@@ -182,8 +182,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _rope_and_write(qkv, cos, sin, positions, table, k_pool, v_pool, q_norm, k_norm, q, eps,
-                    qkv_row, table_row, pool_page, pool_head, G: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+def _rope_and_write(qkv, cos, sin, positions, table, k_pages, v_pages, q_norm, k_norm, q, eps,
+                    qkv_row, table_row, kv_page, kv_head, G: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
                     BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
     """One program: one KV head of one row with its G query heads, its key and its value, each as two halves."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -208,43 +208,43 @@ def _rope_and_write(qkv, cos, sin, positions, table, k_pool, v_pool, q_norm, k_n
     tl.store(query + HALF, tl.where(position >= 0, second, 0.0), mask=(g < G) & column)
     if position >= 0:
         page = tl.load(table + row * table_row + position // PAGE).to(tl.int64)
-        place = page * pool_page + head * pool_head + position % PAGE * (2 * HALF) + i + g * 0  # one g is stored
-        tl.store(k_pool + place, first, mask=(g == G) & column)
-        tl.store(k_pool + place + HALF, second, mask=(g == G) & column)
-        tl.store(v_pool + place, first, mask=(g == G + 1) & column)
-        tl.store(v_pool + place + HALF, second, mask=(g == G + 1) & column)
+        place = page * kv_page + head * kv_head + position % PAGE * (2 * HALF) + i + g * 0  # one g is stored
+        tl.store(k_pages + place, first, mask=(g == G) & column)
+        tl.store(k_pages + place + HALF, second, mask=(g == G) & column)
+        tl.store(v_pages + place, first, mask=(g == G + 1) & column)
+        tl.store(v_pages + place + HALF, second, mask=(g == G + 1) & column)
 
 
-def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, table: Tensor, k_pool: Tensor,
-                   v_pool: Tensor, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
+def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, table: Tensor, k_pages: Tensor,
+                   v_pages: Tensor, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
                    k_norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:  # fmt: skip
     """Turn queries and keys, write keys and values to their pages, return the queries. -> [n, H, D], contiguous
 
     qkv [n, (H + 2K) * D], for each KV head its G query heads, its key, its value; cos, sin [max_positions, D / 2], for
-    pairs (i, i + D / 2); positions [n] int; table and pools as in `paged_decode`. `q_norm`, `k_norm` [D]: RMSNorm of
+    pairs (i, i + D / 2); positions [n] int; table and pages as in `paged_decode`. `q_norm`, `k_norm` [D]: RMSNorm of
     each head first (Qwen3). A row of negative position is padding: it writes nothing and its queries are zero.
     """
-    args = (qkv, cos, sin, positions, table, k_pool, v_pool)
+    args = (qkv, cos, sin, positions, table, k_pages, v_pages)
     if not _use_triton(qkv):
         return rope_and_write_torch(*args, num_heads, num_kv_heads, q_norm, k_norm, eps)
-    n, groups, (page, size) = len(qkv), num_heads // num_kv_heads, k_pool.shape[2:]
+    n, groups, (page, size) = len(qkv), num_heads // num_kv_heads, k_pages.shape[2:]
     assert page & (page - 1) == 0 and num_heads % num_kv_heads == size % 2 == 0, (page, num_heads, size)
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * size and (q_norm is None) == (k_norm is None), qkv.shape
-    assert k_pool.stride() == v_pool.stride() and k_pool.stride()[2:] == (size, 1), k_pool.stride()
+    assert k_pages.stride() == v_pages.stride() and k_pages.stride()[2:] == (size, 1), k_pages.stride()
     assert cos.is_contiguous() and sin.is_contiguous() and qkv.stride(1) == table.stride(1) == positions.stride(0) == 1
     q = qkv.new_empty(n, num_heads, size)
     block_g, block_half = triton.next_power_of_2(groups + 2), triton.next_power_of_2(size // 2)
     _rope_and_write[(n, num_kv_heads)](
-        *args, q_norm, k_norm, q, eps, qkv.stride(0), table.stride(0), k_pool.stride(0), k_pool.stride(1), G=groups,
+        *args, q_norm, k_norm, q, eps, qkv.stride(0), table.stride(0), k_pages.stride(0), k_pages.stride(1), G=groups,
         HALF=size // 2, PAGE=page, BLOCK_G=block_g, BLOCK_HALF=block_half,
         num_warps=max(1, min(8, block_g * block_half // 256)))  # fmt: skip
     return q
 
 
-def rope_and_write_torch(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, table: Tensor, k_pool: Tensor,
-                         v_pool: Tensor, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
+def rope_and_write_torch(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, table: Tensor, k_pages: Tensor,
+                         v_pages: Tensor, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
                          k_norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:  # fmt: skip
-    page, size = k_pool.shape[2:]
+    page, size = k_pages.shape[2:]
     live = (positions >= 0).nonzero()[:, 0]
     heads = qkv.view(len(qkv), num_kv_heads, -1, size)
     qk, v = heads[:, :, :-1], heads[:, :, -1]  # [n, K, G + 1, D], [n, K, D]
@@ -256,7 +256,7 @@ def rope_and_write_torch(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tenso
     qk = torch.cat((first * c - second * s, second * c + first * s), -1).to(qkv.dtype)
     at = positions[live]
     pages = table[live, at // page].long()
-    k_pool[pages, :, at % page], v_pool[pages, :, at % page] = qk[live, :, -1], v[live]
+    k_pages[pages, :, at % page], v_pages[pages, :, at % page] = qk[live, :, -1], v[live]
     return qk[:, :, :-1].masked_fill((positions < 0)[:, None, None, None], 0.0).reshape(len(qkv), num_heads, size)
 
 

@@ -26,7 +26,7 @@ class RolloutConfig:
     page_size: int = option(64, "tokens in one KV page", min=1, max=1024)
     kv_gib: float = option(
         0.0,
-        "memory of the KV page pool of one rank, in GiB; 0: half of the free GPU memory, 0.25 on a CPU",
+        "memory of the KV pages of one rank, in GiB; 0: half of the free GPU memory, 0.25 on a CPU",
         min=0.0,
         max=1e5,
     )

@@ -59,7 +59,7 @@ def has_room(needed: int, free: int, num_pages: int, num_admitted: int) -> bool:
 
 
 class Pages:
-    """Pages of a pool, given to holders (anything with a `pages` list) and taken back.
+    """KV pages, given to holders (anything with a `pages` list) and taken back.
 
     `dense`: the pages in use are always 0 .. used - 1, each with one holder, as the CPU attention wants them; `release`
     returns the moves that keep it so. Otherwise pages stay where they are and may be shared.
@@ -96,7 +96,7 @@ class Pages:
         holder.pages.append(page)
 
     def release(self, holders: list[Any]) -> list[tuple[int, int]]:
-        """Take all pages of `holders` back. Returns the (from, to) moves that the caller must make in the pool."""
+        """Take all pages of `holders` back. Returns the (from, to) moves that the caller must make."""
         pages = [page for holder in holders for page in holder.pages]
         for holder in holders:
             holder.pages = []

@@ -69,7 +69,7 @@ def test_packed_pads_sparingly() -> None:
 
 
 def paged(lengths: list[int], page: int, num_kv: int, size: int, rng: Random, dtype: torch.dtype):
-    """Return keys and values of each sequence, the pools that hold them on random pages, the table and the owners.
+    """Return keys and values of each sequence, pages in random order that hold them, the table and the owners.
 
     Places that hold no token are huge: whoever looks at one is found out.
     """
@@ -80,7 +80,7 @@ def paged(lengths: list[int], page: int, num_kv: int, size: int, rng: Random, dt
         [torch.randn(length, num_kv, size, generator=generator, dtype=torch.float64).to(dtype) for length in lengths]
         for _ in range(2)
     )
-    k_pool, v_pool = (torch.full((sum(counts), num_kv, page, size), 1e4, dtype=dtype) for _ in range(2))
+    k_pages, v_pages = (torch.full((sum(counts), num_kv, page, size), 1e4, dtype=dtype) for _ in range(2))
     table = torch.tensor([[rng.choice(order) for _ in range(max(counts))] for _ in lengths])
     owner, start = torch.zeros(len(order), dtype=torch.int64), torch.zeros(len(order), dtype=torch.int64)
     for i, length in enumerate(lengths):
@@ -88,32 +88,32 @@ def paged(lengths: list[int], page: int, num_kv: int, size: int, rng: Random, dt
             at = order.pop()
             table[i, j], owner[at], start[at] = at, i, j * page
         for t in range(length):
-            k_pool[table[i, t // page], :, t % page] = keys[i][t]
-            v_pool[table[i, t // page], :, t % page] = values[i][t]
+            k_pages[table[i, t // page], :, t % page] = keys[i][t]
+            v_pages[table[i, t // page], :, t % page] = values[i][t]
     filled = (torch.tensor(lengths)[owner] - start).clamp(max=page)
     empty = torch.arange(int(filled.max())) >= filled[:, None]  # [P, places]
     bias = torch.zeros(empty.shape, dtype=dtype).masked_fill_(empty, -torch.inf)
     bias = bias.repeat_interleave(num_kv, 0)[:, None]  # [P * K, 1, places]
-    return keys, values, k_pool, v_pool, table, owner, bias
+    return keys, values, k_pages, v_pages, table, owner, bias
 
 
 def check_decode(lengths: list[int], page: int, rng: Random, dtype: torch.dtype, scale: float = 1.0) -> None:
     (num_heads, num_kv), size = rng.choice(HEADS), rng.choice((4, 16))
-    keys, values, k_pool, v_pool, table, owner, bias = paged(lengths, page, num_kv, size, rng, dtype)
+    keys, values, k_pages, v_pages, table, owner, bias = paged(lengths, page, num_kv, size, rng, dtype)
     generator = torch.Generator().manual_seed(rng.randrange(1000))
     q = scale * torch.randn(len(lengths), num_heads, size, generator=generator, dtype=torch.float64).to(dtype)
     exact = torch.cat(
         [attend_one(q[i : i + 1].double(), keys[i].double(), values[i].double()) for i in range(len(lengths))]
     )
     close = {"rtol": 0, "atol": TOLERANCE[dtype] * max(scale, 1.0)}
-    by_table = paged_decode(q, k_pool, v_pool, table.int(), torch.tensor(lengths, dtype=torch.int32))
+    by_table = paged_decode(q, k_pages, v_pages, table.int(), torch.tensor(lengths, dtype=torch.int32))
     by_table_atol = max(close["atol"], 2e-6 * max(scale, 1.0))  # it sums in float32
     torch.testing.assert_close(by_table.double(), exact, rtol=0, atol=by_table_atol)
-    by_page = decode_by_page(q, k_pool, v_pool, owner, bias)
+    by_page = decode_by_page(q, k_pages, v_pages, owner, bias)
     torch.testing.assert_close(by_page.double(), exact, **close)
     assert by_page.dtype == by_table.dtype == dtype
     if torch.equal(owner, torch.arange(len(lengths))):
-        by_row = decode_by_page(q, k_pool, v_pool, None, bias)
+        by_row = decode_by_page(q, k_pages, v_pages, None, bias)
         torch.testing.assert_close(by_row.double(), exact, **close)
 
 
@@ -142,8 +142,8 @@ def test_a_chunk_attends_to_what_came_before_it(page: int) -> None:
     rng = Random(page)
     for length in (1, 2, 31, 32, 33, 90):
         (num_heads, num_kv), start = rng.choice(HEADS), rng.randrange(length)
-        keys, values, k_pool, v_pool, table, *_ = paged([length, 40], page, num_kv, 8, rng, torch.float64)
+        keys, values, k_pages, v_pages, table, *_ = paged([length, 40], page, num_kv, 8, rng, torch.float64)
         own = table[0, : -(-length // page)]
         q = torch.randn(length - start, num_heads, 8, dtype=torch.float64)
-        out = attend_to_prefix(q, k_pool[own], v_pool[own], start)
+        out = attend_to_prefix(q, k_pages[own], v_pages[own], start)
         torch.testing.assert_close(out, attend_one(q, keys[0], values[0]), rtol=0, atol=1e-12)

@@ -98,17 +98,17 @@ def decode_case(
 ):
     """Return the arguments of `paged_decode` and the exact answer. Every place without a key is NaN."""
     table, num_pages = shuffled_table(lengths, page, rng)
-    pool = torch.full((2, 2, num_pages, heads, page, size), torch.nan, device=DEVICE, dtype=dtype)
+    kv_pages = torch.full((2, 2, num_pages, heads, page, size), torch.nan, device=DEVICE, dtype=dtype)
     q = randn(rng, len(lengths), heads * groups, size, dtype=dtype) * scale
     exact = torch.zeros(q.shape, dtype=torch.float64, device=DEVICE)
     for i, length in enumerate(lengths):
         keys, values = randn(rng, 2, length, heads, size, dtype=dtype)
         for t in range(length):
-            pool[1, :, table[i, t // page], :, t % page] = torch.stack((keys[t], values[t]))
+            kv_pages[1, :, table[i, t // page], :, t % page] = torch.stack((keys[t], values[t]))
         for h in range(heads * groups if length else 0):
             scores = keys[:, h // groups].double() @ q[i, h].double() / size**0.5
             exact[i, h] = scores.softmax(0) @ values[:, h // groups].double()
-    return (q, pool[1, 0], pool[1, 1], table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)), exact
+    return (q, kv_pages[1, 0], kv_pages[1, 1], table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)), exact
 
 
 DECODE = [  # lengths, K, G, D, page, splits
@@ -244,13 +244,13 @@ ROPE = [  # positions, K, G, D, page
 def test_rope_and_write_equals_loops(case: tuple, normalised: bool, dtype: torch.dtype, runner: str) -> None:
     (positions, heads, groups, size, page), rng, eps = case, Random(str(case)), 0.05
     table, num_pages = shuffled_table([p + 1 for p in positions], page, rng)
-    pool = torch.full((2, 2, num_pages, heads, page, size), torch.nan, device=DEVICE, dtype=dtype)
+    kv_pages = torch.full((2, 2, num_pages, heads, page, size), torch.nan, device=DEVICE, dtype=dtype)
     x = randn(rng, len(positions), heads, groups + 2, size, dtype=dtype)
     angles = torch.arange(128, dtype=torch.float64)[:, None] * 100.0 ** -(torch.arange(size // 2) * 2 / size)
     cos, sin = (t.to(DEVICE, torch.float32 if normalised else dtype) for t in (angles.cos(), angles.sin()))
     norms = tuple(randn(rng, size, dtype=dtype) for _ in range(2)) if normalised else (None, None)
 
-    expected, exact = pool.double(), torch.zeros(len(positions), heads * groups, size, dtype=torch.float64)
+    expected, exact = kv_pages.double(), torch.zeros(len(positions), heads * groups, size, dtype=torch.float64)
     for i, position in enumerate(positions):
         for j in range(heads if position >= 0 else 0):
             place = (table[i, position // page], j, position % page)
@@ -268,17 +268,17 @@ def test_rope_and_write_equals_loops(case: tuple, normalised: bool, dtype: torch
 
     at = torch.tensor(positions, device=DEVICE)
     inputs = strided(x.flatten(1)), cos, sin, at, table
-    counts, other = (heads * groups, heads), pool.clone()
-    q = pick("rope_and_write", runner)(*inputs, pool[1, 0], pool[1, 1], *counts, *norms, eps)
+    counts, other = (heads * groups, heads), kv_pages.clone()
+    q = pick("rope_and_write", runner)(*inputs, kv_pages[1, 0], kv_pages[1, 1], *counts, *norms, eps)
     assert q.is_contiguous() and q.dtype == dtype
     close = {"rtol": 1e-5, "atol": 3e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 2e-2}
     check(q, exact.to(DEVICE), **close)
-    check(pool, expected, equal_nan=True, **close)  # nothing else was written, in this layer or another
+    check(kv_pages, expected, equal_nan=True, **close)  # nothing else was written, in this layer or another
     theirs = kernels.rope_and_write_torch(*inputs, other[1, 0], other[1, 1], *counts, *norms, eps)
     assert (q != theirs).float().mean() < 0.02 or dtype == torch.float32  # rounded where torch rounds
     for i, position in enumerate(positions):
         if position >= 0:
-            assert torch.equal(pool[1, 1, table[i, position // page], :, position % page], x[i, :, -1])
+            assert torch.equal(kv_pages[1, 1, table[i, position // page], :, position % page], x[i, :, -1])
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -400,14 +400,14 @@ def test_compiles_for_an_h100(
 @pytest.mark.skipif(not NATIVE, reason="needs a GPU")
 def test_a_captured_step_follows_its_inputs() -> None:
     rng, dtype = Random(5), torch.bfloat16
-    (q, k_pool, v_pool, table, lengths), _ = decode_case([300, 7, 0, 64], 2, 7, 64, 32, dtype, rng)
+    (q, k_pages, v_pages, table, lengths), _ = decode_case([300, 7, 0, 64], 2, 7, 64, 32, dtype, rng)
     x, residual, qkv = (randn(rng, 4, size, dtype=dtype) for size in (1024, 1024, 18 * 64))
     positions, uniforms = lengths - 1, torch.rand(4, dtype=torch.float64, device=DEVICE)
     cos, sin = torch.rand(2, 512, 32, device=DEVICE)
 
     def step() -> tuple[Tensor, ...]:
-        query = kernels.rope_and_write(qkv, cos, sin, positions, table, k_pool, v_pool, 14, 2)
-        attended = kernels.paged_decode(query, k_pool, v_pool, table, lengths)
+        query = kernels.rope_and_write(qkv, cos, sin, positions, table, k_pages, v_pages, 14, 2)
+        attended = kernels.paged_decode(query, k_pages, v_pages, table, lengths)
         normed = kernels.add_rms_norm(x, residual, x[0], 1e-6)
         return (attended, *normed, kernels.silu_mul(x, 2), *kernels.sample_inverse_cdf(normed[0], uniforms, 0.7))
 

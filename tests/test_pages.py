@@ -15,11 +15,11 @@ class Holder:
     content: list[str] = field(default_factory=list)  # what the holder believes to stand on its pages
 
 
-def check(pages: Pages, holders: list[Holder], pool: dict[int, str]) -> None:
+def check(pages: Pages, holders: list[Holder], content: dict[int, str]) -> None:
     users = Counter(page for holder in holders for page in holder.pages)
     assert pages.used == len(users) and pages.free == pages.size - len(users)
     for holder in holders:
-        assert [pool[page] for page in holder.pages] == holder.content
+        assert [content[page] for page in holder.pages] == holder.content
     if pages.dense:
         assert users == Counter(range(pages.used))
         for holder in holders:
@@ -34,7 +34,7 @@ def check(pages: Pages, holders: list[Holder], pool: dict[int, str]) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_no_page_is_lost_given_twice_or_overwritten(dense: bool, seed: int) -> None:
     rng = Random(seed)
-    pages, pool, holders, written = Pages(rng.randint(1, 40), 4, dense), {}, [], 0
+    pages, content, holders, written = Pages(rng.randint(1, 40), 4, dense), {}, [], 0
     for _ in range(600):
         operation = rng.choice(("new", "take", "take", "share", "release"))
         if operation == "new":
@@ -42,8 +42,8 @@ def test_no_page_is_lost_given_twice_or_overwritten(dense: bool, seed: int) -> N
         elif operation == "take" and holders and pages.free:
             holder, written = rng.choice(holders), written + 1
             page = pages.take(holder)
-            pool[page] = f"text {written}"
-            holder.content.append(pool[page])
+            content[page] = f"text {written}"
+            holder.content.append(content[page])
         elif operation == "share" and holders and not dense:
             donor, holder = rng.choice(holders), Holder()
             for page in donor.pages[: rng.randint(0, 3)]:
@@ -56,9 +56,9 @@ def test_no_page_is_lost_given_twice_or_overwritten(dense: bool, seed: int) -> N
             moves = pages.release(gone)
             assert dense or not moves
             for source, target in moves:
-                pool[target] = pool[source]
+                content[target] = content[source]
             assert not any(holder.pages for holder in gone)
-        check(pages, holders, pool)
+        check(pages, holders, content)
     assert written > 15
     pages.release(holders)
     assert pages.used == 0 and pages.free == pages.size

@@ -155,8 +155,8 @@ SETTINGS = {
     "pages longer than a sequence": {"page_size": 64},
     "prefill in chunks of 16 or less": {"step_tokens": 16},
     "prefill two or three": {"step_tokens": 40},
-    "pool of two sequences": {"num_pages": 33},
-    "pool of one sequence": {"num_pages": 16},
+    "memory of two sequences": {"num_pages": 33},
+    "memory of one sequence": {"num_pages": 16},
 }
 
 
@@ -168,7 +168,7 @@ def test_sampled_tokens_depend_on_nothing_but_the_sequence(model, oracle, name: 
         Random(5).shuffle(sequences)
     engine = make_engine(model, sampling, **SETTINGS[name])
     samples = generate(engine, sequences)
-    assert (engine.stats.preemptions > 0) == ("pool" in name)
+    assert (engine.stats.preemptions > 0) == ("memory" in name)
     assert {i: s.token_ids for i, s in samples.items()} == {
         s.id: oracle(s.prompt_ids, s.key, sampling) for s in sequences
     }
@@ -693,7 +693,7 @@ def test_sharing_pages_changes_no_token(model, oracle, name: str) -> None:
     assert {i: s.token_ids for i, s in samples.items()} == {
         s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in group
     }
-    assert (engine.stats.preemptions > 0) == ("pool" in name)
+    assert (engine.stats.preemptions > 0) == ("memory" in name)
 
 
 @pytest.mark.parametrize("length, page", [(16, 4), (17, 4), (3, 4), (24, 8)])
@@ -775,7 +775,7 @@ def test_books_stay_in_order_through_random_operations(model, oracle, seed: int,
     assert len(samples) > 10 and aborted and preempted
 
 
-# ---- the pool ----------------------------------------------------------------------------------------------------
+# ---- memory for pages --------------------------------------------------------------------------------------------
 
 
 def refusal(config: RolloutConfig, model: Model) -> str:
@@ -784,7 +784,7 @@ def refusal(config: RolloutConfig, model: Model) -> str:
     return str(caught.value)
 
 
-def test_a_pool_too_small_is_refused_with_key_value_and_remedy(model) -> None:
+def test_too_few_pages_are_refused_with_key_value_and_remedy(model) -> None:
     config = RolloutConfig(max_prompt_tokens=100, max_response_tokens=156, page_size=32, kv_gib=1e-5)
     text = refusal(config, model)
     needed = 8
@@ -804,6 +804,6 @@ def test_the_remedy_of_a_refusal_is_enough(model) -> None:
         num_pages_for(replace(config, kv_gib=float(remedy)), model.shape, torch.float32, CPU)
 
 
-def test_the_pool_is_no_larger_than_its_rows_can_use(model) -> None:
+def test_there_are_no_more_pages_than_the_rows_can_use(model) -> None:
     config = RolloutConfig(max_prompt_tokens=10, max_response_tokens=20, page_size=8, max_running=3, kv_gib=1.0)
     assert num_pages_for(config, model.shape, torch.float32, CPU) == 3 * 4
