@@ -58,6 +58,18 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a response that one version of the weights sampled: tokens `start` to `end` - 1 of it."""
+
+    start: int
+    end: int
+    version: int  # the optimizer step whose weights sampled it
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One finished response to a prompt. Never overwritten: a reward or an advantage makes a new object."""
 
@@ -65,9 +77,9 @@ class Sample:
     response_index: int  # 0 .. num_responses - 1 within the prompt
     epoch: int  # of the prompt's visit
     token_ids: tuple[int, ...]  # response only, the end token included when there is one
-    logprobs: tuple[float, ...]  # of the distribution that was sampled, one per response token
+    logprobs: tuple[float, ...]  # of the distribution that was sampled, one per response token; 0 outside the spans
     finish_reason: str  # "stop" (end token or stop text) or "length" (limit reached)
-    weights_version: int  # the optimizer step whose weights generated it
+    spans: tuple[Span, ...]  # the tokens that were sampled, in order; the others were given, and are not trained
 
     @property
     def id(self) -> SampleId:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import numpy as np
 
 from config import ConfigError, option, regular
-from core import Group, Prompt, Reward, Sample, Visit
+from core import Group, Prompt, Reward, Sample, Span, Visit
 from reward import reward_number
 from rewards.graders import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
@@ -357,7 +357,8 @@ def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:
 
 
 def _group(row: dict, vocabulary: int) -> Group:
-    samples, rewards = tuple(_read(Sample, s) for s in row["samples"]), tuple(_read(Reward, r) for r in row["rewards"])
+    samples = tuple(_read(Sample, s | {"spans": [_read(Span, x) for x in s["spans"]]}) for s in row["samples"])
+    rewards = tuple(_read(Reward, r) for r in row["rewards"])
     prompt = _read(Prompt, row["prompt"])
     group = _read(Group, {"prompt": prompt, "epoch": row["epoch"], "samples": samples, "rewards": rewards})
     if not group.samples or len(group.samples) != len(group.rewards):
@@ -368,6 +369,9 @@ def _group(row: dict, vocabulary: int) -> Group:
     for sample in group.samples:
         if len(sample.logprobs) != len(sample.token_ids):
             raise ValueError(f"{len(sample.logprobs)} logprobs of {len(sample.token_ids)} tokens")
+        places = [*(place for span in sample.spans for place in (span.start, span.end)), len(sample.token_ids)]
+        if not sample.spans or not all(map(len, sample.spans)) or places != sorted(places):
+            raise ValueError(f"spans = {_short(sample.spans)} of {len(sample.token_ids)} tokens")
         if sample.finish_reason not in ("stop", "length"):
             raise ValueError(f"finish_reason = {_short(sample.finish_reason)}")
     return group

@@ -39,7 +39,7 @@ def examples_of(
 ) -> list[tuple[SampleId, Example]]:
     """Return what there is to learn from samples of one prompt."""
     return [
-        (sample.id, Example(prompt.token_ids, sample.token_ids, sample.logprobs, advantage))
+        (sample.id, Example(prompt.token_ids, sample.token_ids, sample.spans, sample.logprobs, advantage))
         for sample, advantage in zip(samples, advantages, strict=True)
         if not (mask_truncated and sample.finish_reason == "length")
     ]

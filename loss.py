@@ -1,9 +1,10 @@
 """Advantages and policy losses: pure functions, one table each.
 
-A loss returns one value per response token; `weighted_sum` adds them up without dividing. The trainer divides
+A loss returns one value per sampled token; `weighted_sum` adds them up without dividing. The trainer divides
 once per update, by the global count, so streamed, packed or sharded gradients equal the plain ones.
 
-Shapes: P prompts, R responses of each, S samples, T response tokens of all samples, one after another.
+Shapes: P prompts, R responses of each, S samples, T sampled tokens of all samples, one after another. Tokens that
+nobody sampled, such as the prompt, are context of the forward pass and appear nowhere here.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 BATCH_WIDE = {"reinforce_baseline"}  # those of a group depend on other groups
 
 
-# ---- losses: one value per response token ------------------------------------------------------------------------
+# ---- losses: one value per sampled token -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Tokens:
     old_logprobs: Tensor
     advantages: Tensor
     sample: Tensor  # [T] int64: which sample a token belongs to
-    lengths: Tensor  # [S] int64: response tokens of each sample
+    lengths: Tensor  # [S] int64: sampled tokens of each sample
 
 
 def ppo(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
@@ -131,7 +132,7 @@ class LossConfig:
     advantage: str = entry("dr_grpo", "advantage", ADVANTAGES)
     normalisation: str = option(
         "token",
-        "what one update averages over: token (all response tokens), sequence (mean of sequence means; gspo wants it), "
+        "what one update averages over: token (all sampled tokens), sequence (mean of sequence means; gspo wants it), "
         "constant (sequence sums over rollout.max_response_tokens)",
         choices=("token", "sequence", "constant"),
     )

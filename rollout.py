@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from attention import Chunks, PageAttention
 from config import check_options
-from core import Sample, SampleId
+from core import Sample, SampleId, Span
 from engine.graphs import DecodeGraphs, Flight, upload
 from engine.memory import RolloutConfig, kv_budget, kv_page_bytes, num_pages_for
 from engine.pages import Pages, compact, has_room
@@ -537,8 +537,8 @@ class Engine:
         for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
             s.is_taken = False
             length, reason = flag // 2, "stop" if flag % 2 else "length"
-            drawn = tuple(ids[:length]), tuple(values[:length])
-            self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn, reason, self.version))
+            drawn = tuple(ids[:length]), tuple(values[:length]), reason, (Span(0, length, self.version),)
+            self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn))
         self._remove(list(ended))
 
     def _read(self, rows: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:

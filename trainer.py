@@ -20,6 +20,7 @@ import parallel
 import sharding
 from attention import PackedAttention
 from config import option
+from core import Span
 from host import OnHost
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
@@ -48,7 +49,7 @@ class TrainerConfig:
         "prompt and response tokens of one forward and backward on one rank, at most (a longer sample goes alone)",
         min=1,
     )
-    tokens_per_logits: int = option(4096, "response tokens whose logits are held at once; more are recomputed", min=1)
+    tokens_per_logits: int = option(4096, "sampled tokens whose logits are held at once; more are recomputed", min=1)
     shard: int = option(
         1, "neighbouring ranks that share masters, gradients and optimizer state (FSDP); 1: every rank has all", min=1
     )
@@ -58,17 +59,22 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One response to learn from."""
+    """One response to learn from: the tokens in its spans. The others are context, like the prompt."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # under the distribution it was sampled from
+    spans: tuple[Span, ...]
+    logprobs: tuple[float, ...]  # of `token_ids`, under the distribution they were sampled from
     advantage: float
-    old_logprobs: tuple[float, ...] | None = None  # recomputed by the trainer, when it was asked to
+    old_logprobs: tuple[float, ...] | None = None  # of the sampled tokens, recomputed by the trainer if asked to
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(map(len, self.spans))
 
 
 class NonFiniteError(RuntimeError):
@@ -185,7 +191,7 @@ class Trainer:
     def _add_gradients(self, batch: Sequence[Example]) -> None:
         device = self.world.device
         logprobs, entropy = self._score(self.learner, batch, bool(self.loss.entropy_coef))  # [T], [T]
-        lengths = torch.tensor([len(e.token_ids) for e in batch], device=device)
+        lengths = torch.tensor([e.num_sampled for e in batch], device=device)
         sample = torch.repeat_interleave(torch.arange(len(batch), device=device), lengths)
         advantages = torch.tensor([e.advantage for e in batch], device=device)[sample]
         rollout, old = self._old_logprobs(batch, logprobs)
@@ -214,7 +220,8 @@ class Trainer:
         current = logprobs.detach()
         if self.loss.name == "sft":
             return current, current
-        rollout = torch.tensor([x for e in batch for x in e.logprobs], device=self.world.device)
+        sampled = [x for e in batch for span in e.spans for x in e.logprobs[span.start : span.end]]
+        rollout = torch.tensor(sampled, device=self.world.device)
         if self.loss.old_logprobs == "rollout":
             return rollout, rollout
         if batch[0].old_logprobs is None:  # a single update: the old policy is the current one
@@ -222,15 +229,15 @@ class Trainer:
         return rollout, torch.tensor([x for e in batch for x in e.old_logprobs or ()], device=self.world.device)
 
     def _score(self, model: Model, batch: Sequence[Example], entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Return log-probs (with gradient) and entropies of all response tokens of `batch`, [T] each."""
+        """Return log-probs (with gradient) and entropies of all sampled tokens of `batch`, [T] each."""
         device = self.world.device
         lengths = [e.num_tokens for e in batch]
         token_ids = torch.tensor([t for e in batch for ids in (e.prompt_ids, e.token_ids) for t in ids], device=device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         rows, start = [], 0
-        for e in batch:  # the token before each response token predicts it
+        for e in batch:  # the token before each sampled token predicts it
             first = start + len(e.prompt_ids) - 1
-            rows.append(torch.arange(first, first + len(e.token_ids)))
+            rows += [torch.arange(first + span.start, first + span.end) for span in e.spans]
             start += e.num_tokens
         predicts = torch.cat(rows).to(device)
         hidden = model(token_ids, positions, PackedAttention(lengths, device))[predicts]  # [T, hidden_size]
@@ -255,7 +262,7 @@ class Trainer:
         done = []
         for batch in pack(examples, self.config.tokens_per_microbatch):
             logprobs, _ = self._score(self.model, batch)  # all of it is here, whatever the learner's sharding
-            parts = logprobs.split([len(e.token_ids) for e in batch])
+            parts = logprobs.split([e.num_sampled for e in batch])
             done += [replace(e, old_logprobs=tuple(part.tolist())) for e, part in zip(batch, parts, strict=True)]
         return done
 

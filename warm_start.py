@@ -20,6 +20,7 @@ from tqdm import tqdm
 import parallel
 from checkpoint import load_tokenizer, save_weights
 from config import ConfigError, option
+from core import Span
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
@@ -189,5 +190,6 @@ def _examples(config: WarmStartConfig, task: str, numbers: list[int], step: int,
     for n in rng.choices(numbers, k=config.batch_size):
         prompt = tokenizer.encode(TASKS[task].prompt(n))
         solution = tokenizer.encode(TASKS[task].slip(TASKS[task].solution(n), rng, config.slip))
-        examples.append(Example(tuple(prompt), (*solution, tokenizer.eos_token_id), (), 1.0))
+        ids = *solution, tokenizer.eos_token_id
+        examples.append(Example(tuple(prompt), ids, (Span(0, len(ids), 0),), (), 1.0))
     return examples

@@ -34,7 +34,7 @@ from tail_batching import PERIOD, RANKS, Trace, in_turn, on_ranks, progress_bar
 
 import parallel
 from config import load_config
-from core import Prompt, RoundPlan, SampleId, Visit, VisitId
+from core import Prompt, RoundPlan, SampleId, Span, Visit, VisitId
 from engine.sequence import Sequence
 from job import Job
 from metrics import Clock
@@ -214,7 +214,7 @@ def update(job: Job, trace: Trace, with_tail: bool) -> None:
     """Learn a batch, as after a rollout. Collective."""
     lengths = batch(trace, with_tail)
     own = (lengths[i] for i in assign_by_load(lengths, job.world.size)[job.world.rank])
-    job.trainer.accumulate([Example((65,) * 8, (66,) * n, (-5.0,) * n, 0.1) for n in own])
+    job.trainer.accumulate([Example((65,) * 8, (66,) * n, (Span(0, n, 0),), (-5.0,) * n, 0.1) for n in own])
     job.trainer.update()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import data
 from config import ConfigError
-from core import Group, Prompt, Reward, Sample, VisitId
+from core import Group, Prompt, Reward, Sample, Span, VisitId
 from data import DataConfig, PromptCursor, dump_groups, load_groups, load_prompts
 from tasks import TASKS, is_held_out
 from warm_start import byte_tokenizer
@@ -312,7 +312,7 @@ SAMPLE = {
     "token_ids": [1, 2],
     "logprobs": [-0.5, -1.0],
     "finish_reason": "stop",
-    "weights_version": 0,
+    "spans": [{"start": 0, "end": 2, "version": 0}],
 }
 DAMAGE = {
     "no prompt": ("prompt", {}),
@@ -343,12 +343,19 @@ DAMAGE = {
     "logprobs that are nan": ("samples", 0, "logprobs", [-0.5, float("nan")]),
     "logprobs that are infinite": ("samples", 0, "logprobs", [-0.5, float("-inf")]),
     "an end that is none": ("samples", 0, "finish_reason", ["stop"]),
-    "a version that is a text": ("samples", 0, "weights_version", "0"),
+    "a version that is a text": ("samples", 0, "spans", 0, "version", "0"),
+    "no spans": ("samples", 0, "spans", []),
+    "an older dump": ("samples", 0, {k: v for k, v in SAMPLE.items() if k != "spans"} | {"weights_version": 0}),
+    "a span beyond the tokens": ("samples", 0, "spans", 0, "end", 3),
+    "an empty span": ("samples", 0, "spans", 0, "end", 0),
+    "a span that ends before it begins": ("samples", 0, "spans", 0, {"start": 2, "end": 1, "version": 0}),
+    "spans that overlap": ("samples", 0, "spans", [{"start": 0, "end": 2, "version": 0}] * 2),
 }
 
 
 def test_a_dump_is_read_back_as_it_was(tmp_path):
-    sample = Sample(0, 1, 2, (1, 49), (-0.5, 0.0), "length", 3)
+    spans = Span(0, 1, 3), Span(2, 3, 4)
+    sample = Sample(0, 1, 2, (1, 49, 7), (-0.5, 0.0, -2.5), "length", spans)
     prompt = Prompt(0, (1,), "é\n", "", "code", {"tests": [1, {"a": None}]}, "rows.jsonl:1")
     rewards = Reward(0.5, 0.25, "", ((0.1, True, False), (2.0, False, True)), {"a": 1.0}), Reward(0, error="died")
     groups = [Group(prompt, 2, (sample, sample), rewards)]

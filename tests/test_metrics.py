@@ -305,7 +305,7 @@ def test_transcripts_show_some_prompts_with_reward_and_cause_of_failure(tmp_path
         Group(
             Prompt(i, (1,), f"question {i}: ", "abc", "match"),
             -1,
-            (Sample(i, 0, -1, (1, 2, 3), (0.0,) * 3, "stop", 0),),
+            (Sample(i, 0, -1, (1, 2, 3), (0.0,) * 3, "stop", ()),),
             (Reward(1.0) if i else Reward(0.0, error="TimeoutError: 2 s"),),
         )
         for i in range(40)

@@ -19,7 +19,7 @@ from torch import Tensor
 from attention import PackedAttention
 from checkpoint import load_tokenizer, save_model
 from config import ConfigError
-from core import Prompt, Sample, Visit
+from core import Prompt, Sample, Span, Visit
 from engine.graphs import row_bucket
 from engine.sequence import Sequence, sequences_for
 from model import Model, Packed, parse_shape
@@ -274,11 +274,11 @@ def test_an_end_token_first_of_all_frees_the_row_for_the_next(model, oracle) -> 
 
 
 @kinds
-def test_samples_carry_the_version_of_the_weights_that_made_them(model, kind) -> None:
+def test_a_sample_is_one_span_of_the_weights_that_sampled_it(model, kind) -> None:
     engine = make_engine(model, kind=kind)
-    assert {s.weights_version for s in generate(engine, make_sequences(2, limit=3)).values()} == {0}
+    assert all(s.spans == (Span(0, 3, 0),) for s in generate(engine, make_sequences(2, limit=3)).values())
     engine.load_weights(model, 5)
-    assert {s.weights_version for s in generate(engine, make_sequences(2, limit=3)).values()} == {5}
+    assert all(s.spans == (Span(0, 3, 5),) for s in generate(engine, make_sequences(2, limit=3)).values())
     engine.add(make_sequences(1)[0])
     with pytest.raises(AssertionError):
         engine.load_weights(model, 6)

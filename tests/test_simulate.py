@@ -571,7 +571,7 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
         for i in range(4):
             prompt = Prompt(4 * step + i, (1, 2, 3), "", "", "match")
             ids = [tuple(range(rng.randint(1, 60))) for _ in range(2)]
-            samples = tuple(Sample(prompt.index, r, 0, ids[r], (), "stop", step) for r in range(2))
+            samples = tuple(Sample(prompt.index, r, 0, ids[r], (), "stop", ()) for r in range(2))
             trained[0, prompt.index] = [len(n) for n in ids]
             groups.append(Group(prompt, 0, samples, (Reward(1.0), Reward(0.0))))
         dump_groups(tmp_path / "rollouts", step + 1, groups, np.zeros((4, 2)))

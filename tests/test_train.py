@@ -599,7 +599,7 @@ def test_several_domains_in_one_run_with_programs_among_them(settings, tmp_path,
 
 def test_a_graders_weight_scales_its_advantages():
     prompts = [Prompt(i, (1,), "", "", task) for i, task in enumerate(("a", "b"))]
-    samples = tuple(Sample(0, r, 0, (1,), (0.0,), "stop", 0) for r in range(2))
+    samples = tuple(Sample(0, r, 0, (1,), (0.0,), "stop", ()) for r in range(2))
     groups = [Group(prompt, 0, samples, (Reward(0.0), Reward(1.0))) for prompt in prompts]
     plain = group_advantages(groups, LossConfig(), RewardConfig(), 24)
     weighted = group_advantages(groups, LossConfig(), RewardConfig(weights="b=0.5"), 24)

@@ -16,6 +16,8 @@ from torch import Tensor
 import sharding
 from attention import PackedAttention
 from checkpoint import load_model
+from core import Prompt, Sample, Span
+from learning import examples_of
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
 from parallel import World
@@ -35,9 +37,14 @@ def examples(tiny_folder: Path) -> list[Example]:
     def ids(longest: int) -> tuple[int, ...]:
         return tuple(rng.randrange(2, 258) for _ in range(rng.randint(1, longest)))
 
-    plain = [Example(ids(12), ids(MAX_RESPONSE), (), rng.uniform(-1, 1)) for _ in range(11)]
+    plain = [sampled(ids(12), ids(MAX_RESPONSE), rng.uniform(-1, 1)) for _ in range(11)]
     exact = on_policy(load_model(tiny_folder, CPU, torch.float32), plain)
     return [replace(e, logprobs=tuple(x + rng.gauss(0, 0.3) for x in e.logprobs)) for e in exact]
+
+
+def sampled(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], advantage: float = 0.0) -> Example:
+    """A response that was sampled as a whole, without recorded log-probs."""
+    return Example(prompt_ids, token_ids, (Span(0, len(token_ids), 0),), (), advantage)
 
 
 def on_policy(model: Model, examples: Sequence[Example]) -> list[Example]:
@@ -193,6 +200,97 @@ def test_the_entropy_bonus_has_the_gradient_of_the_full_distribution(
     places = [SUMS.index(name) for name in ("loss", "entropy")]
     assert (sums - plain_sums)[places].tolist() == pytest.approx([(-3.0 * entropy * share).sum().item(), 0.0], rel=1e-5)
     assert sums[places[1]].item() == pytest.approx(entropy.sum().item(), rel=1e-5)
+
+
+# ---- spans -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def turns(examples) -> list[Example]:
+    """The examples as turns with tokens between them that nobody sampled; what is recorded there must not matter."""
+    found = []
+    for e in (e for e in examples if len(e.token_ids) >= 6):
+        spans = Span(0, 2, 3), Span(4, len(e.token_ids) - 1, 4)
+        found.append(replace(e, spans=spans, logprobs=(*e.logprobs[:2], *(math.nan,) * 2, *e.logprobs[4:-1], math.nan)))
+    assert len(found) > 4
+    return found
+
+
+def masked_sums(model: Model, reference: Model, e: Example, loss: LossConfig) -> tuple[Tensor, Tensor]:
+    """The loss of each response token by hand, 0 at those that were not sampled, and the mask. [T] each"""
+    tokens, count = torch.tensor(e.token_ids), len(e.token_ids)
+    mask = torch.zeros(count, dtype=torch.bool)
+    for span in e.spans:
+        mask[span.start : span.end] = True
+    rows, own = [], []
+    for m in (model, reference):
+        ids = torch.tensor([*e.prompt_ids, *e.token_ids])
+        hidden = m(ids, torch.arange(len(ids)), PackedAttention([len(ids)], CPU))
+        rows.append(m.logits(hidden)[-count - 1 : -1].log_softmax(-1))  # [T, V]
+        own.append(rows[-1].gather(1, tokens[:, None])[:, 0])
+    new, ref, old = *own, torch.tensor(e.logprobs)
+    ratio = (new - old.where(mask, new.detach())).exp()
+    values = -torch.minimum(ratio * e.advantage, ratio.clamp(0.8, 1.28) * e.advantage)
+    values = values + loss.kl_coef * ((ref - new).exp() - (ref - new) - 1)
+    values = values + loss.entropy_coef * (rows[0].exp() * rows[0]).sum(-1)
+    return values.where(mask, torch.zeros(())), mask
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_only_tokens_in_spans_are_trained(tiny_model, reference, turns, normalisation: str) -> None:
+    loss = LossConfig(normalisation=normalisation, kl_coef=0.3, entropy_coef=0.2)
+    trainer = make_trainer(tiny_model, loss, reference=reference, tokens_per_microbatch=64)
+    trainer.accumulate(turns)
+    parts = [masked_sums(trainer.model, reference, e, loss) for e in turns]
+    if normalisation == "token":
+        mean = sum(values.sum() for values, _ in parts) / sum(mask.sum() for _, mask in parts)
+    elif normalisation == "sequence":
+        mean = sum(values.sum() / mask.sum() for values, mask in parts) / len(parts)
+    else:
+        mean = sum(values.sum() for values, _ in parts) / MAX_RESPONSE / len(parts)
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(mean, trainer.params)])
+    assert_same_gradient(gradient(trainer) / trainer.sums[1], wanted)
+    stats = trainer.update()
+    assert stats["loss"] == pytest.approx(mean.item(), rel=1e-4)
+    assert stats["trained_tokens"] == sum(len(e.token_ids) - 3 for e in turns)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_given_tokens_are_context_like_the_prompt_and_versions_change_nothing(tiny_model, examples, name: str) -> None:
+    long = [e for e in examples if len(e.token_ids) > 4]
+    ways = {
+        "given": [replace(e, spans=(Span(3, len(e.token_ids), 1),)) for e in long],
+        "in the prompt": [
+            replace(sampled(e.prompt_ids + e.token_ids[:3], e.token_ids[3:], e.advantage), logprobs=e.logprobs[3:])
+            for e in long
+        ],
+        "of two versions": [replace(e, spans=(Span(3, 4, 1), Span(4, len(e.token_ids), 2))) for e in long],
+    }
+    found = []
+    for way in ways.values():
+        trainer = make_trainer(tiny_model, LossConfig(name=name))
+        trainer.accumulate(way)
+        found.append((gradient(trainer), trainer.sums))
+    assert found[0][0].norm() > 1e-3
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_old_logprobs_are_those_of_the_sampled_tokens(tiny_model, examples, turns) -> None:
+    trainer = make_trainer(tiny_model, LossConfig(old_logprobs="trainer"))
+    whole = {e.token_ids: e.old_logprobs for e in trainer.with_old_logprobs(examples)}
+    kept = trainer.with_old_logprobs(turns)
+    for e in kept:
+        everything = whole[e.token_ids]
+        torch.testing.assert_close(e.old_logprobs, everything[:2] + everything[4:-1], rtol=0, atol=1e-5)
+    trainer.accumulate(kept)
+    assert trainer.update()["clip_fraction"] == 0  # the ratio is 1
+
+
+def test_what_is_learnt_of_a_sample_keeps_its_spans() -> None:
+    sample = Sample(0, 0, 0, (5, 6, 7), (-1.0, 0.0, -2.0), "stop", (Span(0, 1, 3), Span(2, 3, 4)))
+    [(_, example)] = examples_of(Prompt(0, (9,), "", "", "math"), [sample], [0.5], mask_truncated=False)
+    assert example == Example((9,), sample.token_ids, sample.spans, sample.logprobs, 0.5)
 
 
 # ---- over ranks --------------------------------------------------------------------------------------------------
@@ -588,7 +686,7 @@ def test_pack_keeps_its_budget_loses_nothing_and_fills_well() -> None:
     for _ in range(300):
         budget = rng.randint(1, 60)
         sizes = [(rng.randint(1, 8), rng.randint(1, 40)) for _ in range(rng.randint(0, 30))]
-        examples = [Example((1,) * prompt, (2,) * response, (), i) for i, (prompt, response) in enumerate(sizes)]
+        examples = [sampled((1,) * prompt, (2,) * response, i) for i, (prompt, response) in enumerate(sizes)]
         batches = pack(examples, budget)
         sizes = [sum(e.num_tokens for e in batch) for batch in batches]
         assert all(batch and (size <= budget or len(batch) == 1) for batch, size in zip(batches, sizes, strict=True))
@@ -598,5 +696,5 @@ def test_pack_keeps_its_budget_loses_nothing_and_fills_well() -> None:
 
 def test_pack_takes_the_longest_first() -> None:
     sizes = [2, 2, 3, 3, 7, 7, 8, 8]  # shortest first would need five batches of 10
-    batches = pack([Example((1,), (2,) * (size - 1), (), 0.0) for size in sizes], 10)
+    batches = pack([sampled((1,), (2,) * (size - 1)) for size in sizes], 10)
     assert [[e.num_tokens for e in batch] for batch in batches] == [[8, 2], [8, 2], [7, 3], [7, 3]]
