@@ -248,14 +248,9 @@ def can_split(shape: ModelShape, size: int) -> bool:
     return not (shape.num_heads % size or (kv % size and size % kv) or shape.mlp_blocks % size)
 
 
-def use_kernels(x: Tensor, weight: Any) -> bool:
-    """Whether a fused kernel may take over: on a GPU, when no gradient is wanted. `weight` is one of the layer's."""
-    return x.is_cuda and not weight.requires_grad
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, inference: bool) -> Tensor:
     """Normalise the last dimension. [..., n], [n] -> [..., n]"""
-    if x.dim() == 2 and use_kernels(x, weight):
+    if inference and x.dim() == 2:
         return kernels.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -265,22 +260,34 @@ def linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
 
 
 def run_layer(
-    w: LayerWeights, split: Split, index: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, reduce: Reduce
+    w: LayerWeights,
+    split: Split,
+    index: int,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+    reduce: Reduce,
+    *,
+    inference: bool,
 ) -> Tensor:
-    """One decoder layer over a rank's share of the heads and of the MLP. x [T, hidden] -> [T, hidden]"""
+    """One decoder layer over a rank's share of the heads and of the MLP. x [T, hidden] -> [T, hidden]
+
+    `inference`: the caller wants no gradients, so kernels without a backward pass take over what they can.
+    """
     s, groups, eps = split.shape, split.groups, split.shape.norm_eps
-    normed = rms_norm(x, w.input_norm, eps)
+    normed = rms_norm(x, w.input_norm, eps, inference)
     heads = linear(normed, w.qkv, w.qkv_bias).view(len(x), split.num_kv_heads, groups + 2, s.head_dim)
     qk, v = heads.split_with_sizes((groups + 1, 1), 2)  # [T, K, G + 1, D], [T, K, 1, D]
     if w.q_norm is not None:
         q, k = qk.split_with_sizes((groups, 1), 2)
-        qk = torch.cat((rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)), 2)
+        qk = torch.cat((rms_norm(q, w.q_norm, eps, inference), rms_norm(k, w.k_norm, eps, inference)), 2)
     q, k = apply_rope(qk, cos, sin).split_with_sizes((groups, 1), 2)
     attended = attend(index, q.flatten(1, 2), k[:, :, 0], v[:, :, 0])  # [T, H, D]
     x = x + reduce(linear(attended.flatten(1), w.out, w.out_bias))
-    normed = rms_norm(x, w.post_norm, eps)
+    normed = rms_norm(x, w.post_norm, eps, inference)
     gate_up = linear(normed, w.gate_up, w.gate_up_bias)
-    if use_kernels(x, w.post_norm):
+    if inference:
         activated = kernels.silu_mul(gate_up, split.mlp_blocks)
     else:
         gate, up = gate_up.view(len(x), split.mlp_blocks, 2, -1).unbind(2)
@@ -318,8 +325,8 @@ class Layer(nn.Module):
         self.q_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else None
         self.k_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        return run_layer(self.weights(), self.split, self.index, x, cos, sin, attend, _alone)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, inference: bool) -> Tensor:
+        return run_layer(self.weights(), self.split, self.index, x, cos, sin, attend, _alone, inference=inference)
 
     def weights(self) -> LayerWeights:
         projections = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
@@ -373,15 +380,16 @@ class Model(nn.Module):
         self._rope: tuple[Tensor, Tensor] | None = None
         self.recompute = False  # in the backward pass, instead of keeping what a layer computed
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return final hidden states. [T] int64, [T] int64 -> [T, hidden_size]"""
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, inference: bool = False) -> Tensor:
+        """Return final hidden states. [T] int64, [T] int64 -> [T, hidden_size]. `inference`: as for `run_layer`."""
+        assert not (inference and torch.is_grad_enabled()), "some of the kernels have no backward pass"
         cos, sin = self.rope(positions)
         x = self.embed(token_ids)
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
+                x = checkpoint(layer, x, cos, sin, attend, inference, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, attend)
+                x = layer(x, cos, sin, attend, inference)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -510,8 +518,8 @@ class Shard:
         cos, sin = self.model.rope(positions)
         x = F.embedding(token_ids, self.model.embed.weight)
         for index, weights in enumerate(self.layers):
-            x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce)
-        return rms_norm(x, self.model.norm.weight.detach(), self.shape.norm_eps)
+            x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce, inference=True)
+        return rms_norm(x, self.model.norm.weight.detach(), self.shape.norm_eps, inference=True)
 
     def decode(self, token_ids: Tensor, positions: Tensor, table: Tensor, kv_pages: Tensor) -> Tensor:
         """Return hidden states of one new token per row, its keys and values written to the row's pages. GPU path.

@@ -202,7 +202,7 @@ class Trainer:
         kl = torch.zeros_like(logprobs)
         if self.reference is not None:
             with torch.no_grad():
-                ref_logprobs, _ = self._score(self.reference, batch)
+                ref_logprobs, _ = self._score(self.reference, batch, inference=True)
             kl = kl_to_reference(logprobs, ref_logprobs)
             values = values + self.loss.kl_coef * kl
         if self.loss.entropy_coef:
@@ -228,7 +228,9 @@ class Trainer:
             return rollout, current
         return rollout, torch.tensor([x for e in batch for x in e.old_logprobs or ()], device=self.world.device)
 
-    def _score(self, model: Model, batch: Sequence[Example], entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, model: Model, batch: Sequence[Example], entropy_gradient: bool = False, inference: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probs (with gradient) and entropies of all sampled tokens of `batch`, [T] each."""
         device = self.world.device
         lengths = [e.num_tokens for e in batch]
@@ -240,7 +242,7 @@ class Trainer:
             rows += [torch.arange(first + span.start, first + span.end) for span in e.spans]
             start += e.num_tokens
         predicts = torch.cat(rows).to(device)
-        hidden = model(token_ids, positions, PackedAttention(lengths, device))[predicts]  # [T, hidden_size]
+        hidden = model(token_ids, positions, PackedAttention(lengths, device), inference)[predicts]  # [T, hidden_size]
         targets = token_ids[predicts + 1]
 
         def score_part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +263,9 @@ class Trainer:
         """Return `examples` with the current policy's log-probs as the old ones, ahead of several updates."""
         done = []
         for batch in pack(examples, self.config.tokens_per_microbatch):
-            logprobs, _ = self._score(self.model, batch)  # all of it is here, whatever the learner's sharding
+            # All of the model is here, whatever the learner's sharding. By the operations of the gradient's forward,
+            # not by kernels, which may round otherwise: the ratio of the first update is 1.
+            logprobs, _ = self._score(self.model, batch)
             parts = logprobs.split([e.num_sampled for e in batch])
             done += [replace(e, old_logprobs=tuple(part.tolist())) for e, part in zip(batch, parts, strict=True)]
         return done

@@ -177,7 +177,6 @@ class JudgeModel:
         check_judge(config, dtype)
         self.config, self.device, self.dtype = config, device, dtype
         self.model, score = checkpoint.load_judge(config.path, torch.device("cpu"), dtype)
-        self.model.requires_grad_(False)
         self.shape, self.split = self.model.shape, Split(self.model.shape)
         tokenizer = checkpoint.load_tokenizer(config.path)
         self.is_reward_model = score is not None
@@ -221,9 +220,9 @@ class JudgeModel:
         cos, sin = self.model.rope(positions)
         x = self.model.embed(ids)
         for index, weights in enumerate(self.layers):
-            x = run_layer(weights, self.split, index, x, cos, sin, attend, lambda part: part)
+            x = run_layer(weights, self.split, index, x, cos, sin, attend, lambda part: part, inference=True)
         last = upload([end - 1 for end in itertools.accumulate(lengths)], self.device)
-        hidden = rms_norm(x[last], self.model.norm.weight, self.shape.norm_eps)
+        hidden = rms_norm(x[last], self.model.norm.weight, self.shape.norm_eps, inference=True)
         return torch.cat([self._read_out(rows) for rows in hidden.split(self.LOGIT_ROWS)])
 
     def _read_out(self, hidden: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -17,6 +17,7 @@ import sharding
 from attention import PackedAttention
 from checkpoint import load_model
 from core import Prompt, Sample, Span
+from engine import kernels
 from learning import examples_of
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
@@ -200,6 +201,30 @@ def test_the_entropy_bonus_has_the_gradient_of_the_full_distribution(
     places = [SUMS.index(name) for name in ("loss", "entropy")]
     assert (sums - plain_sums)[places].tolist() == pytest.approx([(-3.0 * entropy * share).sum().item(), 0.0], rel=1e-5)
     assert sums[places[1]].item() == pytest.approx(entropy.sum().item(), rel=1e-5)
+
+
+# ---- frozen weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_frozen_norms_leave_all_other_gradients_as_they_are(tiny_model, reference, examples, monkeypatch, recompute):
+    """On a GPU the kernels have no backward pass; here their twins are cut off from it. The reference may use them."""
+    used, found = [], []
+
+    def cut_off(twin: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args: used.append(twin.__name__) or twin(*args).detach()
+
+    for twin in (kernels.rms_norm, kernels.silu_mul):
+        monkeypatch.setattr(kernels, twin.__name__, cut_off(twin))
+    for frozen in (False, True):
+        trainer = make_trainer(tiny_model, LossConfig(kl_coef=0.1), reference=reference, recompute=recompute)
+        for name, weight in trainer.model.named_parameters():
+            weight.requires_grad_(not (frozen and "norm" in name))
+        trainer.accumulate(examples)
+        found.append({name: weight.grad for name, weight in trainer.model.named_parameters()})
+    assert set(used) == {"rms_norm", "silu_mul"}
+    for name, whole in found[0].items():
+        assert whole.any() and torch.equal(found[1][name], torch.zeros_like(whole) if "norm" in name else whole), name
 
 
 # ---- spans -------------------------------------------------------------------------------------------------------
