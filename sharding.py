@@ -14,8 +14,8 @@ from parallel import World, own_group
 def shard_mesh(world: World, size: int) -> DeviceMesh:
     """Return the (replicate, shard) mesh whose shard groups are `size` neighbouring ranks."""
     ranks = torch.arange(world.size).view(-1, size)
-    groups = [own_group(world, rows.tolist()) for rows in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=("replicate", "shard"))
+    process_groups = [own_group(world, rows.tolist()) for rows in (ranks.T, ranks)]
+    return DeviceMesh.from_group(process_groups, world.device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def shard_model(model: Any, mesh: DeviceMesh) -> Any:
