@@ -232,17 +232,9 @@ class Trainer:
         self, model: Model, batch: Sequence[Example], entropy_gradient: bool = False, inference: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs (with gradient) and entropies of all sampled tokens of `batch`, [T] each."""
-        device = self.world.device
-        lengths = [e.num_tokens for e in batch]
-        token_ids = torch.tensor([t for e in batch for ids in (e.prompt_ids, e.token_ids) for t in ids], device=device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        rows, start = [], 0
-        for e in batch:  # the token before each sampled token predicts it
-            first = start + len(e.prompt_ids) - 1
-            rows += [torch.arange(first + span.start, first + span.end) for span in e.spans]
-            start += e.num_tokens
-        predicts = torch.cat(rows).to(device)
-        hidden = model(token_ids, positions, PackedAttention(lengths, device), inference)[predicts]  # [T, hidden_size]
+        token_ids, positions, predicts = (x.to(self.world.device) for x in join(batch))
+        attend = PackedAttention([e.num_tokens for e in batch], self.world.device)
+        hidden = model(token_ids, positions, attend, inference)[predicts]  # [T, hidden_size]
         targets = token_ids[predicts + 1]
 
         def score_part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -394,6 +386,21 @@ def _add_to(master: Tensor):
         param.grad = None
 
     return hook
+
+
+def join(batch: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all tokens of `batch` in a row and their positions, and the place before each sampled token.
+
+    [N], [N] and [T] int64, for N tokens with those of the prompts, T of them sampled.
+    """
+    token_ids = [t for e in batch for ids in (e.prompt_ids, e.token_ids) for t in ids]
+    positions, predicts, start = [], [], 0
+    for e in batch:
+        first = start + len(e.prompt_ids) - 1  # it predicts the first response token
+        predicts += [torch.arange(first + span.start, first + span.end) for span in e.spans]
+        positions.append(torch.arange(e.num_tokens))
+        start += e.num_tokens
+    return torch.tensor(token_ids), torch.cat(positions), torch.cat(predicts)
 
 
 def pack(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
