@@ -189,7 +189,7 @@ class Job:
         for pool in pools:
             self.graders.timeouts.merge(pool.anchors)
 
-    def tell_planner(self, plan: RoundPlan, rollout: Rollout, reports: Sequence[RankReport]) -> None:
+    def update_planner(self, plan: RoundPlan, rollout: Rollout, reports: Sequence[RankReport]) -> None:
         """Tell the planner what became of the round."""
         self.planner.observe(plan.kind, Report(preemptions(reports), generate_seconds(reports), rollout.lengths))
 

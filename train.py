@@ -70,7 +70,7 @@ def take_step(job: Job) -> dict[str, Any]:
     reports, played = job.take_reports(), rollout.record.get("round", {})
     job.share_timeouts(report.pool for report in reports)
     if plan:
-        job.tell_planner(plan, rollout, reports)
+        job.update_planner(plan, rollout, reports)
     job.dump(rollout.groups, advantages)
     tracks = [report.track for report in of_replicas(reports)]
     job.recorder.timeline(job.step, tracks, played.get("kind", ""), played.get("queue", 0))

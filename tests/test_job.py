@@ -1,22 +1,24 @@
 """A job gives the device to others and takes it back: memory is really given up, and no trajectory changes."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALONE, ROOT
+from conftest import ALONE, ROOT, steps_of
 from test_golden import trajectory
 
 import train
 from config import load_config
+from data import load_groups
 from job import Job
 from parallel import World
 from settings import Config
 
 RACE = dict(
-    run__steps=4,
-    run__eval_every=2,
+    run__steps=3,
+    run__eval_every=0,
     run__eval_samples=1,
     run__dump_rollouts="true",
     data__task=f"{ROOT}/tests/graders.py:share_of_digits",
@@ -78,8 +80,8 @@ def test_a_released_job_has_given_its_memory_back_and_refuses_to_work(settings) 
     assert job.step == 2
 
 
-def train_all(world: World, runs: list[list[str]], rests: bool) -> None:
-    """Train each run; with `rests` every job releases the device before each plan, update and evaluation."""
+def train_all(world: World, runs: list[tuple[list[str], bool]]) -> None:
+    """Train each run; with True beside it, the job releases the device before each plan and each update."""
 
     def rested(method):
         def rest(job: Job, *args):
@@ -89,28 +91,54 @@ def train_all(world: World, runs: list[list[str]], rests: bool) -> None:
 
         return rest
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("plan", "learn", "evaluate") if rests else ():
-            patch.setattr(Job, name, rested(getattr(Job, name)))
-        for arguments in runs:
-            config = load_config(Config, None, arguments)
-            Path(config.run.dir).mkdir(exist_ok=True)
+    for arguments, rests in runs:
+        config = load_config(Config, None, arguments)
+        Path(config.run.dir).mkdir(exist_ok=True)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("plan", "learn") if rests else ():
+                patch.setattr(Job, name, rested(getattr(Job, name)))
             train.train(config, world, resume=False)
 
 
-VARIANTS = {  # and the ranks that play it
-    "alone": (1, dict(loss__kl_coef=0.1, trainer__offload_optimizer="true")),
-    "elastic": (2, dict(planner__rule="paper", rollout__kv_gib=0.0003, rollout__page_size=8)),
-    "sharded": (2, dict(trainer__shard=2, rollout__tensor_parallel=2)),
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_releases_change_no_trajectory(ranks: int, settings, run_ranks, tmp_path: Path) -> None:
-    chosen = {name: options for name, (on, options) in VARIANTS.items() if on == ranks}
-    for rests in (False, True):
-        runs = [settings(f"{name} {rests}", **options) for name, options in chosen.items()]
-        train_all(ALONE, runs, rests) if ranks == 1 else run_ranks(ranks, train_all, runs, rests)
-    for name in chosen:
+def test_releases_change_no_trajectory(settings, run_ranks, tmp_path: Path) -> None:
+    variants = {
+        "elastic": dict(planner__rule="paper", rollout__kv_gib=0.0003, rollout__page_size=8),
+        "sharded": dict(trainer__shard=2, rollout__tensor_parallel=2),
+    }
+    both = [(name, rests) for name in variants for rests in (False, True)]
+    run_ranks(2, train_all, [(settings(f"{name} {rests}", **variants[name]), rests) for name, rests in both])
+    for name in variants:
         plain, rested = (trajectory(tmp_path / f"{name} {rests}") for rests in (False, True))
-        assert plain == rested and len(set(plain["tokens"])) == 4, name
+        assert plain == rested and len(set(plain["tokens"])) == 3, name
+
+
+def test_jobs_that_take_turns_train_as_they_do_alone(settings, tmp_path: Path) -> None:
+    """Each rolls out while the other waits to learn."""
+    options = {
+        "one": dict(loss__kl_coef=0.1, trainer__offload_optimizer="true"),
+        "other": dict(run__seed=1, rollout__prepack="false"),
+    }
+    with ExitStack() as stack:
+        jobs: dict[str, Job] = {}
+        for name in options:
+            train_all(ALONE, [(settings(f"{name} alone", **options[name]), False)])
+            jobs[name] = make_job(settings(f"{name} in turns", **options[name]))
+            stack.enter_context(jobs[name].graders)
+            jobs[name].release()
+        for step in range(1, RACE["run__steps"] + 1):
+            rollouts = {}
+            for name, job in jobs.items():
+                job.take_back()
+                plan = job.plan()
+                job.regroup(plan)
+                rollouts[name] = job.roll_out(plan)
+                job.release()
+            for name, job in jobs.items():
+                job.take_back()
+                _, [update] = job.learn(rollouts[name])
+                job.sync_weights()
+                job.release()
+                alone = tmp_path / f"{name} alone"
+                groups = load_groups(alone / "rollouts", step, job.trainer.model.shape.vocab_size)
+                assert [g.samples for g in rollouts[name].groups] == [g.samples for g in groups]
+                assert update["loss"] == steps_of(alone)[step - 1]["train"]["loss"]
