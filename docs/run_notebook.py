@@ -14,7 +14,7 @@ def run(path: Path, **settings: Any) -> dict[str, Any]:
     for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            print(f"\n{source.splitlines()[0]}")
+            print(f"\n{source}\n")
             continue
         start = time.perf_counter()
         exec(compile(source, f"{path.name}, cell {number}", "exec"), names)
