@@ -107,8 +107,33 @@ class Group:
     rewards: tuple[Reward, ...]
 
     @property
+    def visit(self) -> VisitId:
+        return VisitId(self.epoch, self.prompt.index)
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(sample.token_ids) for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One response to learn from: the tokens in its spans. The others are context, like the prompt."""
+
+    id: SampleId
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+    logprobs: tuple[float, ...]  # of `token_ids`, under the distribution they were sampled from
+    advantage: float
+    old_logprobs: tuple[float, ...] | None = None  # of the sampled tokens, recomputed by the trainer if asked to
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(map(len, self.spans))
 
 
 @dataclass(frozen=True, slots=True)

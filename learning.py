@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from core import Group, Prompt, Sample, SampleId
+from core import Example, Group, Prompt, Sample, SampleId
 from loss import ADVANTAGES, LossConfig
 from metrics import quantiles
 from policies.placement import assign_by_load
 from reward import RewardConfig, by_grader, shaped_reward
-from trainer import Example, Trainer
+from trainer import Trainer
 
 
 def group_advantages(groups: Sequence[Group], loss: LossConfig, reward: RewardConfig, limit: int) -> torch.Tensor:
@@ -36,10 +36,10 @@ def advantages_of(
 
 def examples_of(
     prompt: Prompt, samples: Sequence[Sample], advantages: Sequence[float], mask_truncated: bool
-) -> list[tuple[SampleId, Example]]:
+) -> list[Example]:
     """Return what there is to learn from samples of one prompt."""
     return [
-        (sample.id, Example(prompt.token_ids, sample.token_ids, sample.spans, sample.logprobs, advantage))
+        Example(sample.id, prompt.token_ids, sample.token_ids, sample.spans, sample.logprobs, advantage)
         for sample, advantage in zip(samples, advantages, strict=True)
         if not (mask_truncated and sample.finish_reason == "length")
     ]
@@ -59,8 +59,8 @@ def learn(
         examples = [
             example
             for group, row in list(zip(groups, advantages.tolist()))[part::num_updates]
-            for id, example in examples_of(group.prompt, group.samples, row, loss.mask_truncated)
-            if id not in done
+            for example in examples_of(group.prompt, group.samples, row, loss.mask_truncated)
+            if example.id not in done
         ]
         own = assign_by_load([e.num_tokens for e in examples], world.size)[world.rank]
         shares.append([examples[i] for i in own])

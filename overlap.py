@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import parallel
-from core import Finished, Group, Reward, RoundPlan, Sample, SampleId, VisitId
+from core import Example, Finished, Group, Reward, RoundPlan, Sample, SampleId, VisitId
 from learning import advantages_of, examples_of
 from parallel import World
 from policies.overlap import DecodeTimes, Progress, ScaleDown, StreamConfig, StreamPolicy, replicas_together
@@ -21,10 +21,9 @@ from policies.placement import assign_by_load
 from reward import RewardConfig
 from rollout import Engine
 from rounds import Round
-from trainer import Example, Trainer
+from trainer import Trainer
 
 POLL_SECONDS = 0.01  # between two looks for samples and for the end of the rollout
-Ready = list[tuple[SampleId, Example]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +182,7 @@ class StreamedRound:
             r.world = self.run.decoding[first_freed]
             freed = range(first_freed, self.world.size)
             mine = [rank for rank in freed if (rank - first_freed) % replicas * size == self.world.rank]
-            self.waiting: dict[int, Ready] = {rank: [] for rank in mine}  # for the stream to have room
+            self.waiting: dict[int, list[Example]] = {rank: [] for rank in mine}  # for the stream to have room
             self.sent = [0] * len(mine)  # tokens
             self.run.stream.open_to(mine)
         self.came.switch_seconds = time.perf_counter() - self.decided
@@ -193,7 +192,7 @@ class StreamedRound:
         """Keep one's share of what is ready to train, forget the rest, free the pages."""
         samples = {id: sample for part in everyone for id, (sample, _) in part.items() if not self.missing[id.visit]}
         ready = self._examples(samples)
-        share = assign_by_load([e.num_tokens for _, e in ready], self.world.size - first)[self.world.rank - first]
+        share = assign_by_load([e.num_tokens for e in ready], self.world.size - first)[self.world.rank - first]
         self.backlog = [ready[i] for i in share]
         r.samples = {id: sample for id, sample in r.samples.items() if not self.missing[id.visit]}
         r.graders.forget(keep=())
@@ -212,9 +211,9 @@ class StreamedRound:
             else:
                 r.grade(sample)
 
-    def _examples(self, samples: dict[SampleId, Sample]) -> Ready:
+    def _examples(self, samples: dict[SampleId, Sample]) -> list[Example]:
         """Return what there is to learn from samples whose groups are graded, in one order on all ranks."""
-        ready: Ready = []
+        ready: list[Example] = []
         loss, count = self.run.trainer.loss, self.plan.num_responses
         for id in sorted({id.visit for id in samples}):
             rewards = [self.rewards[id.sample(i)] for i in range(count)]
@@ -230,7 +229,7 @@ class StreamedRound:
         """Send the samples that became ready, or that there are none: who waits knows that the rollout goes on."""
         ready = set(prompts)
         examples = self._examples({id: s for id, s in r.samples.items() if id.visit in ready})
-        loads = [e.num_tokens for _, e in examples]
+        loads = [e.num_tokens for e in examples]
         shares = assign_by_load(loads, len(self.waiting), self.sent) if self.waiting else []
         for i, (target, share) in enumerate(zip(self.waiting, shares, strict=True)):
             self.sent[i] += sum(loads[j] for j in share)
@@ -273,9 +272,9 @@ class StreamedRound:
                 break
             if has_some:
                 chunk = self._take_chunk()
-                trainer.accumulate([example for _, example in chunk])
-                came.trained.update(id for id, _ in chunk)
-                came.tokens += sum(example.num_tokens for _, example in chunk)
+                trainer.accumulate(chunk)
+                came.trained.update(example.id for example in chunk)
+                came.tokens += sum(example.num_tokens for example in chunk)
                 came.train_seconds += time.perf_counter() - start
             else:
                 came.wait_seconds += time.perf_counter() - start
@@ -284,10 +283,10 @@ class StreamedRound:
         stream.close()
         self._close(r)
 
-    def _take_chunk(self) -> Ready:
+    def _take_chunk(self) -> list[Example]:
         """Return the first samples of the backlog that make a micro-batch: one at least, if there is any."""
         room, count = self.run.trainer.config.tokens_per_microbatch, 0
-        while count < len(self.backlog) and (room := room - self.backlog[count][1].num_tokens) >= 0:
+        while count < len(self.backlog) and (room := room - self.backlog[count].num_tokens) >= 0:
             count += 1
         chunk, self.backlog = self.backlog[: max(count, 1)], self.backlog[max(count, 1) :]
         return chunk

@@ -20,7 +20,7 @@ import parallel
 import sharding
 from attention import PackedAttention
 from config import option
-from core import Span
+from core import Example
 from host import OnHost
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
@@ -55,26 +55,6 @@ class TrainerConfig:
     )
     recompute: bool = option(False, "keep only the input of each layer for the backward pass and compute it again")
     offload_optimizer: bool = option(False, "keep the optimizer's state in host memory but for the update itself")
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One response to learn from: the tokens in its spans. The others are context, like the prompt."""
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    spans: tuple[Span, ...]
-    logprobs: tuple[float, ...]  # of `token_ids`, under the distribution they were sampled from
-    advantage: float
-    old_logprobs: tuple[float, ...] | None = None  # of the sampled tokens, recomputed by the trainer if asked to
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.token_ids)
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(map(len, self.spans))
 
 
 class NonFiniteError(RuntimeError):

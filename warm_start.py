@@ -20,14 +20,14 @@ from tqdm import tqdm
 import parallel
 from checkpoint import load_tokenizer, save_weights
 from config import ConfigError, option
-from core import Span
+from core import Example, SampleId, Span
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
 from policies.placement import assign_by_load
 from sampling import SamplingConfig
 from tasks import TASKS, is_held_out
-from trainer import Example, Trainer, TrainerConfig
+from trainer import Trainer, TrainerConfig
 
 END, PAD = "<|endoftext|>", "<|pad|>"  # AutoTokenizer would add the first to a qwen2 folder without it
 SAY_SECONDS = 15.0
@@ -187,9 +187,9 @@ def _random_model(config: WarmStartConfig, folder: Path) -> Model:
 def _examples(config: WarmStartConfig, task: str, numbers: list[int], step: int, tokenizer: Any) -> list[Example]:
     rng = Random(f"{config.seed} {step}")
     examples = []
-    for n in rng.choices(numbers, k=config.batch_size):
+    for i, n in enumerate(rng.choices(numbers, k=config.batch_size)):
         prompt = tokenizer.encode(TASKS[task].prompt(n))
         solution = tokenizer.encode(TASKS[task].slip(TASKS[task].solution(n), rng, config.slip))
         ids = *solution, tokenizer.eos_token_id
-        examples.append(Example(tuple(prompt), ids, (Span(0, len(ids), 0),), (), 1.0))
+        examples.append(Example(SampleId(0, i, 0), tuple(prompt), ids, (Span(0, len(ids), 0),), (), 1.0))
     return examples

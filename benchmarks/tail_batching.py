@@ -247,7 +247,7 @@ def record(
         stages={name: sum(s.get(name, 0.0) for s in stages) / len(stages) for name in {n for s in stages for n in s}},
         steps=max(decoded),
         round=asdict(policy.close(current.aborted)) | current.record,
-        prompts=[VisitId(g.epoch, g.prompt.index) for g in groups],
+        prompts=[g.visit for g in groups],
         tokens=sum(g.num_tokens for g in groups),
     )
 

@@ -34,7 +34,7 @@ from tail_batching import PERIOD, RANKS, Trace, in_turn, on_ranks, progress_bar
 
 import parallel
 from config import load_config
-from core import Prompt, RoundPlan, SampleId, Span, Visit, VisitId
+from core import Example, Prompt, RoundPlan, SampleId, Span, Visit, VisitId
 from engine.sequence import Sequence
 from job import Job
 from metrics import Clock
@@ -46,7 +46,6 @@ from scheduler import Race
 from settings import MODELS, Config
 from simulate import ClusterConfig, GradingConfig, ModelFile, Rollout, Simulation, SimulationConfig
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Shape
-from trainer import Example
 from warm_start import ensure_model
 
 SETTINGS = [
@@ -214,7 +213,12 @@ def update(job: Job, trace: Trace, with_tail: bool) -> None:
     """Learn a batch, as after a rollout. Collective."""
     lengths = batch(trace, with_tail)
     own = (lengths[i] for i in assign_by_load(lengths, job.world.size)[job.world.rank])
-    job.trainer.accumulate([Example((65,) * 8, (66,) * n, (Span(0, n, 0),), (-5.0,) * n, 0.1) for n in own])
+    job.trainer.accumulate(
+        [
+            Example(SampleId(0, 0, i), (65,) * 8, (66,) * n, (Span(0, n, 0),), (-5.0,) * n, 0.1)
+            for i, n in enumerate(own)
+        ]
+    )
     job.trainer.update()
 
 

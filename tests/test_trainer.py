@@ -16,14 +16,14 @@ from torch import Tensor
 import sharding
 from attention import PackedAttention
 from checkpoint import load_model
-from core import Prompt, Sample, Span
+from core import Example, Prompt, Sample, SampleId, Span
 from engine import kernels
 from learning import examples_of
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
 from parallel import World
 from sampling import SamplingConfig, score
-from trainer import SUMS, Example, NonFiniteError, Trainer, TrainerConfig, pack
+from trainer import SUMS, NonFiniteError, Trainer, TrainerConfig, pack
 
 CPU = torch.device("cpu")
 NORMALISATIONS = ("token", "sequence", "constant")
@@ -45,7 +45,7 @@ def examples(tiny_folder: Path) -> list[Example]:
 
 def sampled(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], advantage: float = 0.0) -> Example:
     """A response that was sampled as a whole, without recorded log-probs."""
-    return Example(prompt_ids, token_ids, (Span(0, len(token_ids), 0),), (), advantage)
+    return Example(SampleId(0, 0, 0), prompt_ids, token_ids, (Span(0, len(token_ids), 0),), (), advantage)
 
 
 def on_policy(model: Model, examples: Sequence[Example]) -> list[Example]:
@@ -314,8 +314,8 @@ def test_old_logprobs_are_those_of_the_sampled_tokens(tiny_model, examples, turn
 
 def test_what_is_learnt_of_a_sample_keeps_its_spans() -> None:
     sample = Sample(0, 0, 0, (5, 6, 7), (-1.0, 0.0, -2.0), "stop", (Span(0, 1, 3), Span(2, 3, 4)))
-    [(_, example)] = examples_of(Prompt(0, (9,), "", "", "math"), [sample], [0.5], mask_truncated=False)
-    assert example == Example((9,), sample.token_ids, sample.spans, sample.logprobs, 0.5)
+    [example] = examples_of(Prompt(0, (9,), "", "", "math"), [sample], [0.5], mask_truncated=False)
+    assert example == Example(sample.id, (9,), sample.token_ids, sample.spans, sample.logprobs, 0.5)
 
 
 # ---- over ranks --------------------------------------------------------------------------------------------------
