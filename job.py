@@ -1,7 +1,7 @@
 """A job: all state of one run and the parts of its steps, which `train.py` calls in the order of the paper."""
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ import torch
 
 import checkpoint
 import parallel
+from buffer import SampleBuffer
 from config import ConfigError, flatten
-from core import Group, RoundPlan, SampleId, Visit
+from core import Group, RoundPlan, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts
-from learning import audit_report, group_advantages, learn
+from learning import audit_report, group_advantages, learn, put_groups
 from metrics import Clock, Recorder, peak_memory, write_transcripts
 from model import Model
-from overlap import StreamTraining
+from overlap import StreamedRound, StreamTraining
 from parallel import World
 from policies.planner import Choice, Launch, Limits, ParallelismPlanner, Report
 from records import RankReport, evaluation_record, generate_seconds, planner_record, preemptions
@@ -24,7 +25,7 @@ from rewards import sandbox
 from rewards.gradings import PoolStats
 from rewards.judge import open_graders
 from rollout import Engine, EngineStats, kv_budget
-from rounds import Referee, Round, Streaming
+from rounds import Referee, Round
 from scheduler import POLICIES, Race
 from settings import MODELS, Config, model_dtype, rollout_profile, rollout_sizes
 from trainer import Trainer
@@ -38,9 +39,9 @@ class Rollout:
     """The groups that a step learns from, the same on every rank, and what came of the round that made them."""
 
     groups: list[Group]
+    buffer: SampleBuffer  # takes them in; it knows what was trained while the rollout went on
     lengths: tuple[int, ...] = ()  # tokens of all launched responses, those of aborted ones too
     record: dict[str, dict] = field(default_factory=dict)  # its sections; none when the groups were replayed
-    done: Collection[SampleId] = ()  # trained while the rollout went on
 
 
 class Job:
@@ -120,28 +121,31 @@ class Job:
 
     def roll_out(self, plan: RoundPlan) -> Rollout:
         """Generate and grade what the policy planned, until it says that the round is done. Collective."""
-        streaming = self.streaming.begin(plan) if self.streaming else None
-        groups, played = self.play(plan, self.policy, self.clock, streaming)
+        buffer = SampleBuffer(plan.keep_prompts)
+        streamed = self.streaming.begin(plan, buffer) if self.streaming else None
+        groups, played = self.play(plan, self.policy, self.clock, streamed)
         lengths = self.policy.race.tokens | played.aborted
         if plan.audit:
             played.record["audited"] = audit_report(self.policy.accepted_ids(), played.audited, self.config.loss)
         record = asdict(self.policy.close(played.aborted)) | played.record
-        done: Collection[SampleId] = ()
-        if streaming:
-            done, record["stream"] = streaming.settle(groups)
+        if streamed:
+            record["stream"] = streamed.record
         sections = {"round": record, "planner": planner_record(plan.kind, self.choice)}
-        return Rollout(groups, tuple(lengths.values()), sections, done)
+        return Rollout(groups, buffer, tuple(lengths.values()), sections)
 
     def play(
-        self, plan: RoundPlan, referee: Referee, clock: Clock, streaming: Streaming | None = None
+        self, plan: RoundPlan, referee: Referee, clock: Clock, streamed: StreamedRound | None = None
     ) -> tuple[list[Group], Round]:
         """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
         self._refuse_if_released()
         c = self.config
         told = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
-        played = Round(self.engine, self.graders, self.world, clock, *told, streaming)
+        played = Round(self.engine, self.graders, self.world, clock, *told)
         with clock.span("rollout"):
-            played.play(plan, referee)
+            if streamed:
+                streamed.play(played, referee)
+            else:
+                played.play(plan, referee)
         with clock.span("exchange"):
             return played.collect(), played
 
@@ -149,7 +153,8 @@ class Job:
         """Return the groups that the run of `run.replay` trained in this step."""
         with self.clock.span("rollout"):
             vocab_size = self.trainer.model.shape.vocab_size
-            return Rollout(load_groups(Path(self.config.run.replay), self.step + 1, vocab_size))
+            groups = load_groups(Path(self.config.run.replay), self.step + 1, vocab_size)
+            return Rollout(groups, SampleBuffer(len(groups)))
 
     def learn(self, rollout: Rollout) -> tuple[torch.Tensor, list[dict]]:
         """Update the weights; return the advantages [P, R] and the statistics of each update. Collective."""
@@ -157,7 +162,8 @@ class Job:
         with self.clock.span("train"):
             c = self.config
             advantages = group_advantages(rollout.groups, c.loss, c.reward, c.rollout.max_response_tokens)
-            return advantages, learn(self.trainer, rollout.groups, advantages, rollout.done)
+            put_groups(rollout.buffer, rollout.groups, advantages, c.loss.mask_truncated)
+            return advantages, learn(self.trainer, rollout.buffer)
 
     def sync_weights(self) -> None:
         """End the step: the engine decodes with the new weights from now on."""

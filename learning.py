@@ -1,14 +1,14 @@
-"""From graded groups to one update: advantages, what is learnt from, and who learns what."""
+"""From graded groups to updates: advantages, what there is to learn, and the rest of the buffer on all ranks."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from buffer import SampleBuffer
 from core import Example, Group, Prompt, Sample, SampleId
 from loss import ADVANTAGES, LossConfig
 from metrics import quantiles
-from policies.placement import assign_by_load
 from reward import RewardConfig, by_grader, shaped_reward
 from trainer import Trainer
 
@@ -45,26 +45,18 @@ def examples_of(
     ]
 
 
-def learn(
-    trainer: Trainer, groups: Sequence[Group], advantages: torch.Tensor, done: Collection[SampleId] = ()
-) -> list[dict]:
-    """Turn a step's groups into gradients and `updates_per_step` updates; return the statistics of each. Collective.
+def put_groups(buffer: SampleBuffer, groups: Sequence[Group], advantages: torch.Tensor, mask_truncated: bool) -> None:
+    """Feed a buffer with the groups of a round, or of a recorded one, and their advantages [P, R]."""
+    for group, row in zip(groups, advantages.tolist(), strict=True):
+        buffer.put(group.visit, examples_of(group.prompt, group.samples, row, mask_truncated))
 
-    Samples in `done` have their gradients in some rank's sums already.
-    """
-    world, loss, num_updates = trainer.world, trainer.loss, trainer.config.updates_per_step
-    assert not done or num_updates == 1, "gradients of later updates were taken with the weights of the first"
-    shares = []
-    for part in range(num_updates):
-        examples = [
-            example
-            for group, row in list(zip(groups, advantages.tolist()))[part::num_updates]
-            for example in examples_of(group.prompt, group.samples, row, loss.mask_truncated)
-            if example.id not in done
-        ]
-        own = assign_by_load([e.num_tokens for e in examples], world.size)[world.rank]
-        shares.append([examples[i] for i in own])
-    if loss.old_logprobs == "trainer" and num_updates > 1:
+
+def learn(trainer: Trainer, buffer: SampleBuffer) -> list[dict]:
+    """Train all that waits in the buffer, in `updates_per_step` updates; return the statistics of each. Collective."""
+    world, num_updates = trainer.world, trainer.config.updates_per_step
+    assert not buffer.taken or num_updates == 1, "gradients of later updates were taken with the weights of the first"
+    shares = [batch[world.rank] for batch in buffer.deal(world.size, num_updates)]
+    if trainer.loss.old_logprobs == "trainer" and num_updates > 1:
         shares = [trainer.with_old_logprobs(share) for share in shares]
     updates = []
     for share in shares:

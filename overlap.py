@@ -1,53 +1,55 @@
 """Stream training: half of the replicas leave a long round and train what is complete. (RollPacker, section 4.4)
 
-Every rank runs the same lines and feeds its copy of the policy (policies/overlap.py) with what all ranks exchange
-after a window. When it scales down, the first replicas take over all sequences and the samples that are not ready to
-train; the ranks of the others add up gradient sums of complete, graded groups, which the first ones keep sending,
-until the rollout ends. What is left is learnt by all ranks as ever, in `learning.learn`: one reduction, one division,
-one update.
+`StreamedRound` plays the windows of a round, as `Round.play` does, and after each asks the policy
+(policies/overlap.py): every rank asks its own copy, fed with what all ranks report. When it scales down, the first
+replicas take over all sequences and all samples of groups that are not complete. The other ranks train: each fills its
+copy of the buffer with complete groups, which the first replicas keep sending, and adds up gradient sums, batch by
+batch. When the rollout ends, the copies agree on what was trained, and `learning.learn` trains the rest on all ranks:
+one reduction, one division, one update.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import parallel
-from core import Example, Finished, Group, Reward, RoundPlan, Sample, SampleId, VisitId
+from buffer import Batch, SampleBuffer
+from core import Finished, Reward, RoundPlan, Sample, SampleId, VisitId
 from learning import advantages_of, examples_of
 from parallel import World
 from policies.overlap import DecodeTimes, Progress, ScaleDown, StreamConfig, StreamPolicy, replicas_together
-from policies.placement import assign_by_load
 from reward import RewardConfig
 from rollout import Engine
-from rounds import Round
+from rounds import Referee, Round
 from trainer import Trainer
 
 POLL_SECONDS = 0.01  # between two looks for samples and for the end of the rollout
+GRADING_SECONDS = 0.05  # between two looks for grades, once nothing is decoded any more
+Held = dict[SampleId, tuple[Sample, Reward | None]]  # finished samples of a rank; None: not graded yet
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class WindowReport:
     """What a rank tells all others after a window."""
 
     graded: dict[SampleId, float]  # shaped rewards that are new
     live: tuple[int, ...]  # response tokens so far of each sequence in its engine
     context: int  # tokens that its pages can hold, as far as they are in use
-    window: tuple[float, float, float] | None  # sequences that decoded together, their context, seconds of a step
-    trained: tuple[float, int]  # seconds and tokens of its gradients since it last told
+    step: tuple[float, float, float] | None  # a decode step: sequences, tokens of their context, seconds
+    trained: tuple[float, int]  # seconds and tokens of its gradients since its last report
 
 
 @dataclass(slots=True)
-class Came:
-    """What came of a scale-down on one rank."""
+class Outcome:
+    """What a scale-down was for one rank."""
 
-    trained: set[SampleId]
-    tokens: int
-    train_seconds: float
-    wait_seconds: float
-    rest_seconds: float  # from the decision to the end of the rollout
-    switch_seconds: float  # of the move, and of computing again what was moved
-    peak_tokens: int  # in the pages of all that went on decoding
+    tokens: int = 0  # trained
+    train_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    rest_seconds: float = 0.0  # from the decision to the end of the rollout
+    switch_seconds: float = 0.0  # of the move, and of computing again what was moved
+    peak_tokens: int = 0  # in the pages of all that went on decoding
 
 
 class StreamTraining:
@@ -72,12 +74,12 @@ class StreamTraining:
         limit = engine.config.max_response_tokens
         self.policy = StreamPolicy(config, self.times[engine.parallel.size], limit, switch=0.0)
 
-    def begin(self, plan: RoundPlan) -> "StreamedRound | None":
+    def begin(self, plan: RoundPlan, buffer: SampleBuffer) -> "StreamedRound | None":
         """Be ready for a round that ranks may leave: one that waits for every response. None for any other."""
         size = self.engine.parallel.size
         self.policy.profile = self.times[size]
         self.policy.shard_replicas = replicas_together(self.trainer.config.shard, size)
-        return StreamedRound(self, plan) if self.policy.begin(plan.kind) else None
+        return StreamedRound(self, plan, buffer) if self.policy.begin(plan.kind) else None
 
     def state_dict(self) -> dict[str, Any]:
         times = {n: list(known.windows) for n, known in self.times.items()}
@@ -90,84 +92,102 @@ class StreamTraining:
 
 
 class StreamedRound:
-    """A round that ranks may leave: `tell` and `observe` after each window, then `train` or `end`."""
+    """A round that ranks may leave to train. `record` says afterwards what came of it."""
 
-    def __init__(self, run: StreamTraining, plan: RoundPlan):
+    def __init__(self, run: StreamTraining, plan: RoundPlan, buffer: SampleBuffer):
         assert plan.num_responses == plan.keep_responses and len(plan.prompts) == plan.keep_prompts
-        self.run, self.plan, self.policy, self.world = run, plan, run.policy, run.world
+        self.run, self.plan, self.buffer, self.policy, self.world = run, plan, buffer, run.policy, run.world
         self.prompts = {visit.id: visit.prompt for visit in plan.prompts}
         self.prompt_tokens = sum(len(p.token_ids) for p in self.prompts.values()) // len(self.prompts)
         self.lengths: dict[SampleId, int] = {}  # tokens of every response that has ended
         self.rewards: dict[SampleId, float] = {}  # shaped, of those that are graded
         self.missing = dict.fromkeys(self.prompts, plan.num_responses)  # responses without a reward
         self.decision: ScaleDown | None = None
-        self.decided = self.prefilled = 0.0
-        self.before = (0, 0, 0.0)
         self.missed: list[Sequence[Finished]] = []  # by those who have left, window by window
-        self.came = Came(set(), 0, 0.0, 0.0, 0.0, 0.0, 0)
+        self.sent: dict[int, int] = {}  # tokens, to each rank that this one feeds
+        self.outcome = Outcome()
+        self.record: dict[str, Any] = {"samples": 0}
 
-    @property
-    def may_leave(self) -> bool:
-        return not self.policy.is_done
-
-    @property
-    def has_left(self) -> bool:
-        return self.decision is not None
+    def play(self, r: Round, referee: Referee) -> None:
+        """Play the round to its end, on the ranks that do not leave it. Collective."""
+        self.round = r
+        r.begin(self.plan, referee)
+        leaves = False
+        while not (leaves or r.decision.done):
+            events = r.decode(streams=not self.policy.is_done, feeds=self.decision is not None)
+            window = r.exchange(events, self._report())
+            leaves = self._observe(window.finished, window.notes, is_last=r.decision.done)
+        if leaves:
+            self._train()
+        else:
+            self._end()
+        if self.decision:
+            self._reunite(self.decision, left=leaves)
+        self.policy.close([self.lengths[id] for id in sorted(self.lengths)])
 
     # ---- after each window -----------------------------------------------------------------------------------
 
-    def tell(self, r: Round) -> Told:
-        engine, trainer = r.engine, self.run.trainer
+    def _report(self) -> WindowReport:
+        r, engine = self.round, self.round.engine
         context = engine.pages_used * engine.config.page_size
-        now = r.decode_steps, r.decoded, r.clock.seconds["decode"]
-        steps, drawn, seconds = (a - b for a, b in zip(now, self.before, strict=True))
-        self.before = now
-        window = (drawn / steps, context, seconds / steps) if steps and drawn else None
+        steps, drawn, seconds = r.take_decode_times()
+        step = (drawn / steps, context, seconds / steps) if steps and drawn else None
         graded = {id: r.shaped(id) for id in r.rewards if id not in self.rewards and id in r.samples}
-        live = tuple(n for _, n in sorted(engine.live_tokens().items())) if r.speaks else ()
-        return Told(graded, live, context if r.speaks else 0, window, trainer.take_times())
+        live = tuple(n for _, n in sorted(engine.live_tokens().items())) if r.is_first else ()
+        return WindowReport(graded, live, context if r.is_first else 0, step, self.run.trainer.take_times())
 
-    def observe(self, r: Round, finished: Sequence[Finished], told: Sequence[Told], is_last: bool) -> bool:
-        """Take in what all ranks told; return whether this one leaves the rollout. Collective when they scale down."""
+    def _observe(self, finished: Sequence[Finished], reports: Sequence[WindowReport], is_last: bool) -> bool:
+        """Take in what all ranks report; return whether this one leaves the round. Collective when they scale down."""
         self.lengths.update({event.id: event.num_tokens for event in finished})
-        ready = self._take_rewards([item for part in told for item in part.graded.items()])
-        windows = [part.window for part in told if part.window]
-        if windows:  # the slowest replica is the one that all wait for
-            self.run.times[self.run.engine.parallel.size].observe(*max(windows, key=lambda window: window[-1]))
-        if tokens := sum(part.trained[1] for part in told):
-            self.run.rate = sum(part.trained[0] for part in told) / tokens
+        complete = self._note_rewards(item for report in reports for item in report.graded.items())
+        if steps := [report.step for report in reports if report.step]:
+            slowest = max(steps, key=lambda step: step[-1])  # all wait for it
+            self.run.times[self.run.engine.parallel.size].observe(*slowest)
+        if tokens := sum(report.trained[1] for report in reports):
+            self.run.rate = sum(report.trained[0] for report in reports) / tokens
         if self.decision:
             self.missed.append(finished)
-            self.came.peak_tokens = max(self.came.peak_tokens, sum(part.context for part in told))
-        if is_last:
-            return False
-        if self.decision:
-            self._send(r, ready)
-            return False
-        self.decision = self.policy.observe(self._progress([n for part in told for n in part.live]))
-        return self.decision is not None and self._scale_down(r)
+            self.outcome.peak_tokens = max(self.outcome.peak_tokens, sum(report.context for report in reports))
+            self._put(complete, self.round.samples)
+            if not is_last:
+                self._send()
+        elif not is_last:
+            self.decision = self.policy.observe(self._progress([n for report in reports for n in report.live]))
+            return self.decision is not None and self._scale_down(self.decision)
+        return False
 
-    def _take_rewards(self, graded: Iterable[tuple[SampleId, float]]) -> list[VisitId]:
-        """Note new rewards; return the prompts that they make ready to train."""
-        ready = []
+    def _note_rewards(self, graded: Iterable[tuple[SampleId, float]]) -> list[VisitId]:
+        """Note new rewards; return the groups that they make complete."""
+        complete = []
         for id, reward in sorted(graded):
             if id not in self.rewards:
                 self.rewards[id] = reward
                 self.missing[id.visit] -= 1
-                ready += [] if self.missing[id.visit] else [id.visit]
-        return ready
+                complete += [] if self.missing[id.visit] else [id.visit]
+        return complete
 
     def _progress(self, live: Sequence[int]) -> Progress:
         total, ended = self.plan.keep_prompts * self.plan.keep_responses, self.lengths.values()
         replicas, token_seconds = self.run.engine.parallel.num_replicas, self.run.rate / self.world.size
         return self.policy.progress(total, ended, live, self.prompt_tokens, replicas, token_seconds)
 
+    def _put(self, visits: Iterable[VisitId], samples: Mapping[SampleId, Sample]) -> None:
+        """Put complete groups into the buffer, as far as their samples are here."""
+        loss = self.run.trainer.loss
+        for visit in visits:
+            prompt, ids = self.prompts[visit], [visit.sample(i) for i in range(self.plan.num_responses)]
+            rewards = [[self.rewards[id] for id in ids]]
+            [advantages] = advantages_of(rewards, [prompt.task], loss, self.run.reward).tolist()
+            here = [i for i, id in enumerate(ids) if id in samples]
+            own = [samples[ids[i]] for i in here], [advantages[i] for i in here]
+            self.buffer.put(visit, examples_of(prompt, *own, loss.mask_truncated))
+
     # ---- the scale-down --------------------------------------------------------------------------------------
 
-    def _scale_down(self, r: Round) -> bool:
+    def _scale_down(self, decision: ScaleDown) -> bool:
         """Move what the last replicas have to the first ones; return whether this rank is free now. Collective."""
-        self.decided, self.prefilled = time.perf_counter(), r.clock.seconds["prefill"]
-        size, replicas = r.engine.parallel.size, self.decision.replicas
+        r, replicas, size = self.round, decision.replicas, self.round.engine.parallel.size
+        self.decided, self.prefilled = time.perf_counter(), r.prefill_seconds
         first_freed = replicas * size
         leaves = self.world.rank >= first_freed
         r.hand_over(r.placement.shrink(replicas))
@@ -175,34 +195,34 @@ class StreamedRound:
         with r.clock.span("hand_over"):
             everyone = parallel.gather_objects(self.world, {id: (s, r.rewards.get(id)) for id, s in held.items()})
         if leaves:
-            self._leave(r, everyone, first_freed)
+            self._leave(everyone, first_freed)
             self.run.stream.open_from((self.world.rank - first_freed) % replicas * size)
         else:
-            self._take_over(r, [part for part in everyone[first_freed::size]])
+            self._take_over(everyone[first_freed::size], replicas)
             r.world = self.run.decoding[first_freed]
             freed = range(first_freed, self.world.size)
-            mine = [rank for rank in freed if (rank - first_freed) % replicas * size == self.world.rank]
-            self.waiting: dict[int, list[Example]] = {rank: [] for rank in mine}  # for the stream to have room
-            self.sent = [0] * len(mine)  # tokens
-            self.run.stream.open_to(mine)
-        self.came.switch_seconds = time.perf_counter() - self.decided
+            fed = [rank for rank in freed if (rank - first_freed) % replicas * size == self.world.rank]
+            self.sent = dict.fromkeys(fed, 0)
+            self.run.stream.open_to(fed)
+        self.outcome.switch_seconds = time.perf_counter() - self.decided
         return leaves
 
-    def _leave(self, r: Round, everyone: Sequence[dict[SampleId, tuple[Sample, Reward | None]]], first: int) -> None:
-        """Keep one's share of what is ready to train, forget the rest, free the pages."""
-        samples = {id: sample for part in everyone for id, (sample, _) in part.items() if not self.missing[id.visit]}
-        ready = self._examples(samples)
-        share = assign_by_load([e.num_tokens for e in ready], self.world.size - first)[self.world.rank - first]
-        self.backlog = [ready[i] for i in share]
+    def _leave(self, everyone: Sequence[Held], first_freed: int) -> None:
+        """Keep one's share of the groups that are complete, forget the rest, free the pages."""
+        r, complete = self.round, [visit for visit, count in self.missing.items() if not count]
+        self._put(complete, {id: sample for held in everyone for id, (sample, _) in held.items()})
+        [shares] = self.buffer.deal(self.world.size - first_freed)  # on each freed rank the same
+        self._put_share(shares[self.world.rank - first_freed])
         r.samples = {id: sample for id, sample in r.samples.items() if not self.missing[id.visit]}
         r.graders.forget(keep=())
         r.graders.drain()
         r.engine.free_memory()
 
-    def _take_over(self, r: Round, left: Sequence[dict[SampleId, tuple[Sample, Reward | None]]]) -> None:
+    def _take_over(self, left: Sequence[Held], replicas: int) -> None:
         """Have the finished samples of those who leave; what they have not graded is graded here, from the start."""
-        mine = left[r.engine.parallel.replica :: self.decision.replicas] if r.speaks else ()
-        for id, (sample, reward) in ((id, held) for part in mine for id, held in part.items()):
+        r = self.round
+        mine = left[r.engine.parallel.replica :: replicas] if r.is_first else ()
+        for id, (sample, reward) in ((id, known) for held in mine for id, known in held.items()):
             if not self.missing[id.visit]:
                 continue
             r.samples[id] = sample
@@ -211,112 +231,103 @@ class StreamedRound:
             else:
                 r.grade(sample)
 
-    def _examples(self, samples: dict[SampleId, Sample]) -> list[Example]:
-        """Return what there is to learn from samples whose groups are graded, in one order on all ranks."""
-        ready: list[Example] = []
-        loss, count = self.run.trainer.loss, self.plan.num_responses
-        for id in sorted({id.visit for id in samples}):
-            rewards = [self.rewards[id.sample(i)] for i in range(count)]
-            [advantages] = advantages_of([rewards], [self.prompts[id].task], loss, self.run.reward).tolist()
-            here = [i for i in range(count) if id.sample(i) in samples]
-            own = [samples[id.sample(i)] for i in here], [advantages[i] for i in here]
-            ready += examples_of(self.prompts[id], *own, loss.mask_truncated)
-        return ready
-
     # ---- on the ranks that go on decoding --------------------------------------------------------------------
 
-    def _send(self, r: Round, prompts: Sequence[VisitId]) -> None:
-        """Send the samples that became ready, or that there are none: who waits knows that the rollout goes on."""
-        ready = set(prompts)
-        examples = self._examples({id: s for id, s in r.samples.items() if id.visit in ready})
-        loads = [e.num_tokens for e in examples]
-        shares = assign_by_load(loads, len(self.waiting), self.sent) if self.waiting else []
-        for i, (target, share) in enumerate(zip(self.waiting, shares, strict=True)):
-            self.sent[i] += sum(loads[j] for j in share)
-            self.waiting[target] += [examples[j] for j in share]
-            if self.run.stream.send(target, self.waiting[target]):
-                self.waiting[target] = []
-
-    def end(self, r: Round) -> None:
-        """End the rollout: tell those who train."""
-        if not self.decision:
+    def _send(self) -> None:
+        """Deal what waits to the ranks that have room for it: nothing, too, tells them that the rollout goes on."""
+        stream = self.run.stream
+        targets = [rank for rank in self.sent if stream.has_room(rank)]
+        if not targets:
             return
-        self.run.stream.close()
-        self.came.switch_seconds += r.clock.seconds["prefill"] - self.prefilled
-        self._close(r)
+        [shares] = self.buffer.deal(len(targets), held=[self.sent[rank] for rank in targets])
+        for target, share in zip(targets, shares, strict=True):
+            stream.send(target, share)
+            self.sent[target] += sum(example.num_tokens for example in share)
 
-    def _close(self, r: Round) -> None:
-        """Bring all ranks together again, and those that left up to date. Collective."""
-        self.came.rest_seconds = time.perf_counter() - self.decided
-        left, r.world = r.world is self.world, self.world
-        run, size = self.run, self.run.engine.parallel.size
-        [(missed, windows, rate), *_] = parallel.gather_objects(
-            self.world, (self.missed, list(run.times[size].windows), run.rate)
-        )
-        # Those who left have missed windows, and all must project the same from now on.
-        run.times[size], run.rate = DecodeTimes(run.times[size].capacity, windows), rate
-        for finished in missed if left else ():
-            r.referee.observe(finished, {})
+    def _end(self) -> None:
+        """Wait for all grades, then tell those who train that the rollout is over."""
+        if self.decision:
+            self._grade_the_rest()
+        self.round.end()
+        if self.decision:
+            self.run.stream.close()
+            self.outcome.switch_seconds += self.round.prefill_seconds - self.prefilled
+
+    def _grade_the_rest(self) -> None:
+        """Wait for grades in windows without steps, so that those who train get the groups that become complete."""
+        r, waits = self.round, True
+        with r.clock.span("reward"):
+            while waits:
+                r.rewards.update(r.graders.poll())
+                own = self._report(), r.graders.num_pending
+                reports, pending = zip(*parallel.gather_objects(r.world, own), strict=True)
+                waits = any(pending)
+                self._observe((), reports, is_last=not waits)
+                if waits:
+                    time.sleep(GRADING_SECONDS)
 
     # ---- on the ranks that train -----------------------------------------------------------------------------
 
-    def train(self, r: Round) -> None:
-        """Add up gradients of what is there and of what arrives until the rollout ends. Collective in a shard group."""
-        stream, trainer, came = self.run.stream, self.run.trainer, self.came
+    def _train(self) -> None:
+        """Add up gradients of what waits and of what arrives until the rollout ends. Collective in a shard group."""
+        stream, trainer, outcome = self.run.stream, self.run.trainer, self.outcome
         while True:
             start = time.perf_counter()
-            for examples in stream.take(0.0 if self.backlog else POLL_SECONDS):
-                self.backlog += examples
-            is_over, has_some = trainer.agree(stream.is_over, bool(self.backlog))
+            for share in stream.take(0.0 if len(self.buffer) else POLL_SECONDS):
+                self._put_share(share)
+            is_over, has_some = trainer.agree(stream.is_over, len(self.buffer) > 0)
             if is_over:
                 break
             if has_some:
-                chunk = self._take_chunk()
-                trainer.accumulate(chunk)
-                came.trained.update(example.id for example in chunk)
-                came.tokens += sum(example.num_tokens for example in chunk)
-                came.train_seconds += time.perf_counter() - start
+                self._train_batch()
+                outcome.train_seconds += time.perf_counter() - start
             else:
-                came.wait_seconds += time.perf_counter() - start
+                outcome.wait_seconds += time.perf_counter() - start
             # Waiting is no progress, or the watchdog would never speak.
-            r.clock.add("stream_train" if has_some else "stream_wait", start, time.perf_counter(), moves=has_some)
+            stage = "stream_train" if has_some else "stream_wait"
+            self.round.clock.add(stage, start, time.perf_counter(), moves=has_some)
         stream.close()
-        self._close(r)
 
-    def _take_chunk(self) -> list[Example]:
-        """Return the first samples of the backlog that make a micro-batch: one at least, if there is any."""
-        room, count = self.run.trainer.config.tokens_per_microbatch, 0
-        while count < len(self.backlog) and (room := room - self.backlog[count].num_tokens) >= 0:
-            count += 1
-        chunk, self.backlog = self.backlog[: max(count, 1)], self.backlog[max(count, 1) :]
-        return chunk
+    def _put_share(self, share: Batch) -> None:
+        for example in share:
+            self.buffer.put(example.id.visit, [example])
+
+    def _train_batch(self) -> None:
+        trainer = self.run.trainer
+        batch = self.buffer.take(trainer.config.tokens_per_microbatch)
+        trainer.accumulate(batch)
+        self.outcome.tokens += sum(example.num_tokens for example in batch)
 
     # ---- afterwards ------------------------------------------------------------------------------------------
 
-    def settle(self, groups: Sequence[Group]) -> tuple[set[SampleId], dict[str, Any]]:
-        """Return which samples of the round some rank has trained, and the round's record. Collective."""
-        ids = {sample.id for group in groups for sample in group.samples}
-        self.policy.close([len(sample.token_ids) for group in groups for sample in group.samples])
-        if not self.decision:
-            return set(), {"samples": 0}
-        came = parallel.gather_objects(self.world, self.came)
-        done = set().union(*(c.trained for c in came))
-        assert len(done) == sum(len(c.trained) for c in came), "a sample was trained twice"
-        assert done <= ids, "a sample was trained that the round does not have"
-        first = self.decision.replicas * self.run.engine.parallel.size
-        decoding, freed = came[:first], came[first:]
-        self.policy.switch = max(c.switch_seconds for c in decoding)
-        train_seconds = sum(c.train_seconds for c in freed)
-        return done, {
-            "samples": len(done),
-            "tokens": sum(c.tokens for c in freed),
+    def _reunite(self, decision: ScaleDown, left: bool) -> None:
+        """Bring all ranks together again, and those that left up to date. Collective."""
+        self.outcome.rest_seconds = time.perf_counter() - self.decided
+        run, r, size = self.run, self.round, self.run.engine.parallel.size
+        r.world = self.world
+        own = self.missed, list(run.times[size].windows), run.rate, self.outcome, self.buffer.taken
+        missed, windows, rates, outcomes, taken = zip(*parallel.gather_objects(self.world, own), strict=True)
+        self.buffer.agree(taken)
+        # Those who left have missed windows, and all must project the same from now on.
+        run.times[size], run.rate = DecodeTimes(run.times[size].capacity, windows[0]), rates[0]
+        for finished in missed[0] if left else ():
+            r.referee.observe(finished, {})
+            self.lengths.update({event.id: event.num_tokens for event in finished})
+        assert self.buffer.taken <= self.lengths.keys(), "a sample was trained that the round does not have"
+        first_freed = decision.replicas * size
+        decoding, freed = outcomes[:first_freed], outcomes[first_freed:]
+        self.policy.switch = max(o.switch_seconds for o in decoding)
+        train_seconds = sum(o.train_seconds for o in freed)
+        self.record = {
+            "samples": len(self.buffer.taken),
+            "tokens": sum(o.tokens for o in freed),
             "train_seconds": train_seconds / len(freed),
-            "wait_seconds": sum(c.wait_seconds for c in freed) / len(freed),
+            "wait_seconds": sum(o.wait_seconds for o in freed) / len(freed),
             "switch_seconds": self.policy.switch,
-            "projected": asdict(self.decision),
+            "projected": asdict(decision),
             "true": {
                 "peak_tokens": decoding[0].peak_tokens,
-                "rest_seconds": max(c.rest_seconds for c in decoding),
+                "rest_seconds": max(o.rest_seconds for o in decoding),
                 "trained_seconds": train_seconds / self.world.size,  # of a step in which all ranks train
             },
         }

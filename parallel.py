@@ -254,10 +254,14 @@ class SampleStream:
         self.thread = threading.Thread(target=work, args=args, daemon=True)
         self.thread.start()
 
-    def send(self, target: int, value: Any) -> bool:
-        """Send a value. Never waits: False when too many are on their way to this rank; offer it again later."""
+    def has_room(self, target: int) -> bool:
+        """Whether a value may be sent to this rank now, and not too many are on their way to it."""
         self._check()
-        if self.sent[target] - self.arrived[target] >= self.in_flight:
+        return self.sent[target] - self.arrived[target] < self.in_flight
+
+    def send(self, target: int, value: Any) -> bool:
+        """Send a value. Never waits: False when there is no room for it; offer it again later."""
+        if not self.has_room(target):
             return False
         self.sent[target] += 1
         self.outbox.put((target, pickle.dumps(value)))

@@ -7,6 +7,7 @@ own copy of the policy in the same order, and carry out the same decision. Nobod
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import parallel
@@ -18,8 +19,6 @@ from policies.placement import Placement
 from reward import shaped_reward
 from rollout import Engine
 from scheduler import SchedulerConfig, window
-
-GRADING_SECONDS = 0.05  # between two looks for grades, once nothing is decoded any more
 
 
 class Referee(Protocol):
@@ -47,26 +46,20 @@ class Graders(Protocol):
     def forget(self, keep: Iterable[Hashable]) -> None: ...
 
 
-class Streaming(Protocol):
-    """What lets ranks leave a round to train (overlap.py). All of them call it in step."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What all ranks know after a window."""
 
-    @property
-    def may_leave(self) -> bool: ...  # some ranks may yet
-
-    @property
-    def has_left(self) -> bool: ...  # some have
-
-    def tell(self, r: "Round") -> Any: ...
-
-    def observe(self, r: "Round", finished: Sequence[Finished], told: Sequence[Any], is_last: bool) -> bool: ...
-
-    def train(self, r: "Round") -> None: ...
-
-    def end(self, r: "Round") -> None: ...
+    finished: list[Finished]
+    notes: list[Any]  # of each rank
 
 
 class Round:
-    """Generates and grades what a plan launches: `play`, then `collect`. Both are collective."""
+    """Generates and grades what a plan launches: `play`, then `collect`. Both are collective.
+
+    `play` is `begin`, then `decode` and `exchange` for each window, then `end`. A feeder of the buffer that works while
+    the round goes on (overlap.py) calls these itself.
+    """
 
     def __init__(
         self,
@@ -78,19 +71,20 @@ class Round:
         seed: int = 0,
         overlong_buffer: int = 0,
         progress: Callable[[str, int, int], None] = lambda *_: None,
-        streaming: Streaming | None = None,
     ):
         """`seed`: of sampling; `overlong_buffer`: as in `reward.shaped_reward`."""
         self.engine, self.graders, self.world, self.clock, self.config = engine, graders, world, clock, config
-        self.seed, self.overlong_buffer, self.progress, self.streaming = seed, overlong_buffer, progress, streaming
-        self.speaks = engine.parallel.rank == 0  # the other ranks of a replica have the same samples
+        self.seed, self.overlong_buffer, self.progress = seed, overlong_buffer, progress
+        self.is_first = engine.parallel.rank == 0  # the other ranks of a replica have the same samples
         self.placement = Placement(engine.parallel.num_replicas)
         self.prompts: dict[VisitId, Visit] = {}
         self.samples: dict[SampleId, Sample] = {}  # finished on this rank
         self.rewards: dict[SampleId, Reward] = {}  # graded on this rank
         self.aborted: dict[SampleId, int] = {}  # tokens of the responses that were stopped on this rank
         self.iteration = self.windows = self.migrated = 0
-        self.decode_steps = self.decoded = 0  # steps without prefill, and the tokens that they drew
+        self.decision = Decision()  # after the newest window
+        self.decode_steps = self.decode_tokens = 0  # steps without prefill, and the tokens that they drew
+        self.decode_seconds = self.prefill_seconds = 0.0
         self.record: dict[str, Any] = {}
         self.audited: dict[SampleId, tuple[int, float]] = {}
 
@@ -98,45 +92,55 @@ class Round:
 
     def play(self, plan: RoundPlan, referee: Referee) -> None:
         """Decode until the referee says that the round is done, and wait for the grades that are needed."""
+        self.begin(plan, referee)
+        while not self.decision.done:
+            self.exchange(self.decode())
+        self.end()
+
+    def begin(self, plan: RoundPlan, referee: Referee) -> None:
         self.plan, self.referee = plan, referee
         self._launch(plan.prompts, plan.expected)
-        decision = Decision()
-        while not decision.done:
-            events = self._decode()
-            rewards = self._rewards_of(decision.grade)
-            told = self.streaming.tell(self) if self.streaming else None
-            with self.clock.span("idle" if self.engine.is_idle else "window_wait"):
-                everyone = parallel.gather_objects(self.world, (events, rewards, told))
-            finished = [event for part, _, _ in everyone for event in part]
-            decision = referee.observe(finished, {id: r for _, part, _ in everyone for id, r in part.items()})
-            self.placement.remove([*(event.id for event in finished), *decision.abort])
-            self._abort(decision.abort)
-            self._launch(decision.launch)
-            if self.config.migrate:
-                self.hand_over(self.placement.handovers())
-            self.windows += 1
-            if self.streaming and self.streaming.observe(self, finished, [t for _, _, t in everyone], decision.done):
-                return self.streaming.train(self)
-        if not plan.audit:
-            self.graders.forget(keep=referee.accepted_ids())
-        with self.clock.span("reward"):
-            if self.streaming and self.streaming.has_left:
-                self._grade_the_rest(self.streaming)
-            self.rewards.update(self.graders.drain())
-        if self.streaming:
-            self.streaming.end(self)
 
-    def _grade_the_rest(self, streaming: Streaming) -> None:
-        """Wait for grades in windows without steps, so that those who train get the groups that become ready."""
-        waits = True
-        while waits:
+    def decode(self, streams: bool = False, feeds: bool = False) -> list[Finished]:
+        """Take one window's steps, have finished samples graded, and return the events. (`scheduler.window`)"""
+        events: list[Finished] = []
+        iterations, seconds = window(self.config, self.plan.kind, self.placement.num_replicas, streams, feeds)
+        deadline = time.perf_counter() + seconds
+        steps = 0
+        while not self.engine.is_idle and steps < iterations and (time.perf_counter() < deadline or not steps):
+            steps += 1
+            samples = self._step()
+            for sample in samples if self.is_first else ():
+                self.samples[sample.id] = sample
+                self.grade(sample)
+                events.append(Finished(self.iteration + steps, sample.id, len(sample.token_ids)))
             self.rewards.update(self.graders.poll())
-            own = streaming.tell(self), self.graders.num_pending
-            told, pending = zip(*parallel.gather_objects(self.world, own), strict=True)
-            waits = any(pending)
-            streaming.observe(self, (), told, is_last=not waits)
-            if waits:
-                time.sleep(GRADING_SECONDS)
+        # A replica that ran dry counts on, so that iterations mean the same on all.
+        self.iteration += steps if iterations == math.inf else int(iterations)
+        return events
+
+    def exchange(self, events: Sequence[Finished], note: Any = None) -> Window:
+        """Tell all ranks the events of a window, and a note; carry out what the referee decides."""
+        rewards = self._rewards_of(self.decision.grade)
+        with self.clock.span("idle" if self.engine.is_idle else "window_wait"):
+            everyone = parallel.gather_objects(self.world, (events, rewards, note))
+        finished = [event for part, _, _ in everyone for event in part]
+        decision = self.referee.observe(finished, {id: r for _, part, _ in everyone for id, r in part.items()})
+        self.placement.remove([*(event.id for event in finished), *decision.abort])
+        self._abort(decision.abort)
+        self._launch(decision.launch)
+        if self.config.migrate:
+            self.hand_over(self.placement.handovers())
+        self.windows += 1
+        self.decision = decision
+        return Window(finished, [note for _, _, note in everyone])
+
+    def end(self) -> None:
+        """Wait for the grades of what is trained; the rest is not graded."""
+        if not self.plan.audit:
+            self.graders.forget(keep=self.referee.accepted_ids())
+        with self.clock.span("reward"):
+            self.rewards.update(self.graders.drain())
 
     def _launch(self, prompts: Sequence[Visit], expected: Sequence[float] = ()) -> None:
         ids = [visit.id for visit in prompts]
@@ -147,49 +151,35 @@ class Round:
             for sequence in sequences_for(prompts[i], self.plan.num_responses, self.seed, *limits):
                 self.engine.add(sequence)
 
-    def _decode(self) -> list[Finished]:
-        """Take one window's steps, have what finishes graded, and return the events."""
-        events: list[Finished] = []
-        iterations, seconds = self._window()
-        deadline = time.perf_counter() + seconds
-        steps = 0
-        while not self.engine.is_idle and steps < iterations and (time.perf_counter() < deadline or not steps):
-            steps += 1
-            samples = self._step()
-            for sample in samples if self.speaks else ():
-                self.samples[sample.id] = sample
-                self.grade(sample)
-                events.append(Finished(self.iteration + steps, sample.id, len(sample.token_ids)))
-            self.rewards.update(self.graders.poll())
-        # A replica that ran dry counts on, so that iterations mean the same on all.
-        self.iteration += steps if iterations == math.inf else int(iterations)
-        return events
-
     def grade(self, sample: Sample) -> None:
         """Have a finished sample graded, beside whatever comes next."""
         prompt = self.prompts[sample.id.visit].prompt
         text = self.engine.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
         self.graders.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
 
-    def _window(self) -> tuple[float, float]:
-        """Return how many iterations and how many seconds the next window has."""
-        streams, feeds = (self.streaming.may_leave, self.streaming.has_left) if self.streaming else (False, False)
-        return window(self.config, self.plan.kind, self.placement.num_replicas, streams, feeds)
-
     def _step(self) -> list[Sample]:
         stats = self.engine.stats
         prefilled, decoded, start = stats.prefilled_tokens, stats.decoded_tokens, time.perf_counter()
         samples = self.engine.step()
+        end = time.perf_counter()
         if stats.prefilled_tokens > prefilled:
             stage = "prefill"
+            self.prefill_seconds += end - start
         else:
             stage = "decode"
             self.decode_steps += 1
-            self.decoded += stats.decoded_tokens - decoded
-        self.clock.add(stage, start, time.perf_counter())
+            self.decode_tokens += stats.decoded_tokens - decoded
+            self.decode_seconds += end - start
+        self.clock.add(stage, start, end)
         self.clock.count(running=len(self.engine.running), waiting=len(self.engine.waiting))
         self.progress("generated", len(self.samples), len(self.prompts) * self.plan.num_responses)
         return samples
+
+    def take_decode_times(self) -> tuple[int, int, float]:
+        """Return the steps without prefill since the last call, the tokens that they drew, and their seconds."""
+        taken = self.decode_steps, self.decode_tokens, self.decode_seconds
+        self.decode_steps, self.decode_tokens, self.decode_seconds = 0, 0, 0.0
+        return taken
 
     def _rewards_of(self, ids: Collection[SampleId]) -> dict[SampleId, float]:
         """Wait for the grades of those of `ids` that finished here."""
@@ -201,7 +191,7 @@ class Round:
 
     def _abort(self, ids: Collection[SampleId]) -> None:
         stopped = self.engine.abort(ids) if ids else {}
-        if self.speaks:
+        if self.is_first:
             self.aborted.update(stopped)
 
     def hand_over(self, moves: Sequence[tuple[SampleId, int, int]]) -> None:
@@ -211,7 +201,7 @@ class Round:
         replica = self.engine.parallel.replica
         leaving = self.engine.export({id for id, source, _ in moves if source == replica})
         with self.clock.span("hand_over"):
-            everyone = parallel.gather_objects(self.world, leaving if self.speaks else [])
+            everyone = parallel.gather_objects(self.world, leaving if self.is_first else [])
         travelling = {sequence.id: sequence for part in everyone for sequence in part}
         for id, _, target in moves:
             if target == replica:

@@ -47,6 +47,7 @@ from tqdm import tqdm  # noqa: E402
 import checkpoint  # noqa: E402
 import parallel  # noqa: E402
 import train  # noqa: E402
+from job import Job  # noqa: E402
 from metrics import read_records  # noqa: E402
 from overlap import StreamedRound  # noqa: E402
 from rewards.judge import Graders  # noqa: E402
@@ -70,14 +71,14 @@ STAGES = {
     "update": (Trainer, "update"),
     "optimizer": (Trainer, "_step"),
     "sync": (Engine, "load_weights"),
-    "checkpoint": (train, "save"),
+    "checkpoint": (Job, "save"),
     "weights file": (checkpoint, "save_model"),
     "state file": (checkpoint, "_sync"),
-    "next step": (Round, "play"),
+    "next step": (Round, "begin"),
     "scale down": (StreamedRound, "_scale_down"),
     "stream feed": (StreamedRound, "_send"),
-    "stream train": (StreamedRound, "_take_chunk"),
-    "stream end": (StreamedRound, "_close"),
+    "stream train": (StreamedRound, "_train_batch"),
+    "stream end": (StreamedRound, "_reunite"),
 }
 STREAMED = ("scale down", "stream feed", "stream train", "stream end")
 ON_MAIN = ("weights file", "state file")  # only rank 0 writes

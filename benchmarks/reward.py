@@ -48,8 +48,9 @@ from texts import Scripted, program
 from torch import Tensor
 from tqdm import tqdm
 
+from buffer import SampleBuffer
 from core import Prompt, SampleId, Visit
-from learning import group_advantages, learn
+from learning import group_advantages, learn, put_groups
 from loss import LossConfig
 from metrics import Clock
 from parallel import World
@@ -138,7 +139,9 @@ def step(
     groups = current.collect()
     with clock.span("train"):
         advantages = group_advantages(groups, trainer.loss, FIXED, trainer.max_response_tokens)
-        learn(trainer, groups, advantages)
+        buffer = SampleBuffer(len(groups))
+        put_groups(buffer, groups, advantages, trainer.loss.mask_truncated)
+        learn(trainer, buffer)
         engine.load_weights(trainer.model, engine.version + 1)
     with clock.span("settle"):
         side.graders.settle()

@@ -26,7 +26,8 @@ import torch
 from tail_batching import SHAPES, Cursor, Shape, TraceEngine, build_engine, in_turn, on_ranks, progress_bar
 
 import parallel
-from learning import group_advantages, learn
+from buffer import SampleBuffer
+from learning import group_advantages, learn, put_groups
 from loss import LossConfig
 from metrics import Clock
 from overlap import StreamTraining
@@ -121,17 +122,20 @@ def step(
     plan = policy.begin(Cursor(turn).take, 1)
     parallel.barrier(world)
     with clock.span("rollout"):
-        streaming = side.streaming.begin(plan) if side.streaming else None
-        current = Round(engine, pool, world, clock, side.scheduler, streaming=streaming)
-        current.play(plan, policy)
+        current, buffer = Round(engine, pool, world, clock, side.scheduler), SampleBuffer(plan.keep_prompts)
+        streamed = side.streaming.begin(plan, buffer) if side.streaming else None
+        if streamed:
+            streamed.play(current, policy)
+        else:
+            current.play(plan, policy)
         groups = current.collect()
-        done, record = streaming.settle(groups) if streaming else (set(), {})
     with clock.span("train"):
         advantages = group_advantages(groups, trainer.loss, RewardConfig(), trainer.max_response_tokens)
-        learn(trainer, groups, advantages, done)
+        put_groups(buffer, groups, advantages, trainer.loss.mask_truncated)
+        learn(trainer, buffer)
     seconds, added = zip(*parallel.gather_objects(world, (clock.take(), trainer.added)), strict=True)
     slowest = [max(s[name] for s in seconds) for name in ("rollout", "train")]
-    return Played(*slowest, record, abs(sum(len(g.samples) for g in groups) - sum(added)))
+    return Played(*slowest, streamed.record if streamed else {}, abs(sum(len(g.samples) for g in groups) - sum(added)))
 
 
 def measure(shape: Shape, num_rounds: int, spans: str, world: World) -> tuple[list[Side], float, int]:

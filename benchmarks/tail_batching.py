@@ -41,6 +41,7 @@ import torch
 from tqdm import tqdm
 
 import parallel
+from buffer import SampleBuffer
 from config import load_config
 from core import Group, Prompt, SampleId, Visit, VisitId
 from engine.sequence import Sequence as EngineSequence
@@ -230,7 +231,7 @@ def step_task(job: Job, period: int, left: int) -> Played:
     parallel.barrier(job.world)
     with clock.span("step"):
         groups, current = job.play(plan, job.policy, clock)
-        job.learn(Rollout(groups))
+        job.learn(Rollout(groups, SampleBuffer(len(groups))))
         job.sync_weights()
     return record(period, groups, current, job.policy, clock, job.engine.stats.decode_steps - before)
 

@@ -16,7 +16,7 @@ ROOMS |= {f"{folder}.{path.stem}": path for folder in FOLDERS for path in ROOT.g
 SCRIPTS = ("benchmarks", "docs", "examples", "figures")
 FILES = [*ROOMS.values(), *(path for folder in (*SCRIPTS, "tests") for path in ROOT.glob(f"{folder}/*.py"))]
 OPTIONAL = {"wandb", "datasets"}  # imported when they are asked for, as is TRL, which a benchmark is named like
-NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "engine.pages", "simulate"]
+NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "buffer", "engine.pages", "simulate"]
 NO_TORCH += [room for room in ROOMS if room.startswith(("policies.", "simulation."))]
 NO_TORCH += [room for room in ROOMS if room.startswith("rewards.") and room not in ("rewards.judge", "rewards.offload")]
 NO_TORCH.remove("rewards.worker")  # a script

@@ -15,12 +15,13 @@ from test_trainer import gradient
 
 import parallel
 import train
+from buffer import SampleBuffer
 from config import ConfigError, load_config
 from core import Prompt
 from data import PromptCursor
 from engine.sequence import Sequence
 from job import Job
-from learning import group_advantages, learn
+from learning import group_advantages, learn, put_groups
 from loss import LOSSES, LossConfig
 from metrics import Clock
 from overlap import StreamedRound, StreamTraining
@@ -72,7 +73,7 @@ def make_tail() -> None:
 
 
 def streamed_gradients(world: World, settings: list[str]) -> None:
-    """For every loss: stream a round, and learn the same groups again without what was streamed."""
+    """For every loss: stream a round, learn what is left, and learn the same groups again without streaming."""
     config = load_config(Config, None, settings)
     Path(config.run.dir).mkdir(exist_ok=True)
     job, seen, take, arrived = Job(config, world, resume=False), [], SampleStream.take, []
@@ -82,26 +83,28 @@ def streamed_gradients(world: World, settings: list[str]) -> None:
         for name in LOSSES:
             job.trainer.loss = LossConfig(name=name, kl_coef=0.1)
             plan = job.policy.begin(job.cursor.take, 9)
-            streaming = job.streaming.begin(plan)
+            buffer, again = SampleBuffer(plan.keep_prompts), SampleBuffer(plan.keep_prompts)
+            streamed = job.streaming.begin(plan, buffer)
             size, shard = config.rollout.tensor_parallel, config.trainer.shard
             assert job.streaming.policy.shard_replicas == max(shard // size, 1)
-            groups, current = job.play(plan, job.policy, Clock(), streaming)
+            groups, current = job.play(plan, job.policy, Clock(), streamed)
             job.policy.close(current.aborted)
-            done, record = streaming.settle(groups)
-            assert record["samples"] == len(done) > 4, record
-            own = streaming.came.trained
-            assert own <= done and bool(own) == (world.rank >= world.size // 2)
-            assert any(map(any, arrived)) == bool(own), "some were ready before the scale-down, some came later"
+            assert streamed.record["samples"] == len(buffer.taken) > 4 and not len(buffer), streamed.record
+            has_trained = streamed.outcome.tokens > 0
+            assert has_trained == (world.rank >= world.size // 2)
+            assert any(map(any, arrived)) == has_trained, "some were complete before the scale-down, some later"
             arrived.clear()
             advantages = group_advantages(groups, config.loss, config.reward, config.rollout.max_response_tokens)
-            streamed = learn(job.trainer, groups, advantages, done)[0]
-            plain = learn(job.trainer, groups, advantages)[0]
+            for each in (buffer, again):
+                put_groups(each, groups, advantages, config.loss.mask_truncated)
+            assert len(again) == len(buffer) + len(buffer.taken) == 32
+            mixed, plain = learn(job.trainer, buffer)[0], learn(job.trainer, again)[0]
             mine, expected = seen[-2:]
             assert expected.norm() > 1e-3
             assert (mine - expected).norm() / expected.norm() < 1e-6, name
             for key in ("loss", "entropy", "kl", "trained_tokens", "clip_fraction"):
-                assert streamed[key] == pytest.approx(plain[key], rel=1e-5, abs=1e-7), (name, key)
-            assert streamed["kl"] == 0 or streamed["trained_tokens"] > 0
+                assert mixed[key] == pytest.approx(plain[key], rel=1e-5, abs=1e-7), (name, key)
+            assert mixed["kl"] == 0 or mixed["trained_tokens"] > 0
     assert len(seen) == 2 * len(LOSSES)
     SampleStream.take = take
 
@@ -174,10 +177,10 @@ def estimate_together(world: World, settings: list[str]) -> None:
     slow = GRADERS["match"]
     GRADERS["match"] = lambda *args: time.sleep(0.01) or slow(*args)
 
-    def checked(self: StreamTraining, plan):
+    def checked(self: StreamTraining, *args):
         states = parallel.gather_objects(self.world, self.state_dict())
         assert all(state == states[0] for state in states)
-        return begin(self, plan)
+        return begin(self, *args)
 
     StreamTraining.begin = checked
     StreamPolicy.project = lambda *args: (project(*args)[0], 1.0)
@@ -289,7 +292,7 @@ def kill_in(name, rank, version):
         return method(self, *args)
     setattr(StreamedRound, name, killed)
 
-kill_in("_take_chunk", 1, 1) # in step 2, with no checkpoint yet: the rank that trains, while it streams
+kill_in("_train_batch", 1, 1) # in step 2, with no checkpoint yet: the rank that trains, while it streams
 kill_in("_send", 0, 3)  # in step 4: the rank that decodes
 if __name__ == "__main__":
     sys.exit(train.main(sys.argv[1:]))
@@ -301,7 +304,7 @@ def test_ranks_killed_while_streaming_are_restarted_and_lose_nothing(torchrun, s
     script = tmp_path / "killed.py"
     script.write_text(KILLS.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(tmp_path)))
     done = torchrun(2, *settings("killed", **whole), "--resume", script=script, max_restarts=2)
-    assert (tmp_path / "_take_chunk").exists() and (tmp_path / "_send").exists()
+    assert (tmp_path / "_train_batch").exists() and (tmp_path / "_send").exists()
     assert "starts afresh" in done.stdout and "resumed from" in done.stdout and "step_000002" in done.stdout
     names = [[row[:2] for row in step if row[2] == 0] for step in trained(tmp_path / "killed")]
     assert [len(step) for step in names] == [8] * 4
