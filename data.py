@@ -4,6 +4,7 @@ import json
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -350,6 +351,8 @@ def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:
         groups = [_group(row, vocabulary) for row in rows]
         if len(sizes := {len(group.samples) for group in groups}) > 1:
             raise ValueError(f"groups of {min(sizes)} and of {max(sizes)} samples")
+        if (twice := Counter(sample.id for group in groups for sample in group.samples).most_common(1)[0])[1] > 1:
+            raise ValueError(f"the sample {twice[0]} is there {twice[1]} times")
         return groups
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -114,7 +114,7 @@ class StreamedRound:
         r.begin(self.plan, referee)
         leaves = False
         while not (leaves or r.decision.done):
-            events = r.decode(streams=not self.policy.is_done, feeds=self.decision is not None)
+            events = r.decode(may_leave=not self.policy.is_done, feeds=self.decision is not None)
             window = r.exchange(events, self._report())
             leaves = self._observe(window.finished, window.notes, is_last=r.decision.done)
         if leaves:

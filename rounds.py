@@ -101,10 +101,10 @@ class Round:
         self.plan, self.referee = plan, referee
         self._launch(plan.prompts, plan.expected)
 
-    def decode(self, streams: bool = False, feeds: bool = False) -> list[Finished]:
+    def decode(self, may_leave: bool = False, feeds: bool = False) -> list[Finished]:
         """Take one window's steps, have finished samples graded, and return the events. (`scheduler.window`)"""
         events: list[Finished] = []
-        iterations, seconds = window(self.config, self.plan.kind, self.placement.num_replicas, streams, feeds)
+        iterations, seconds = window(self.config, self.plan.kind, self.placement.num_replicas, may_leave, feeds)
         deadline = time.perf_counter() + seconds
         steps = 0
         while not self.engine.is_idle and steps < iterations and (time.perf_counter() < deadline or not steps):

@@ -341,14 +341,14 @@ RELAXED = 8  # windows are so much longer where nothing races
 
 
 def window(
-    config: SchedulerConfig, kind: str, num_replicas: int, streams: bool = False, feeds: bool = False
+    config: SchedulerConfig, kind: str, num_replicas: int, may_leave: bool = False, feeds: bool = False
 ) -> tuple[float, float]:
     """Return how many engine steps and how many seconds go by until the next exchange of events.
 
-    `streams`: replicas may leave the round to train what is complete, at a share of it that windows should not miss.
+    `may_leave`: replicas may leave the round to train what is complete, at a share of it that windows should not miss.
     `feeds`: others have left and wait for what is complete.
     """
-    decides_soon = kind == "short" or config.dynamic_sampling or streams
+    decides_soon = kind == "short" or config.dynamic_sampling or may_leave
     if num_replicas == 1 and not decides_soon and not feeds:
         return math.inf, math.inf  # nobody to exchange with, nothing to decide before the end
     # Of several replicas one may run dry long before the others: it must not wait for them until the time-out.

@@ -172,9 +172,9 @@ class Rollout:
 
     def _decode(self) -> list[Finished]:
         """Go on to the end of the first window in which anything happens. Windows begin together on all replicas."""
-        streams = self.stream is not None and not self.stream.is_done
+        may_leave = self.stream is not None and not self.stream.is_done
         feeds = self.scale_down is not None
-        size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), streams, feeds)
+        size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, feeds)
         windows = 1
         if size < math.inf:
             first = min(replica.next_event() for replica in self.replicas)

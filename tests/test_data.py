@@ -376,6 +376,7 @@ def test_a_dump_that_is_none_is_refused_by_name(tmp_path):
     texts["groups of two sizes"] = (
         json.dumps(row) + "\n" + json.dumps(row | {k: 2 * row[k] for k in ("samples", "rewards")})
     )
+    texts["a group twice"] = json.dumps(row) + "\n" + json.dumps(row)
     for name, text in texts.items():
         path.write_text(text + "\n" * bool(text))
         with pytest.raises(ConfigError, match=r"^run.replay: .*step_000001.jsonl .*dump the step again") as caught:

@@ -470,7 +470,7 @@ def test_windows_are_short_where_something_is_decided_and_never_endless_where_ot
     config = SchedulerConfig(window_iterations=16)
     assert window(config, "short", 4) == window(config, "short", 1) == (16, math.inf)
     assert window(config, "long", 4) == window(replace(config, migrate=True), "long", 4) == (128, math.inf)
-    assert window(config, "long", 4, streams=True) == (16, math.inf)  # at a share that windows should not miss
+    assert window(config, "long", 4, may_leave=True) == (16, math.inf)  # at a share that windows should not miss
     assert window(config, "long", 2, feeds=True) == window(config, "long", 1, feeds=True) == (128, math.inf)
     assert window(config, "long", 1) == (math.inf, math.inf)
     assert window(replace(config, dynamic_sampling=True), "long", 1) == (16, math.inf)
