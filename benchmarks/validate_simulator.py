@@ -213,12 +213,10 @@ def update(job: Job, trace: Trace, with_tail: bool) -> None:
     """Learn a batch, as after a rollout. Collective."""
     lengths = batch(trace, with_tail)
     own = (lengths[i] for i in assign_by_load(lengths, job.world.size)[job.world.rank])
-    job.trainer.accumulate(
-        [
-            Example(SampleId(0, 0, i), (65,) * 8, (66,) * n, (Span(0, n, 0),), (-5.0,) * n, 0.1)
-            for i, n in enumerate(own)
-        ]
-    )
+    examples = [
+        Example(SampleId(0, 0, i), (65,) * 8, (66,) * n, (Span(0, n, 0),), (-5.0,) * n, 0.1) for i, n in enumerate(own)
+    ]
+    job.trainer.accumulate(examples)
     job.trainer.update()
 
 

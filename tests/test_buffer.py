@@ -11,7 +11,7 @@ Groups = dict[VisitId, Batch]
 
 
 def example(visit: VisitId, response: int, num_tokens: int = 2) -> Example:
-    return Example(visit.sample(response), (1,), (2,) * (num_tokens - 1), (), 0.0)
+    return Example(visit.sample(response), (1,), (2,) * (num_tokens - 1), (), (), 0.0)
 
 
 def some_groups(rng: Random, count: int) -> Groups:

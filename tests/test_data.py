@@ -355,10 +355,10 @@ DAMAGE = {
 
 def test_a_dump_is_read_back_as_it_was(tmp_path):
     spans = Span(0, 1, 3), Span(2, 3, 4)
-    sample = Sample(0, 1, 2, (1, 49, 7), (-0.5, 0.0, -2.5), "length", spans)
+    samples = tuple(Sample(0, i, 2, (1, 49, 7), (-0.5, 0.0, -2.5), "length", spans) for i in range(2))
     prompt = Prompt(0, (1,), "é\n", "", "code", {"tests": [1, {"a": None}]}, "rows.jsonl:1")
     rewards = Reward(0.5, 0.25, "", ((0.1, True, False), (2.0, False, True)), {"a": 1.0}), Reward(0, error="died")
-    groups = [Group(prompt, 2, (sample, sample), rewards)]
+    groups = [Group(prompt, 2, samples, rewards)]
     dump_groups(tmp_path, 7, groups, np.zeros((1, 2)))
     assert load_groups(tmp_path, 7, vocabulary=50) == groups
 
