@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from core import Group, Prompt, Reward, Sample
+from core import Group, Prompt, Reward, Sample, Span
 from engine.sequence import EngineStats
 from records import RankReport, evaluation_record, generate_seconds, grading_record, preemptions, step_record
 from rewards.gradings import PoolStats
@@ -18,7 +18,7 @@ def group(index: int, task: str, *rewards: float) -> Group:
     lengths = range(1, len(rewards) + 1)
     reasons = ["stop"] * (len(rewards) - 1) + ["length"]
     samples = tuple(
-        Sample(index, r, 0, (7,) * n, (-1.0,) * n, reason, 0)
+        Sample(index, r, 0, (7,) * n, (-1.0,) * n, reason, (Span(0, n, 0),))
         for r, (n, reason) in enumerate(zip(lengths, reasons, strict=True))
     )
     return Group(
