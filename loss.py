@@ -132,7 +132,7 @@ class LossConfig:
     advantage: str = entry("dr_grpo", "advantage", ADVANTAGES)
     normalisation: str = option(
         "token",
-        "what one update averages over: token (all sampled tokens), sequence (mean of sequence means; gspo wants it), "
+        "an update is the mean over: token (all sampled tokens), sequence (mean of sequence means; gspo wants it), "
         "constant (sequence sums over rollout.max_response_tokens)",
         choices=("token", "sequence", "constant"),
     )

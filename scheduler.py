@@ -310,7 +310,7 @@ class SchedulerConfig:
     eta_prompts: float = option(1.25, "a short round launches this many times num_prompts", min=1.0, max=16.0)
     eta_responses: float = option(
         1.25,
-        "and this many times num_responses of each; 1 keeps every response, so no length is censored",
+        "and of each prompt this many times num_responses; 1 keeps every response, so no length is censored",
         min=1.0,
         max=16.0,
     )

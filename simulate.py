@@ -80,15 +80,17 @@ class GradingConfig:
     """How long graders take. (RollPacker, section 4.3)"""
 
     overlap: bool = option(True, "grade a response when it ends; false: all of them after the rollout")
-    adaptive: bool = option(True, "time limit of code from what correct responses took; false: always timeout_seconds")
+    adaptive: bool = option(True, "time limits of code follow the times of correct runs; false: always timeout_seconds")
     sandboxes: int = option(22, "programs that run at the same time, over the whole cluster (fitted)", min=1)
-    code_seconds: float = option(1.0, "seconds a response's tests take, median", above=0)
-    code_spread: float = option(0.7, "spread of that over prompts, in natural logarithms", min=0)
+    code_seconds: float = option(1.0, "median seconds of a response's tests", above=0)
+    code_spread: float = option(0.7, "spread of these seconds over prompts, in natural logarithms", min=0)
     hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)
-    timeout_seconds: float = option(RewardConfig.case_max_seconds, "T_max", above=0)
-    least_seconds: float = option(RewardConfig.case_min_seconds, "T_min", above=0)
-    slack: float = option(RewardConfig.case_factor, "lambda: the limit in units of the longest correct run", above=0)
-    quantile: float = option(RewardConfig.case_quantile, "of known runs, for a case without one", above=0, max=1)
+    timeout_seconds: float = option(RewardConfig.case_max_seconds, "longest time limit (T_max)", above=0)
+    least_seconds: float = option(RewardConfig.case_min_seconds, "shortest time limit (T_min)", above=0)
+    slack: float = option(RewardConfig.case_factor, "time limit in units of the longest correct run (lambda)", above=0)
+    quantile: float = option(
+        RewardConfig.case_quantile, "quantile of known runs that a case without one uses", above=0, max=1
+    )
     audit: float = option(RewardConfig.case_audit, "share of responses that get T_max", min=0, max=1)
     judges: int = option(32, "responses that judges read at the same time", min=1)
     judge_seconds: float = option(2.0, "seconds of one verdict", above=0)

@@ -30,10 +30,12 @@ class StreamConfig:
         "the rest fits the remaining memory); estimate (as paper, and only when that makes the step shorter)",
         choices=("off", "fixed", "paper", "estimate"),
     )
-    first: float = option(0.2, "share of complete responses from which on half of the replicas may leave", min=0, max=1)
-    last: float = option(0.5, "and up to which", min=0, max=1)
-    every: float = option(0.05, "and how much more is complete at each further try", above=0, max=1)
-    fixed_share: float = option(0.3, "policy = fixed scales down at this share", min=0, max=1)
+    first: float = option(
+        0.2, "smallest share of complete responses at which half of the replicas may leave", min=0, max=1
+    )
+    last: float = option(0.5, "largest share at which they may leave", min=0, max=1)
+    every: float = option(0.05, "step between the shares at which the policy decides", above=0, max=1)
+    fixed_share: float = option(0.3, "share of complete responses at which policy = fixed scales down", min=0, max=1)
 
 
 class Profile(Protocol):

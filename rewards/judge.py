@@ -50,14 +50,15 @@ Answer:"""
 class JudgeConfig:
     path: str = option("", "local Hugging Face folder: a causal model or a ...ForSequenceClassification reward model")
     template: str = option(
-        "", "what the judge reads, with {question}, {answer} and {response}; empty: TEMPLATE of rewards/judge.py"
+        "", "text that the judge reads, with {question}, {answer} and {response}; empty: TEMPLATE of rewards/judge.py"
     )
     chat: bool = option(
-        True, "use its chat template if it has one: the text as the user's; for a reward model the conversation itself"
+        True,
+        "use the judge's chat template, if any, for a user message with the text; a reward model: for the conversation",
     )
     accept: str = option(" yes", "the verdict on a right response, one token")
     reject: str = option(" no", "the verdict on a wrong response, one token")
-    label: int = option(1, "of a reward model with several labels: the one that means right", min=0)
+    label: int = option(1, "label that means right, of a reward model with several labels", min=0)
     reward: str = option(
         "probability",
         "probability (of accept against reject), hard (0 or 1) or score (log-odds, or a reward model's own number)",
@@ -73,7 +74,7 @@ class JudgeConfig:
     )
     sm_share: float = option(
         0.25,
-        "share of a GPU's multiprocessors (green context, torch >= 2.12); 0: a stream among others",
+        "share of a GPU's multiprocessors (green context, torch >= 2.12); 0: a CUDA stream without a share of its own",
         min=0.0,
         max=1.0,
     )
