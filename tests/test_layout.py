@@ -80,10 +80,16 @@ def test_low_rooms_do_not_import_high_ones() -> None:
 
 
 def test_rooms_take_the_settings_that_they_use_and_only_the_top_knows_them_all() -> None:
+    assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {"job", "profiler", "train"}
     assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {"train", "job", "profiler"}
     for room in ("rollout", "rounds", "learning", "overlap", "trainer", "process.ending"):
         assert "settings" not in reachable(room), room
     assert not reachable("rounds") & {"trainer", "rewards.judge", "warm_start", "learning", "buffer", "overlap"}
+
+
+def test_no_room_decides_by_the_seconds_of_the_records() -> None:
+    for name, path in ROOMS.items():
+        assert "clock.seconds" not in path.read_text(encoding="utf-8"), f"{name}: measure what the decision needs"
 
 
 @pytest.mark.parametrize("room", NO_TORCH)
