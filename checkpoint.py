@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out; saving and resuming everything a run needs to continue its trajectory."""
+"""Hugging Face folders in and out; checkpoints, from which a run continues its trajectory."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -15,16 +15,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config import ConfigError, regular
+from core import Tokenizer
 from model import Model, ModelShape, parse_shape
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STATE = "state.pt"
 CHECKSUMS = "checksums.json"  # CRC-32 of every file of a checkpoint
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# What a checkpoint takes along from the model's folder, beside config.json. Nothing else in there is looked at.
+# Files that a checkpoint copies from the model's folder, beside config.json. No other file there is read.
 CARRIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
 vocab.json vocab.txt merges.txt tokenizer.model chat_template.jinja chat_template.json""".split()
-KINDS = ("F64", "F32", "F16", "BF16")  # of weights: others are quantised, or no numbers of a model
+WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")  # types of weights; all others are quantised or not weights
 SCORE = "score.weight"  # the head of a reward model
 
 
@@ -32,7 +33,7 @@ SCORE = "score.weight"  # the head of a reward model
 
 
 def read_config(folder: str | Path, key: str = "model.path") -> dict:
-    """Return `config.json` of the model folder that `key` names. Raises ConfigError when it is not one."""
+    """Return `config.json` of the model folder that `key` names. Raises ConfigError if it is not a model folder."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise ConfigError(
@@ -56,7 +57,7 @@ def _read_json(path: Path) -> dict:
 
 
 def _own(path: Path) -> Path:
-    """Return the path of a regular file that is its folder's own; raise ConfigError for a link to one elsewhere.
+    """Return the path of a regular file. Raises ConfigError for a link to a file outside of the folder.
 
     Files of a model go into every checkpoint. In Hugging Face's cache they are links to the blobs beside snapshots/.
     """
@@ -68,7 +69,7 @@ def _own(path: Path) -> Path:
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """Return those of CARRIED that the folder has. Raises ConfigError for one that no checkpoint could take along."""
+    """Return the files of CARRIED that the folder has. Raises ConfigError for a file that cannot be copied."""
     files = [folder / name for name in CARRIED if os.path.lexists(folder / name)]
     for path in files:
         try:
@@ -79,11 +80,12 @@ def carried_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_tokenizer(folder: str | Path) -> Any:
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Load the tokenizer of a model folder. Raises ConfigError if that fails."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # late: it takes seconds to import
 
     carried_files(Path(folder))
-    # Without them transformers makes an empty tokenizer.
+    # Without these files transformers would make an empty tokenizer.
     if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ConfigError(f"{folder}: cannot load the tokenizer: no tokenizer.json; copy the tokenizer's files too")
     settings = Path(folder) / "tokenizer_config.json"
@@ -91,16 +93,16 @@ def load_tokenizer(folder: str | Path) -> Any:
     # For every qwen2 folder AutoTokenizer takes Qwen2Tokenizer, which changes text (NFC), whatever the file says.
     kind = PreTrainedTokenizerFast if generic else AutoTokenizer
     try:
-        return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for one cause: the folder has no usable tokenizer
+        return cast(Tokenizer, kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False))
+    except Exception as error:  # transformers raises many kinds of errors for an unusable tokenizer
         raise ConfigError(
             f"{folder}: cannot load the tokenizer ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         ) from None
 
 
-def eos_ids(folder: str | Path, tokenizer: Any, vocab_size: int) -> set[int]:
-    """Return every token that ends a response: the tokenizer's, the config's and the generation config's."""
-    ids = [tokenizer.eos_token_id]
+def eos_ids(folder: str | Path, tokenizer: Tokenizer, vocab_size: int) -> set[int]:
+    """Return every token that ends a response: those of tokenizer, config and generation config."""
+    ids: list = [tokenizer.eos_token_id]
     for name in ("config.json", "generation_config.json"):
         path = Path(folder) / name
         value = _read_json(path).get("eos_token_id") if path.exists() else None
@@ -108,8 +110,8 @@ def eos_ids(folder: str | Path, tokenizer: Any, vocab_size: int) -> set[int]:
     ids = [id for id in ids if id is not None]
     if wrong := [id for id in ids if type(id) is not int or not 0 <= id < vocab_size]:
         raise ConfigError(
-            f"{folder}: eos_token_id = {wrong[0]!r} is not a token; it is a number of 0 to {vocab_size - 1}, or a list "
-            "of such"
+            f"{folder}: eos_token_id = {wrong[0]!r} is not a token; write a number from 0 to {vocab_size - 1}, or a "
+            "list of them"
         )
     if not ids:
         raise ConfigError(f"{folder}: neither tokenizer nor config names an end token (eos_token_id)")
@@ -117,7 +119,7 @@ def eos_ids(folder: str | Path, tokenizer: Any, vocab_size: int) -> set[int]:
 
 
 def num_labels(config: dict) -> int:
-    """Return how many numbers a reward model (...ForSequenceClassification) gives; 0 for a model that generates."""
+    """Return the number of outputs of a reward model (...ForSequenceClassification); 0 for a causal model."""
     names = config.get("architectures") or ()
     if not isinstance(names, list | tuple) or not any(str(n).endswith("ForSequenceClassification") for n in names):
         return 0
@@ -127,27 +129,28 @@ def num_labels(config: dict) -> int:
 def check_model(
     folder: str | Path, key: str = "model.path", rewards: bool = False
 ) -> tuple[ModelShape, dict[str, tuple[Path, str]]]:
-    """Return the decoder's shape, and each weight's file and name there. Raises ConfigError on what does not fit.
+    """Return the decoder's shape, and each weight's file and name there. Raises ConfigError for an unusable folder.
 
-    `rewards`: reward models will do too; the decoder of one has no language head of its own, but there is SCORE.
+    `rewards`: accept reward models too. They have no language head, but a head named SCORE.
     """
     folder = Path(folder)
     config = read_config(folder, key)
     shape, labels = parse_shape(config, str(folder / "config.json")), num_labels(config)
     if labels and not rewards:
         raise ConfigError(
-            f"{key} = {str(folder)!r} is a reward model ({config['architectures'][0]}); it writes no text"
+            f"{key} = {str(folder)!r} is a reward model ({config['architectures'][0]}), which generates no text; give "
+            "a causal model"
         )
     found, stored_as = _stored_weights(folder)
     if labels:
         shape = replace(shape, tied=True)
-    elif shape.tied and HEAD in found:  # as `transformers` reads it: what the file has outweighs config.json
+    elif shape.tied and HEAD in found:  # as in `transformers`, the file outweighs config.json
         found.setdefault(EMBEDDING, found[HEAD])
         shape = replace(shape, tied=_are_equal(found[EMBEDDING], found[HEAD]))
     try:
         wanted = _expected_weights(shape)
     except RuntimeError as error:
-        raise ConfigError(f"{folder / 'config.json'}: sizes that no machine holds ({error}); correct them") from None
+        raise ConfigError(f"{folder / 'config.json'}: the sizes are too large ({error}); correct them") from None
     if labels:
         wanted[SCORE] = [labels, shape.hidden_size]
     if missing := wanted.keys() - found.keys():
@@ -155,14 +158,16 @@ def check_model(
     for name, size in wanted.items():
         (path, stored), (shape_there, kind) = found[name], stored_as[found[name]]
         if shape_there != size:
-            raise ConfigError(f"{path}: {stored} has shape {shape_there}, config.json wants {size}")
-        if kind not in KINDS:
-            raise ConfigError(f"{path}: {stored} is of type {kind}; plainroll reads {', '.join(KINDS)}: convert it")
+            raise ConfigError(f"{path}: {stored} has shape {shape_there}, but config.json says {size}")
+        if kind not in WEIGHT_TYPES:
+            raise ConfigError(
+                f"{path}: {stored} is of type {kind}; plainroll reads {', '.join(WEIGHT_TYPES)}: convert it"
+            )
     return shape, {name: found[name] for name in wanted}
 
 
 def _stored_weights(folder: Path) -> tuple[dict[str, tuple[Path, str]], dict[tuple[Path, str], tuple[list[int], str]]]:
-    """Return where each weight is, by its name in a whole model, and the shape and type of each.
+    """Return each weight's file and name there, by its name in a whole model, and the shape and type of each.
 
     The file of a bare decoder has the same names without "model.".
     """
@@ -203,7 +208,7 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> 
 
 
 def load_judge(folder: str | Path, device: torch.device, dtype: torch.dtype) -> tuple[Model, Tensor | None]:
-    """As `load_model`, of `judge.path`; with a reward model's head [labels, hidden_size], None for one that writes."""
+    """Load the model of `judge.path` as `load_model` does, and a reward model's head [labels, hidden_size] or None."""
     shape, weights = check_model(folder, "judge.path", rewards=True)
     return _load(device, dtype, shape, weights)
 
@@ -224,7 +229,7 @@ def _load(
                 targets[name].copy_(tensor.view(targets[name].shape))
                 if not targets[name].isfinite().all():
                     kind = str(dtype).removeprefix("torch.")
-                    raise ConfigError(f"{path}: {stored} is not finite in {kind}; take a folder without such weights")
+                    raise ConfigError(f"{path}: {stored} is not finite in {kind}; use another folder")
     return model, targets.get(SCORE)
 
 
@@ -235,7 +240,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ConfigError(f"{folder / INDEX}: no weight_map, which names the file of each weight; copy it again")
         files = [folder / name for name in sorted(set(names.values()))]
         if away := [path for path in files if path.parent != folder]:
-            raise ConfigError(f"{folder / INDEX}: {away[0]} is outside of the folder; name files in it only")
+            raise ConfigError(f"{folder / INDEX}: {away[0]} is outside of the folder; name only files inside")
     else:
         files = [folder / WEIGHTS]
     for path in files:
@@ -259,7 +264,7 @@ def save_model(folder: str | Path, model: Model, source: str | Path) -> None:
 
 
 def save_weights(folder: Path, model: Model, max_shard_bytes: int = 5 * 2**30) -> None:
-    """Write safetensors under Hugging Face names, in shards with an index when they are larger than one shard."""
+    """Write safetensors under Hugging Face names; weights larger than one shard become several, with an index."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in model.export().items()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
     for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # of an earlier export
@@ -275,7 +280,7 @@ def save_weights(folder: Path, model: Model, max_shard_bytes: int = 5 * 2**30) -
 
 
 def save_checkpoint(run: Path, step: int, model: Model, source: str | Path, state: dict, keep: int) -> Path:
-    """Write `run/checkpoints/step_N` beside the others and rename it into place: it exists whole or not at all."""
+    """Write `run/checkpoints/step_N` under another name, then rename it: it exists whole or not at all."""
     folder = run / "checkpoints" / f"step_{step:06d}"
     for leftover in folder.parent.glob(".*_step_*"):  # of a save that was killed
         shutil.rmtree(leftover)
@@ -288,12 +293,12 @@ def save_checkpoint(run: Path, step: int, model: Model, source: str | Path, stat
         for path in part.iterdir():
             _sync(path)
         _sync(part)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own on a full disk
         shutil.rmtree(part, ignore_errors=True)
         free = shutil.disk_usage(run).free / 2**20
         raise OSError(
             f"cannot write {folder} ({str(error).partition(chr(10))[0]}; {free:.0f} MiB are free); make room or "
-            "mend that, and resume: the checkpoint before it is whole"
+            "remove the cause, and resume: the checkpoint before it is whole"
         ) from None
     if folder.exists():  # only when a resumed run writes the same step again
         _remove(folder)
@@ -312,7 +317,7 @@ def _remove(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or folder to disk, so that the rename cannot become durable before the content."""
+    """Flush a file or folder to disk, so that the rename cannot reach the disk before the content."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -329,8 +334,8 @@ def _checksum(path: Path) -> int:
 
 
 def damage(folder: Path) -> str:
-    """Return what is wrong with the files of a checkpoint; nothing when each is as it was written, or none can tell."""
-    if not (folder / CHECKSUMS).exists():  # of a version that wrote none
+    """Return a message if a file of a checkpoint is damaged, else ""."""
+    if not (folder / CHECKSUMS).exists():  # an old version has written it
         return ""
     try:
         known = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
@@ -339,9 +344,7 @@ def damage(folder: Path) -> str:
         return f"{folder}: cannot be read ({error}); remove {folder} to resume from the checkpoint before it"
     if not wrong:
         return ""
-    return (
-        f"{folder / wrong[0]}: damaged, not as it was written; remove {folder} to resume from the checkpoint before it"
-    )
+    return f"{folder / wrong[0]}: damaged since it was written; remove {folder} to resume from the checkpoint before it"
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -351,10 +354,10 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def load_state(folder: Path) -> dict:
-    """Return what `save_checkpoint` was given as `state`, in host memory and read when it is used."""
+    """Return the `state` that was given to `save_checkpoint`. Its tensors are read from the file when they are used."""
     try:
         return torch.load(folder / STATE, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch raises many kinds for a damaged file
+    except Exception as error:  # torch raises many kinds of errors for a damaged file
         raise ConfigError(
             f"{folder / STATE}: damaged ({error}); remove {folder} to resume from the checkpoint before it"
         ) from None

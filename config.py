@@ -1,7 +1,7 @@
 """Typed configs: dataclass defaults < one TOML file < `--section.key=value`. Knows no field by name.
 
-Each room declares its own frozen dataclass with `option(default, "meaning", ...)` fields; `train.py` puts
-them together. Everything a user can get wrong raises `ConfigError` naming key, value, limit and remedy.
+Each room declares its own frozen dataclass with `option(default, "meaning", ...)` fields; settings.py puts
+them together. Every mistake of a user raises `ConfigError`, which names key, value, limit and remedy.
 """
 
 import dataclasses
@@ -13,11 +13,19 @@ import stat
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 LONGEST = 10_000  # characters of a text
 
+
+class Dataclass(Protocol):
+    """An instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
 T = TypeVar("T")
+C = TypeVar("C", bound=Dataclass)
 Name = TypeVar("Name", str, Path)
 
 
@@ -26,35 +34,35 @@ class ConfigError(ValueError):
 
 
 def regular(path: Name) -> Name:
-    """Return the path of a regular file. Raises OSError: a pipe is waited for without end, a device may never end."""
+    """Return the path of a regular file. Raises OSError: reading a pipe or a device might never end."""
     mode = Path(path).stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a folder the system says it well
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # the system's own message is good for folders
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path
 
 
 def option(
-    default: Any,
+    default: T,
     help: str,
     *,
     min: float | None = None,
     above: float | None = None,
     max: float | None = None,
     choices: Collection[str] | None = None,
-) -> Any:
-    """A dataclass field with its meaning and limits. `min` and `max` are inclusive, `above` is not."""
+) -> T:
+    """Return a dataclass field with its meaning and limits. `min` and `max` are inclusive, `above` is not."""
     limits = {"min": min, "above": above, "max": max, "choices": choices}
     return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
-def entry(default: str, about: str, table: Mapping[str, Any]) -> Any:
-    """A field that names an entry of `table`, of later ones too; `--help` says the first sentence of each docstring."""
+def entry(default: str, about: str, table: Mapping[str, object]) -> str:
+    """Return a field that names an entry of `table`, later entries included; `--help` shows their docstrings' heads."""
     heads = {name: (value.__doc__ or "").partition("\n")[0] for name, value in table.items()}
     said = "; ".join(f"{name}: {head.partition('. (')[0].rstrip('.')}" for name, head in heads.items())
     return option(default, f"{about} ({said})", choices=table)
 
 
-def load_config(cls: type[T], path: str | None, overrides: list[str]) -> T:
+def load_config(cls: type[C], path: str | None, overrides: list[str]) -> C:
     """Return a frozen `cls` from its defaults, the TOML file at `path` and `--section.key=value` overrides."""
     config = cls()
     if path is not None:
@@ -73,14 +81,15 @@ def load_config(cls: type[T], path: str | None, overrides: list[str]) -> T:
             raise ConfigError(
                 f"cannot read {override!r}; write --section.key=value or --config FILE.toml (--help lists every key)"
             )
-        value: Any = _parse(text)
-        for name in reversed(key.split(".")):
-            value = {name: value}
-        config = _merge(config, value, source="", raw=text)
+        *sections, name = key.split(".")
+        nested = {name: _parse(text)}
+        for section in reversed(sections):
+            nested = {section: nested}
+        config = _merge(config, nested, source="", raw=text)
     return config
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str) -> object:
     """Read one override with TOML's own rules; a bare word is a string."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
@@ -88,9 +97,9 @@ def _parse(text: str) -> Any:
         return text
 
 
-def _merge(config: T, values: dict, source: str, prefix: str = "", raw: str | None = None) -> T:
-    fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
-    new = {}
+def _merge(config: C, values: Mapping, source: str, prefix: str = "", raw: str | None = None) -> C:
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    new: dict[str, object] = {}
     for name, value in values.items():
         key = prefix + name
         if name not in fields:
@@ -98,7 +107,7 @@ def _merge(config: T, values: dict, source: str, prefix: str = "", raw: str | No
             known = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(fields)}"
             raise ConfigError(f"{source}unknown key {key}; {known}")
         old = getattr(config, name)
-        if dataclasses.is_dataclass(old):
+        if dataclasses.is_dataclass(old) and not isinstance(old, type):
             if not isinstance(value, dict):
                 raise ConfigError(
                     f"{source}{key} is a section; set its keys, such as {key}.{dataclasses.fields(old)[0].name}"
@@ -109,16 +118,16 @@ def _merge(config: T, values: dict, source: str, prefix: str = "", raw: str | No
                 value = raw  # --run.dir=7 names a folder
             if isinstance(old, tuple) and value == raw and value.startswith("["):
                 raise ConfigError(
-                    f"{key} = {value[:60]} is no list of texts; shells take quotes away: write '--{key}=[\"END\"]'"
+                    f"{key} = {value[:60]} is not a list of texts; the shell removes quotes: write '--{key}=[\"END\"]'"
                 )
             if isinstance(old, tuple) and isinstance(value, str | list):
                 value = (value,) if isinstance(value, str) else tuple(value)  # --rollout.stop=END is a list of one
             new[name] = _checked(key, value, old, fields[name].metadata, source)
-    return dataclasses.replace(config, **new)  # type: ignore[type-var]
+    return dataclasses.replace(config, **new)
 
 
-def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
-    """Return `value` in the type of the default `old`, within its limits."""
+def _checked(key: str, value: Any, old: object, limits: Mapping[str, Any], source: str) -> object:
+    """Return `value` in the type of the default `old`. Raises ConfigError if the type or a limit forbids it."""
     if isinstance(old, float) and type(value) is int:
         try:
             value = float(value)
@@ -126,13 +135,13 @@ def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
             raise ConfigError(f"{source}{key} is too large for a floating-point number") from None
     if type(value) is not type(old):
         raise ConfigError(
-            f"{source}{key} = {value!r} has the wrong type: it wants {type(old).__name__}, such as {old!r}"
+            f"{source}{key} = {value!r} has the wrong type: it must be {type(old).__name__}, such as {old!r}"
         )
     if isinstance(value, tuple) and not all(isinstance(text, str) and text for text in value):
         raise ConfigError(f'{source}{key} = {list(value)!r} is not a list of texts, such as ["END"]')
     texts = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()
     if any("\0" in text or len(text) > LONGEST for text in texts):
-        raise ConfigError(f"{source}{key} is no text that can be used: it has a zero byte or over {LONGEST} characters")
+        raise ConfigError(f"{source}{key} has a zero byte or over {LONGEST} characters; shorten or correct it")
     if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
         raise ConfigError(f"{source}{key} = {value!r} is not UTF-8 text; write it in UTF-8")
     low, above, high, choices = (limits[name] for name in ("min", "above", "max", "choices"))
@@ -149,26 +158,26 @@ def _checked(key: str, value: Any, old: Any, limits: Any, source: str) -> Any:
     return value
 
 
-def check_options(config: Any, section: str) -> None:
-    """Refuse values outside the limits of their options: for configs that were not made by `load_config`."""
+def check_options(config: Dataclass, section: str) -> None:
+    """Raise ConfigError on values outside their limits, for configs that `load_config` has not made."""
     for field in dataclasses.fields(config):
         _checked(f"{section}.{field.name}", getattr(config, field.name), field.default, field.metadata, "")
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, tuple[Any, str]]:
+def flatten(config: Dataclass, prefix: str = "") -> dict[str, tuple[object, str]]:
     """Return {"section.key": (value, meaning)} for every key."""
-    flat: dict[str, tuple[Any, str]] = {}
+    flat: dict[str, tuple[object, str]] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             flat |= flatten(value, f"{prefix}{field.name}.")
         else:
             flat[prefix + field.name] = (value, field.metadata["help"])
     return flat
 
 
-def describe(config: Any) -> str:
-    """Every key with its default and one line of meaning, for `--help`."""
+def describe(config: Dataclass) -> str:
+    """Return the text of `--help`: each key with its default and one line of meaning."""
     rows = {f"--{key}={_toml(value)}": help for key, (value, help) in flatten(config).items()}
     width = max(map(len, rows)) + 2
     lines, section = [], ""
@@ -181,8 +190,8 @@ def describe(config: Any) -> str:
     return "\n".join(lines)
 
 
-def dump_toml(config: Any) -> str:
-    """The resolved config as TOML that `load_config` reads back to the same value."""
+def dump_toml(config: Dataclass) -> str:
+    """Return the config as TOML that `load_config` reads back to the same value."""
     lines = []
     for field in dataclasses.fields(config):
         section = getattr(config, field.name)
@@ -192,7 +201,7 @@ def dump_toml(config: Any) -> str:
     return "\n".join(lines)
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, str):

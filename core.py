@@ -1,7 +1,35 @@
 """The data types that cross rooms. Frozen values, no logic beyond properties."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, "AddedToken"]: ...
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

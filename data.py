@@ -9,22 +9,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import TypeVar, get_args, get_origin
 
 import numpy as np
 
-from config import ConfigError, option, regular
-from core import Group, Prompt, Reward, Sample, Span, Visit
+from config import ConfigError, Dataclass, option, regular
+from core import Group, Prompt, Reward, Sample, Span, Tokenizer, Visit
 from reward import reward_number
 from rewards.graders import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
 
-TEMPLATE_SECONDS = 10.0  # the longest that a chat template may take for a row,
-ROW_SECONDS = 0.05  # and what rows may take on average: 10000 that are just fast enough would take a day
+TEMPLATE_SECONDS = 10.0  # the most time that a chat template may take for a row,
+ROW_SECONDS = 0.05  # and the most that rows may take on average: 10000 rows of 10 s would take a day
 TOKEN_CHARACTERS = 512  # no tokenizer has a longer token
 DEEPEST = 50  # lists and objects within each other in a row; copies and graders recurse into them
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Dataclass)
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class DataConfig:
     eval: str = option(
         "", "held-out prompts: a JSONL file; empty: the built-in task's own, or at most a tenth of data.train"
     )
-    eval_prompts: int = option(512, "prompts of an evaluation, at most; 0 is no evaluation", min=0)
+    eval_prompts: int = option(512, "prompts of an evaluation, at most; 0: no evaluation", min=0)
     task: str = option(
         "math",
-        "grader of JSONL rows that name none: match, math, code, judge, module:function, file.py:function, http://...",
+        "grader of JSONL rows without a task: match, math, code, judge, module:function, file.py:function, http://...",
     )
     graders: str = option(
-        "", "graders of your own that rows may name besides data.task, such as mine.py:f, separated by commas"
+        "", "your own graders that rows may name in addition to data.task, such as mine.py:f, separated by commas"
     )
     chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
     template: str = option(
@@ -51,12 +51,12 @@ class DataConfig:
 class _Row:
     """One problem before it has tokens."""
 
-    fields: dict  # what its grader sees
+    fields: dict  # for its grader
     where: str  # for messages: file and line
     held_out: bool = False
 
 
-def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> tuple[list[Prompt], list[Prompt]]:
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int) -> tuple[list[Prompt], list[Prompt]]:
     """Return training and held-out prompts. Raises ConfigError naming file, line, value and remedy."""
     if "{prompt}" not in config.template:
         raise ConfigError(f"data.template = {config.template!r} does not contain {{prompt}}")
@@ -65,8 +65,8 @@ def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> 
             value = getattr(config, key)
             if value != getattr(DataConfig, key) and not config.eval:
                 raise ConfigError(
-                    f"data.{key} = {value!r} does nothing: the built-in task {config.train} names its grader; remove "
-                    "it, or give rows of your own as data.train"
+                    f"data.{key} = {value!r} has no effect: the built-in task {config.train} names its grader; remove "
+                    "it, or give your own rows as data.train"
                 )
         rows = _task_rows(config.train)
         train, held_out = ([row for row in rows if row.held_out == flag] for flag in (False, True))
@@ -92,7 +92,7 @@ def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int) -> 
 
 
 class _Allowance:
-    """The seconds that a chat template may take for the next row: each row brings some, what is not used is kept."""
+    """The seconds that a chat template may take for the next row. Each row adds some; unused seconds are kept."""
 
     def __init__(self) -> None:
         self.left = TEMPLATE_SECONDS
@@ -122,7 +122,7 @@ def _task_rows(name: str) -> list[_Row]:
 def _read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
     rows, graders = [], _graders(config)
     try:
-        with open(regular(path), encoding="utf-8-sig") as file:  # a byte order mark does no harm
+        with open(regular(path), encoding="utf-8-sig") as file:  # skips a byte order mark
             for number, line in enumerate(file, 1):
                 if line.strip():
                     rows.append(_row(line, f"{path}:{number}", config.task, graders))
@@ -139,7 +139,7 @@ def _read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
 
 
 def _graders(config: DataConfig) -> list[str]:
-    """Return the graders that rows may name. Others would be code that the data chooses, not the user who starts it."""
+    """Return the graders that rows may name. The user lists them: data must not choose code that runs."""
     own = [name for name in map(str.strip, config.graders.split(",")) if name]
     for key, names in (("task", [config.task]), ("graders", own)):
         for name in names:
@@ -162,11 +162,11 @@ def _row(line: str, where: str, task: str, graders: list[str]) -> _Row:
     except UnicodeEncodeError:
         raise ConfigError(f"{where}: holds half a character (a lone surrogate, such as \\ud800); remove it") from None
     except (ValueError, RecursionError) as error:  # thousands of digits or brackets
-        raise ConfigError(f"{where}: not JSON that Python reads ({error}); shorten it") from None
+        raise ConfigError(f"{where}: not JSON that Python can read ({error}); shorten it") from None
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: a {type(row).__name__}, not an object; write {{"prompt": ..., "answer": ...}}')
     if _is_deep(row, DEEPEST):
-        raise ConfigError(f"{where}: over {DEEPEST} lists and objects within each other; flatten the row")
+        raise ConfigError(f"{where}: lists and objects nest over {DEEPEST} deep; flatten the row")
     for field in ("prompt", "answer"):
         if field not in row:
             raise ConfigError(f"{where}: no field {field!r} (it has: {', '.join(row) or 'nothing'})")
@@ -187,25 +187,25 @@ def _row(line: str, where: str, task: str, graders: list[str]) -> _Row:
             raise ConfigError(f"{where}: {field} = {_short(row[field])} must be text; write it in quotes")
     if "task" in row and row["task"] not in graders:
         raise ConfigError(
-            f"{where}: task = {_short(row['task'])} is no grader that a row may name ({', '.join(graders)}); correct "
-            "it, or list a grader of your own in data.graders"
+            f"{where}: task = {_short(row['task'])} is not a grader that a row may name ({', '.join(graders)}); "
+            "correct it, or list your own grader in data.graders"
         )
     return _Row({"task": task, **row}, where)
 
 
-def _is_deep(value: Any, levels: int) -> bool:
+def _is_deep(value: object, levels: int) -> bool:
     if not isinstance(value, list | dict):
         return False
     return not levels or any(_is_deep(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _prompt(
-    index: int, row: _Row, config: DataConfig, tokenizer: Any, max_tokens: int, allowance: _Allowance
+    index: int, row: _Row, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, allowance: _Allowance
 ) -> Prompt:
     where = row.where
     messages, answer, task = (row.fields[name] for name in ("prompt", "answer", "task"))
@@ -221,33 +221,33 @@ def _prompt(
         text = converse(tokenizer, messages, True, allowance.left) if is_chat else messages[0]["content"]
         allowance.spend(time.monotonic() - start)
         _check_characters(text, max_tokens, where)
-        text.encode()  # a tokenizer does not say what is wrong with half a character
+        text.encode()  # the tokenizer's message about half a character would not name the cause
         token_ids = tuple(tokenizer.encode(text, add_special_tokens=not is_chat))  # a chat template writes them
         text = tokenizer.decode(token_ids) if is_chat else text
     except ConfigError:
         raise
     except TimeoutError:
         raise ConfigError(
-            f"{where}: the tokenizer's chat template does not end in time: it has {TEMPLATE_SECONDS:g} s for a row, "
+            f"{where}: the tokenizer's chat template takes too long: it may take {TEMPLATE_SECONDS:g} s for a row, "
             f"and {ROW_SECONDS:g} s on average; correct it"
         ) from None
-    except Exception as error:  # a template is a program of the model's author and raises what it likes
+    except Exception as error:  # a template is a program of the model's author and may raise anything
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
     return Prompt(index, token_ids, text, answer, task, row.fields, where)
 
 
 def converse(
-    tokenizer: Any, messages: list[dict], add_generation_prompt: bool, seconds: float = TEMPLATE_SECONDS
+    tokenizer: Tokenizer, messages: list[dict], add_generation_prompt: bool, seconds: float = TEMPLATE_SECONDS
 ) -> str:
-    """Return messages as the tokenizer's chat template writes them. Raises TimeoutError, and what the template does."""
+    """Return the messages as the chat template writes them. Raises TimeoutError, and the template's own errors."""
     with _time_limit(seconds):
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after `seconds`. Only the main thread can be stopped: others have no limit."""
+    """Raise TimeoutError in the block after `seconds`. Other threads than the main one have no limit."""
 
     def ring(*_: object) -> None:
         raise TimeoutError(f"it does not end within {seconds:g} s")
@@ -265,11 +265,11 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _check_characters(text: str, max_tokens: int, where: str) -> None:
-    """Refuse what must be too long ahead of making tokens of it, which can take minutes."""
+    """Raise ConfigError for a text that must be too long, before tokenising takes minutes."""
     if len(text) > TOKEN_CHARACTERS * max_tokens:
         raise ConfigError(
-            f"{where}: the prompt has {len(text)} characters, far over rollout.max_prompt_tokens = {max_tokens}; raise "
-            "it, or remove the row"
+            f"{where}: the prompt has {len(text)} characters, far too many for rollout.max_prompt_tokens = "
+            f"{max_tokens}; raise it, or remove the row"
         )
 
 
@@ -323,19 +323,19 @@ class PromptCursor:
 # ---- rollouts on disk --------------------------------------------------------------------------------------------
 
 
-def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: Any) -> None:
+def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
     """Write a step's groups, one JSON line each: prompt, samples (tokens, log-probs), rewards, advantages [P, R]."""
     folder.mkdir(parents=True, exist_ok=True)
     path = _dump_path(folder, step)
     part = path.with_suffix(".part")
     with open(part, "w", encoding="utf-8") as file:
-        for group, row in zip(groups, advantages.tolist(), strict=True):
+        for group, row in zip(groups, advantages, strict=True):
             file.write(json.dumps({**asdict(group), "advantages": row}) + "\n")
     part.replace(path)
 
 
 def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:
-    """Read back what `dump_groups` wrote. Raises ConfigError when the step is not there or not of such a model."""
+    """Read a step that `dump_groups` wrote. Raises ConfigError if it is missing, damaged or of another model."""
     path = _dump_path(folder, step)
     try:
         rows = [json.loads(line) for line in regular(path).read_text(encoding="utf-8").splitlines()]
@@ -343,7 +343,7 @@ def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:
         raise ConfigError(f"run.replay: {path} is cut short or damaged ({error}); dump the step again") from None
     except OSError as error:
         raise ConfigError(
-            f"run.replay: cannot read {path} ({error.strerror}); lower run.steps to what was dumped"
+            f"run.replay: cannot read {path} ({error.strerror}); lower run.steps to the number of dumped steps"
         ) from None
     if not rows:
         raise ConfigError(f"run.replay: {path} is empty; dump the step again, or lower run.steps")
@@ -368,7 +368,7 @@ def _group(row: dict, vocabulary: int) -> Group:
         raise ValueError(f"{len(group.samples)} samples with {len(group.rewards)} rewards")
     for ids in (prompt.token_ids, *(sample.token_ids for sample in samples)):
         if not ids or max(ids) >= vocabulary:
-            raise ValueError(f"token_ids = {_short(ids)} must be tokens of a vocabulary of {vocabulary}")
+            raise ValueError(f"token_ids = {_short(ids)} must be tokens below {vocabulary}")
     for sample in group.samples:
         if len(sample.logprobs) != len(sample.token_ids):
             raise ValueError(f"{len(sample.logprobs)} logprobs of {len(sample.token_ids)} tokens")
@@ -381,19 +381,19 @@ def _group(row: dict, vocabulary: int) -> Group:
 
 
 def _read(kind: type[T], values: dict) -> T:
-    """Return a `kind` of core.py from JSON. Raises ValueError for another type or a number beyond all use."""
+    """Return a `kind` of core.py from JSON. Raises ValueError for a wrong type or a number out of range."""
     made = kind(**{name: _tuples(value) for name, value in values.items()})
-    for field in fields(kind):  # type: ignore[arg-type]
+    for field in fields(kind):
         if not _fits(value := getattr(made, field.name), field.type):
             raise ValueError(f"{kind.__name__}.{field.name} = {_short(value)}")
     return made
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> object:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _fits(value: object, kind: object) -> bool:
     if (outer := get_origin(kind)) is tuple:
         inner = get_args(kind)
         inner = inner[:1] * len(value) if inner[-1] is Ellipsis and isinstance(value, tuple) else inner
@@ -402,7 +402,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(_fits(v, get_args(kind)[1]) for v in value.values())
     if kind is float:
         return type(value) in (int, float) and reward_number(value) is not None
-    return type(value) is kind and (kind is not int or 0 <= value < 2**63)
+    return type(value) is kind and (not isinstance(value, int) or 0 <= value < 2**63)
 
 
 def _dump_path(folder: Path, step: int) -> Path:

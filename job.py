@@ -202,7 +202,7 @@ class Job:
     def dump(self, groups: Sequence[Group], advantages: torch.Tensor) -> None:
         """Write what the step was trained on, when `run.dump_rollouts` asks for it."""
         if self.config.run.dump_rollouts and self.world.is_main:
-            dump_groups(self.folder / "rollouts", self.step, groups, advantages)
+            dump_groups(self.folder / "rollouts", self.step, groups, advantages.tolist())
 
     # ---- between steps -------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def rloo(rewards: Tensor) -> Tensor:
 
 
 def reinforce_baseline(rewards: Tensor) -> Tensor:
-    """(r - group mean) / std of these over the batch, each sample once. (REINFORCE++-baseline, arXiv 2501.03262)"""
+    """(r - group mean) / std of all differences of the batch. (REINFORCE++-baseline, arXiv 2501.03262)"""
     centred = dr_grpo(rewards)
     return centred / (centred.std(correction=0) + 1e-6)
 
@@ -49,7 +49,7 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "rloo": rloo,
     "reinforce_baseline": reinforce_baseline,
 }
-BATCH_WIDE = {"reinforce_baseline"}  # those of a group depend on other groups
+BATCH_WIDE = {"reinforce_baseline"}  # a group's advantages depend on other groups
 
 
 # ---- losses: one value per sampled token -------------------------------------------------------------------------
@@ -57,7 +57,7 @@ BATCH_WIDE = {"reinforce_baseline"}  # those of a group depend on other groups
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a loss may look at. All float tensors are [T] float32."""
+    """Inputs of a loss. All float tensors are [T] float32."""
 
     logprobs: Tensor  # of the current policy, with gradient
     old_logprobs: Tensor
@@ -115,7 +115,7 @@ def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def weighted_sum(loss: Tensor, t: Tokens, normalisation: str, max_response_tokens: int) -> tuple[Tensor, int]:
-    """Return the un-normalised sum and what the global sum is later divided by (this part's share of it)."""
+    """Return the un-normalised sum, and this part's share of the global divisor."""
     if normalisation == "token":
         return loss.sum(), len(loss)
     if normalisation == "sequence":
@@ -132,14 +132,12 @@ class LossConfig:
     advantage: str = entry("dr_grpo", "advantage", ADVANTAGES)
     normalisation: str = option(
         "token",
-        "an update is the mean over: token (all sampled tokens), sequence (mean of sequence means; gspo wants it), "
+        "an update is the mean over: token (all sampled tokens), sequence (mean of sequence means, as in GSPO), "
         "constant (sequence sums over rollout.max_response_tokens)",
         choices=("token", "sequence", "constant"),
     )
-    clip_low: float = option(0.2, "ratio may fall to 1 - clip_low (gspo wants about 3e-4, cispo 1)", min=0.0, max=1.0)
-    clip_high: float = option(
-        0.28, "ratio may rise to 1 + clip_high (gspo wants about 4e-4, cispo 4)", min=0.0, max=1e6
-    )
+    clip_low: float = option(0.2, "ratio may fall to 1 - clip_low (for gspo about 3e-4, cispo 1)", min=0.0, max=1.0)
+    clip_high: float = option(0.28, "ratio may rise to 1 + clip_high (for gspo about 4e-4, cispo 4)", min=0.0, max=1e6)
     kl_coef: float = option(
         0.0, "weight of the KL term to the reference (the model at the start); 0 is off", min=0.0, max=1e6
     )
@@ -147,7 +145,7 @@ class LossConfig:
         0.0, "weight of a bonus for the entropy of the sampled distribution; 0 is off", min=0.0, max=1e6
     )
     mask_truncated: bool = option(
-        False, "leave samples cut at the length limit out of the loss and of its divisor (DAPO, section 3.4)"
+        False, "leave samples cut at the length limit out of the loss and its divisor (DAPO, section 3.4)"
     )
     old_logprobs: str = option(
         "rollout",

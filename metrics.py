@@ -17,7 +17,9 @@ import torch
 from tqdm import tqdm
 
 from config import ConfigError, option
-from core import Group
+from core import Group, Tokenizer
+
+Record = dict[str, Any]  # one line of JSON
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class LogConfig:
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of time of one rank, in seconds since 1970."""
+    """A period of one rank, in seconds since 1970."""
 
     name: str
     start: float
@@ -40,20 +42,20 @@ class Span:
 
 @dataclass(slots=True)
 class Count:
-    """What a rank had from a moment on, in seconds since 1970: {"running": 12, "waiting": 3}."""
+    """Numbers of a rank from a moment on: {"running": 12, "waiting": 3}."""
 
-    at: float
+    at: float  # seconds since 1970
     values: dict[str, int]
 
 
 class Clock:
-    """Adds up the seconds of named stages until they are taken; with `trace`, also keeps when each was.
+    """Adds up the seconds of named stages; with `trace`, also keeps when each stage was.
 
     For the watchdog: the open `stages`, the innermost last, `step`, and `moves`, which changes as work goes on.
     """
 
     def __init__(self, trace: bool = False, parent: "Clock | None" = None) -> None:
-        """`parent`: the clock whose stage this one's are part of; it counts the moves too."""
+        """`parent`: the clock that times a stage around all stages of this clock; it counts the moves too."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
         self.counts: list[Count] = []
@@ -83,7 +85,7 @@ class Clock:
             self.parent.move()
 
     def add(self, name: str, start: float, end: float, moves: bool = True) -> None:
-        """Count a stage from and to a `perf_counter`. In a trace, one that follows its like at once prolongs it."""
+        """Add a stage between two `perf_counter` times. In a trace, two stages of one name without a gap are joined."""
         self.seconds[name] += end - start
         if moves:
             self.move()
@@ -96,15 +98,17 @@ class Clock:
             self.spans.append(Span(name, start, end))
 
     def count(self, **values: int) -> None:
-        """Keep, for a trace, how many of something there are now."""
+        """Keep numbers of this moment for the trace."""
         if self.trace and (not self.counts or self.counts[-1].values != values):
             self.counts.append(Count(time.time(), values))
 
     def take(self) -> dict[str, float]:
+        """Return the seconds by stage since the last call."""
         taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken
 
     def take_track(self) -> "Track":
+        """Return the spans and counts since the last call."""
         taken = self.spans, self.counts
         self.spans, self.counts = [], []
         return taken
@@ -120,7 +124,7 @@ COLUMNS |= {"entropy": 8, "grad": 8, "diff": 7, "rollout": 8, "train": 7, "token
 
 
 def brief(value: float) -> str:
-    """Return a number in at most 6 characters, 7 below zero: a few digits of what is neither large nor small."""
+    """Return a number in at most 6 characters, 7 for negative numbers."""
     size = abs(value)
     if size < 1e-99:
         return "0"
@@ -131,16 +135,14 @@ def brief(value: float) -> str:
     return f"{value:.0e}"
 
 
-def kind_of(record: dict[str, Any]) -> str:
+def kind_of(record: Record) -> str:
     return record.get("round", {}).get("kind", "replay")
 
 
 class Recorder:
-    """Writes records of one run. Only rank 0 has one that speaks; the others' do nothing."""
+    """Writes the records of one run: on rank 0, where it is `active`. On other ranks it does nothing."""
 
-    def __init__(
-        self, run: Path, config: LogConfig, settings: dict[str, Any], first_step: int, steps: int, active: bool
-    ):
+    def __init__(self, run: Path, config: LogConfig, settings: Record, first_step: int, steps: int, active: bool):
         self.active, self.shown, self.lines = active, 0.0, 0
         self.steps, self.first, self.began = steps, first_step, time.perf_counter()
         self.means: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))  # rewards by kind of round
@@ -169,8 +171,8 @@ class Recorder:
             self.shown = time.perf_counter()
             self.bar.set_postfix_str(f"{what} {done}/{total}")
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one record to `steps.jsonl`. A killed run keeps every record before the one it was writing."""
+    def write(self, record: Record) -> None:
+        """Append one record to `steps.jsonl`. A kill can lose the record that is being written, but none before it."""
         if not self.active:
             return
         self.file.write(json.dumps(_finite(record)) + "\n")
@@ -186,7 +188,7 @@ class Recorder:
         if self.wandb:
             self.wandb.log(numbers, step=record["step"])
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """Show one finished step, and its evaluation when it has one."""
         if self.lines % HEADER_EVERY == 0:
             self.say("".join(name.rjust(width) for name, width in COLUMNS.items()))
@@ -203,13 +205,13 @@ class Recorder:
             self.say(
                 f"WARNING: step {record['step']}: dynamic sampling found {played['zero_variance']} of "
                 f"{played['prompts']} prompts with equal rewards and trains {played['padded']} of them, because "
-                "scheduler.max_draws is reached; raise it, or take prompts that are less easy or less hard"
+                "scheduler.max_draws is reached; raise it, or take prompts of medium difficulty"
             )
         if "eval" in record:
             self.evaluation(record["step"], record["eval"])
 
-    def _row(self, record: dict[str, Any]) -> list[str]:
-        """Return one text a column."""
+    def _row(self, record: Record) -> list[str]:
+        """Return the text of each column."""
         length, train, seconds = record["length"], record["train"], record["seconds"]
         wasted, rewards = "", self.means[kind_of(record)] or [record["reward"]]
         if played := record.get("round"):
@@ -225,8 +227,8 @@ class Recorder:
             *(wasted, *map(brief, health + times), left),
         ]
 
-    def _mean(self, record: dict[str, Any]) -> float:
-        """Count a step's reward in the mean over the last rounds of its kind, and return that."""
+    def _mean(self, record: Record) -> float:
+        """Add a step's reward to the moving mean over rounds of its kind, and return the mean."""
         rewards, reward = self.means[kind_of(record)], record.get("reward")
         if isinstance(reward, int | float) and math.isfinite(reward):
             rewards.append(reward)
@@ -237,7 +239,7 @@ class Recorder:
         if self.active and self.trace:
             self.trace.write(step, tracks, kind, queue)
 
-    def evaluation(self, step: int, result: dict[str, Any]) -> None:
+    def evaluation(self, step: int, result: Record) -> None:
         if result:
             scores = " ".join(f"{name} {value:.3f}" for name, value in result.items() if "@" in name)
             error, count = result["standard_error"], result["num_prompts"]
@@ -277,7 +279,7 @@ class Recorder:
 
 
 class Trace:
-    """A timeline in Chrome's trace format: rounds, and a track a replica. It can be opened while the run goes on."""
+    """A timeline in Chrome's trace format: rounds, and a track for each replica. Readable during the run."""
 
     REPLICAS, ROUNDS = 0, 1  # "processes" of the viewer
 
@@ -309,11 +311,11 @@ class Trace:
         times = {"ts": round(span.start * 1e6), "dur": round((span.end - span.start) * 1e6)}
         self._add(step, span.name, "X", **times, args={"step": step}, **place)
 
-    def _add(self, step: int, name: str, type: str, pid: int = REPLICAS, **more: Any) -> None:
+    def _add(self, step: int, name: str, type: str, pid: int = REPLICAS, **more: object) -> None:
         self.file.write(json.dumps({"name": name, "ph": type, "pid": pid, **more, "step": step}) + ",\n")
 
     def close(self) -> None:
-        """Write the names of the processes, and make the file whole JSON."""
+        """Write the names of the processes, and complete the JSON."""
         names = ((self.REPLICAS, "replicas"), (self.ROUNDS, "rounds"))
         events = ({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in names)
         self.file.write(",\n".join(map(json.dumps, events)) + "\n]\n")
@@ -321,11 +323,11 @@ class Trace:
 
 
 def _trace_step(line: str) -> int:
-    return json.loads(line.removesuffix(",")).get("step", math.inf)  # those of the end have none
+    return json.loads(line.removesuffix(",")).get("step", math.inf)  # the names at the end have none
 
 
 def check_loggers(config: LogConfig) -> None:
-    """Raise ConfigError when a logger is asked for whose package is not installed."""
+    """Raise ConfigError if a logger's package is not installed."""
     for wanted, key, package in (
         (config.tensorboard, "log.tensorboard", "tensorboard"),
         (config.wandb, "log.wandb", "wandb"),
@@ -343,14 +345,14 @@ def _tensorboard(run: Path) -> Any:
     return SummaryWriter(str(run / "tensorboard"))
 
 
-def _wandb(project: str, run: Path, settings: dict[str, Any]) -> Any:
+def _wandb(project: str, run: Path, settings: Record) -> Any:
     import wandb
 
     return wandb.init(project=project, name=run.name, dir=str(run), config=settings)
 
 
-def _drop_after(path: Path, first_step: int) -> list[dict]:
-    """Remove records that a resumed run will write again, and a last line that a kill cut short; return the others."""
+def _drop_after(path: Path, first_step: int) -> list[Record]:
+    """Remove the records that a resumed run will write again, and a last line cut short by a kill; return the rest."""
     kept = []
     if path.exists():
         kept = [r for r in read_records(path) if 0 < first_step and r["step"] <= first_step]
@@ -360,7 +362,7 @@ def _drop_after(path: Path, first_step: int) -> list[dict]:
     return kept
 
 
-def read_records(path: str | Path) -> list[dict]:
+def read_records(path: str | Path) -> list[Record]:
     """Return the whole lines of a `steps.jsonl`."""
     records = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
@@ -371,8 +373,8 @@ def read_records(path: str | Path) -> list[dict]:
     return records
 
 
-def _finite(value: Any) -> Any:
-    """Return `value` with null for every number that JSON does not have."""
+def _finite(value: object) -> object:
+    """Return `value` with None for each infinite number or NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -380,7 +382,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _flat(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in record.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}/")
@@ -389,7 +391,7 @@ def _flat(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """P50, P75, P99, mean and maximum of lengths."""
+    """Return P50, P75, P99, mean and maximum; of no values, zeros."""
     array = np.asarray(values if len(values) else [0])
     p50, p75, p99 = np.percentile(array, [50, 75, 99])
     return {
@@ -402,7 +404,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def peak_memory() -> dict[str, float]:
-    """Peak resident memory of this process, and of its GPU, in MiB."""
+    """Return the peak resident memory of this process, and of its GPU, in MiB."""
     memory = {
         "host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
     }
@@ -411,7 +413,7 @@ def peak_memory() -> dict[str, float]:
     return memory
 
 
-def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Any, count: int = 16) -> None:
+def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Tokenizer, count: int = 16) -> None:
     """Write the first response to some held-out prompts, for a person to read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = []

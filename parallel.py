@@ -16,10 +16,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from policies.placement import group_sizes
 BUCKET_BYTES = 64 * 2**20
 FRAME_BYTES, HEAD_BYTES = 8 * 2**10, 8  # of the first collective of `gather_objects`, and its count of bytes
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class World:
     rank: int  # in this world
     size: int
     device: torch.device
-    tensors: Any = None  # the group for tensors: NCCL on GPUs, else gloo; None: a single process
-    objects: Any = None  # the gloo group for Python values; None: a single process
+    tensors: dist.ProcessGroup | None = None  # the group for tensors: NCCL on GPUs, else gloo; None: a single process
+    objects: dist.ProcessGroup | None = None  # the gloo group for Python values; None: a single process
     node_size: int = 0  # ranks on each machine; their greatest common divisor where machines differ; 0: unknown
-    store: Any = None  # torch's, which all ranks reach; None: a single process
+    store: Any = None  # torch's dist.Store, which all ranks reach; None: a single process. Its stubs know no `clone`
     timeout_seconds: float = 600.0  # longest wait for another rank
 
     @property
@@ -52,10 +53,10 @@ class World:
 
 
 def keep_memory() -> None:
-    """Have glibc keep freed memory for the next tensors, unless the user's own MALLOC_... variables say what to do.
+    """Have glibc keep freed memory for the next tensors, unless the user has set MALLOC_... variables.
 
-    Else it takes every large one from the system, page fault by page fault: up to a third of a large update (7,400
-    tokens, 6M parameters). The price: between steps a process holds what it held at its peak.
+    Else glibc takes each large tensor from the system, page fault by page fault: up to a third of a large update (7,400
+    tokens, 6M parameters). The price: between steps a process holds as much memory as at its peak.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version") and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -79,8 +80,8 @@ def start(device: str, timeout_seconds: float) -> World:
     timeout = timedelta(seconds=timeout_seconds)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun keeps one store over restarts, where ranks would find the ports of those that died (pytorch issue
-        # 135712). On one node all know the same count; on several set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+        # torchrun keeps one store over restarts, where ranks would find the ports of dead ranks (pytorch issue 135712).
+        # On one node all ranks know the same count; on several set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend, device_id = ("nccl", torch_device) if use_cuda else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
@@ -91,7 +92,7 @@ def start(device: str, timeout_seconds: float) -> World:
 
 
 def own_node_size(num_ranks: int) -> int:
-    """Return how many ranks this machine has, as torchrun says; 0: unknown. Not collective."""
+    """Return the number of ranks of this machine, from torchrun; 0: unknown. Not collective."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if num_ranks == 1 else 0))
 
 
@@ -99,7 +100,7 @@ LOST = re.compile(r"gloo|nccl|connection|socket|timed out|timeout|broken pipe", 
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether an exception tells that another rank or the network has gone, or that a wait took too long."""
+    """Return whether an exception means that another rank or the network is gone, or that a wait took too long."""
     return isinstance(error, TimeoutError | ConnectionError | dist.DistError) or (
         type(error) is RuntimeError and bool(LOST.search(str(error)))
     )
@@ -115,8 +116,8 @@ def barrier(world: World) -> None:
         dist.barrier(group=world.objects)
 
 
-def gather_objects(world: World, value: Any) -> list[Any]:
-    """Return every rank's value, by rank, on every rank. Small ones cost a single collective."""
+def gather_objects(world: World, value: T) -> list[T]:
+    """Return every rank's value, by rank, on every rank. Small values cost a single collective."""
     if world.size == 1:
         return [value]
     data = pickle.dumps(value)
@@ -143,7 +144,7 @@ def _gather_bytes(world: World, data: bytes, size: int) -> list[memoryview]:
     return [part.numpy().data for part in parts]
 
 
-def broadcast_object(world: World, value: Any) -> Any:
+def broadcast_object(world: World, value: T) -> T:
     """Return rank 0's value on every rank."""
     if world.size == 1:
         return value
@@ -206,10 +207,10 @@ def subsets(world: World, parts: Iterable[Sequence[int]]) -> list[World | None]:
     return worlds
 
 
-def own_group(world: World, parts: Iterable[list[int]]) -> Any:
-    """Make a process group of each list of ranks; return the one that this rank is in.
+def own_group(world: World, parts: Iterable[list[int]]) -> dist.ProcessGroup:
+    """Make a process group of each list of ranks; return the group of this rank.
 
-    torch's own default would be 10 or 30 minutes, whatever the other groups wait.
+    Its time-out is the world's: torch's default would be 10 or 30 minutes.
     """
     timeout = timedelta(seconds=world.timeout_seconds)
     made = [(ranks, dist.new_group(ranks, timeout)) for ranks in parts]
@@ -219,13 +220,17 @@ def own_group(world: World, parts: Iterable[list[int]]) -> Any:
 # ---- samples that travel beside the work -------------------------------------------------------------------------
 
 
+Outbox = queue.SimpleQueue[tuple[int, bytes | None]]  # target and message; None: the end for this target
+
+
 class SampleStream:
     """Python values on their way from some ranks to others, while both go on with their work. Making one is collective.
 
     A rank either feeds (`open_to`, `send`) or is fed by one other (`open_from`, `take`), until `close`. One thread does
-    all transfers of a rank, and alone uses the stream's own group: gloo tells nobody whether a send or receive is
-    complete, one must wait for it. Each message is acknowledged when it has arrived; `send` refuses another one while
-    `in_flight` are not. What goes wrong in the thread, a wait over `timeout_seconds` too, is raised by the next call.
+    all transfers of a rank, and no other uses the stream's own group: gloo cannot tell whether a send or receive is
+    complete, a thread must wait for it. Each message is acknowledged when it has arrived; `send` refuses a message
+    while `in_flight` messages are not acknowledged. An error in the thread, also a wait over `timeout_seconds`, is
+    raised by the next call.
     """
 
     END = -1  # in the place of a message's size
@@ -239,8 +244,8 @@ class SampleStream:
         """Begin to feed the ranks `targets`."""
         self.targets, self.sent = targets, Counter[int]()
         self.arrived = Counter[int]()  # counted by the thread alone
-        self.outbox: queue.SimpleQueue | None = queue.SimpleQueue()
-        self._start(self._feed)
+        self.outbox: Outbox | None = queue.SimpleQueue()
+        self._start(self._feed, self.outbox)
 
     def open_from(self, source: int) -> None:
         """Begin to be fed by the rank `source`."""
@@ -248,19 +253,20 @@ class SampleStream:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._start(self._receive, source)
 
-    def _start(self, work: Any, *args: Any) -> None:
+    def _start(self, work: Callable[..., None], *args: object) -> None:
         assert self.thread is None, "the stream is open"
         self.error: Exception | None = None
         self.thread = threading.Thread(target=work, args=args, daemon=True)
         self.thread.start()
 
     def has_room(self, target: int) -> bool:
-        """Whether a value may be sent to this rank now, and not too many are on their way to it."""
+        """Return whether a value may be sent to this rank now: not too many are on their way to it."""
         self._check()
         return self.sent[target] - self.arrived[target] < self.in_flight
 
-    def send(self, target: int, value: Any) -> bool:
-        """Send a value. Never waits: False when there is no room for it; offer it again later."""
+    def send(self, target: int, value: object) -> bool:
+        """Send a value. Never waits: False without room; offer the value again later."""
+        assert self.outbox is not None, "the stream is not open to other ranks"
         if not self.has_room(target):
             return False
         self.sent[target] += 1
@@ -268,7 +274,7 @@ class SampleStream:
         return True
 
     def take(self, seconds: float = 0.0) -> list[Any]:
-        """Return what has arrived since the last call; wait `seconds` for it if there is nothing."""
+        """Return the values that have arrived since the last call; if there are none, wait `seconds` for one."""
         arrived = []
         try:
             arrived.append(self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait())
@@ -279,8 +285,9 @@ class SampleStream:
         return arrived
 
     def close(self) -> None:
-        """End the stream: a feeder's once everything has arrived, the others' once they have been told so."""
-        if self.outbox:
+        """End the stream: a feeder's once everything has arrived, other streams once their feeder has ended."""
+        assert self.thread, "the stream is not open"
+        if self.outbox is not None:
             for target in (*self.targets, self.END):
                 self.outbox.put((target, None))
         self.thread.join()  # each of its waits is bounded
@@ -291,9 +298,9 @@ class SampleStream:
         if self.error:
             raise self.error
 
-    def _feed(self) -> None:
-        """Send what is in the outbox, message by message. (thread)"""
-        while (message := self.outbox.get())[0] != self.END:
+    def _feed(self, outbox: "Outbox") -> None:
+        """Send the messages of the outbox. (thread)"""
+        while (message := outbox.get())[0] != self.END:
             target, data = message
             try:
                 size = torch.tensor(self.END if data is None else len(data))
@@ -302,7 +309,7 @@ class SampleStream:
                     dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, self.group)
                 dist.recv(size, target, self.group)
                 self.arrived[target] += 1
-            except Exception as error:  # whatever it is, the next call must raise it
+            except Exception as error:  # of any kind: the next call must raise it
                 self.error = self._explain(error, target, "acknowledge samples")
                 return
 
@@ -345,7 +352,7 @@ def check_group_size(size: int, num_ranks: int, node_size: int) -> None:
 
 
 class TPGroups:
-    """The tensor-parallel groups of each size, made and used once at the start: none is made later. Collective."""
+    """The tensor-parallel groups of each size. All are made and used once at the start, none later. Collective."""
 
     def __init__(self, world: World, sizes: Iterable[int]):
         self.by_size: dict[int, TensorParallel] = {}
@@ -360,8 +367,8 @@ class TPGroups:
 class TensorParallel:
     """Ranks `rank // size * size` and the next `size - 1` compute every layer together. Making one is collective.
 
-    `reduce` and `gather` return the same bits on all of them, so they sample the same tokens. Between CPU ranks of one
-    machine, small tensors go through shared memory: a tenth of the time of gloo.
+    `reduce` and `gather` return the same bits on all ranks of a group, so they sample the same tokens. Between CPU
+    ranks of one machine, small tensors go through shared memory: a tenth of the time of gloo.
     """
 
     def __init__(self, world: World, size: int = 1):
@@ -378,7 +385,7 @@ class TensorParallel:
         dist.all_reduce(torch.zeros(1, device=world.device), group=self.group)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of everybody's `x`."""
+        """Return the sum of all ranks' `x`."""
         if self.size == 1:
             return x
         if self.shared is not None and x.nbytes <= SharedMemory.SLOT_BYTES:
@@ -388,7 +395,7 @@ class TensorParallel:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Join everybody's `x` along the last dimension. [T, n] -> [T, size * n]"""
+        """Join all ranks' `x` along the last dimension. [T, n] -> [T, size * n]"""
         if self.size == 1:
             return x
         if self.shared is not None and x.nbytes <= SharedMemory.SLOT_BYTES:
@@ -400,15 +407,15 @@ class TensorParallel:
 
 
 class SharedMemory:
-    """Exchange of small tensors between processes of one machine: write a slot, raise a counter, wait for the others'.
+    """Exchange of small tensors between processes of one machine: write a slot, raise a counter, wait for all counters.
 
-    Slots alternate. A rank that has seen everybody's counter of round k knows that all have left round k - 1, so it may
+    Slots alternate. A rank that has seen all counters of round k knows that all ranks have left round k - 1, so it may
     overwrite that round's slot in round k + 1. x86 makes stores visible in order: data before the counter.
     """
 
     SLOT_BYTES = 4 * 2**20
 
-    def __init__(self, group: Any, rank: int, size: int, timeout_seconds: float):
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, timeout_seconds: float):
         self.rank, self.size, self.timeout_seconds, self.round = rank, size, timeout_seconds, 0
         total = 64 * size + 2 * size * self.SLOT_BYTES
         path, self.memory = [self._make(total) if rank == 0 else ""], None
@@ -418,16 +425,16 @@ class SharedMemory:
         self.memory = torch.from_file(path[0], shared=True, size=total, dtype=torch.uint8)
         dist.barrier(group=group)
         if rank == 0:
-            os.unlink(path[0])  # the memory lives on until the last process has gone
+            os.unlink(path[0])  # the memory stays until the last process has ended
         self.counters = self.memory[: 64 * size].view(torch.int64).numpy()[::8]  # a cache line each
         self.slots = self.memory[64 * size :].view(2, size, self.SLOT_BYTES)
 
     @staticmethod
     def _make(total: int) -> str:
-        """Return a file of `total` bytes of memory; none where there is no room, as in a small container."""
+        """Return the path of a file of `total` bytes of memory; "" without room, as in a small container."""
         handle, path = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         try:
-            os.posix_fallocate(handle, 0, total)  # truncated only, it kills who writes where there is no room
+            os.posix_fallocate(handle, 0, total)  # a file that is only truncated kills a writer for want of room
             return path
         except OSError as error:
             os.unlink(path)
@@ -437,7 +444,7 @@ class SharedMemory:
             os.close(handle)
 
     def exchange(self, x: Tensor) -> Tensor:
-        """Return everybody's `x`, [size, *x.shape], valid until the next call but one."""
+        """Return all ranks' `x`, [size, *x.shape], valid until the call after the next."""
         slot = self.slots[self.round % 2, :, : x.nbytes].view(x.dtype).view(self.size, *x.shape)
         slot[self.rank] = x
         self.round += 1
@@ -445,7 +452,7 @@ class SharedMemory:
         spins = 0
         while self.counters.min() < self.round:
             spins += 1
-            if spins > 1000:  # somebody is far behind, perhaps for want of a core
+            if spins > 1000:  # a rank is far behind, perhaps for want of a core
                 if spins == 1001:
                     deadline = time.monotonic() + self.timeout_seconds
                 os.sched_yield()

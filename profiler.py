@@ -1,7 +1,7 @@
 """Measure the rollout for the parallelism planner: `python profiler.py --ranks=4 --config FILE.toml ...`
 
-Takes the settings and the ranks of the run it is made for. Writes `planner.profile`, or rollout_profile.json in the
-model folder: seconds of prefill and decode over tensor-parallel size, sequences and context. (RollPacker, section 4.2)
+Takes the settings and the number of ranks of the run. Writes `planner.profile`, or rollout_profile.json in the model
+folder: seconds of prefill and decode by tensor-parallel size, sequences and context. (RollPacker, section 4.2)
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rollout import Engine
 from settings import MODELS, Config, model_dtype, model_source, profile_conditions, profile_path, rollout_sizes
 from warm_start import ensure_model
 
-MAX_TOKENS = 2**18  # of context in one point: more would take minutes to prefill, and times grow evenly
+MAX_TOKENS = 2**18  # context tokens of a point: more would take minutes to prefill, and times grow linearly
 BLOCKS = 5  # of decode steps; the median counts
 
 
@@ -54,10 +54,10 @@ def measure(
     contexts: List[int] = (),
     of_ranks: Callable[[List[float]], float] = max,
 ) -> dict[int, SizeProfile]:
-    """Return what an idle engine does in groups of each of its sizes, at 1, 4, 16 .. sequences. Collective.
+    """Return the times of an idle engine in groups of each of its sizes, at 1, 4, 16 .. sequences. Collective.
 
     `contexts`: tokens of each sequence, by default a longest sequence, a quarter and a sixteenth of it. All replicas
-    work side by side, as they do in a rollout. `of_ranks`: what counts of the seconds of all ranks, here the slowest.
+    work side by side, as in a rollout. `of_ranks` makes one number of all ranks' seconds; by default the slowest.
     """
     batches = sorted({min(4**i, engine.config.max_running) for i in range(8)})
     longest = engine.config.max_prompt_tokens + engine.config.max_response_tokens
@@ -81,7 +81,7 @@ def measure(
 
 
 class Point:
-    """A number of sequences with so many tokens of context each; less what the measurement itself decodes."""
+    """A number of sequences and their context in tokens, less the tokens that the measurement itself decodes."""
 
     def __init__(self, engine: Engine, batch: int, context: int):
         c, self.engine, self.batch, self.nominal = engine.config, engine, batch, context
@@ -103,7 +103,7 @@ class Point:
         engine, rng, longest = self.engine, Random(0), self.engine.config.max_prompt_tokens
         for i in range(self.batch):
             ids = [rng.randrange(engine.weights.shape.vocab_size) for _ in range(self.context)]
-            prompt, given = tuple(ids[:longest]), ids[longest:]  # what is over a longest prompt has been generated
+            prompt, given = tuple(ids[:longest]), ids[longest:]  # tokens over a longest prompt count as generated
             engine.add(Sequence(i, 0, 0, prompt, i, len(given) + self.new_tokens, True, (), given, [0.0] * len(given)))
         parallel.barrier(world)
         start = time.perf_counter()
@@ -136,7 +136,7 @@ def main(argv: list[str]) -> int:
     )
     asked, argv = launcher.parse(argv)
     flags, overrides = parser.parse_known_args(argv)
-    world = None
+    world: World | None = None
     try:
         config = load_config(Config, flags.config, overrides)
         if launcher.is_wanted(asked):

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from core import Group
 from engine.sequence import EngineStats
-from metrics import Track, quantiles
+from metrics import Record, Track, quantiles
 from policies.planner import Choice
 from rewards.gradings import PoolStats
 from rewards.judge import JudgeStats
@@ -52,7 +51,7 @@ def step_record(
     played: dict[str, dict],
     updates: Sequence[dict],
     reports: Sequence[RankReport],
-) -> dict[str, Any]:
+) -> Record:
     """Return the JSON record of a step of so many seconds.
 
     `played`: the sections "round" and "planner", none when the groups were replayed; `updates`: what each
@@ -90,7 +89,7 @@ def step_record(
     }
 
 
-def train_record(updates: Sequence[dict]) -> dict[str, Any]:
+def train_record(updates: Sequence[dict]) -> Record:
     """Return the means over the updates of a step."""
     return {
         **{k: sum(u[k] for u in updates) / len(updates) for k in updates[0] if k != "skipped"},
@@ -114,7 +113,7 @@ def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
     }
 
 
-def grading_record(pools: Iterable[PoolStats], seconds: float) -> dict[str, Any]:
+def grading_record(pools: Iterable[PoolStats], seconds: float) -> Record:
     """Return what the graders of all ranks did in a step of so many seconds."""
     total = PoolStats()
     for stats in pools:
@@ -152,7 +151,7 @@ def judge_record(judges: Sequence[JudgeStats]) -> dict[str, float]:
     }
 
 
-def planner_record(kind: str, choice: Choice) -> dict[str, Any]:
+def planner_record(kind: str, choice: Choice) -> Record:
     """Return the tensor-parallel size that was chosen for a round of this kind, with the reason."""
     return {"kind": kind, **asdict(choice), "predicted": {str(n): t for n, t in choice.predicted.items()}}
 
@@ -160,7 +159,7 @@ def planner_record(kind: str, choice: Choice) -> dict[str, Any]:
 # ---- an evaluation -----------------------------------------------------------------------------------------------
 
 
-def evaluation_record(groups: Sequence[Group], seconds: float) -> dict[str, Any]:
+def evaluation_record(groups: Sequence[Group], seconds: float) -> Record:
     """Return avg@k and pass@k: a prompt passes when its best reward is at least 1."""
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt, k = rewards.mean(1), rewards.shape[1]

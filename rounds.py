@@ -30,7 +30,7 @@ class Referee(Protocol):
 
 
 class Graders(Protocol):
-    """Grades samples beside decoding: a `reward.RewardPool`, or several ways at once (`rewards.judge.Graders`)."""
+    """Grades samples beside decoding: `rewards.pool.RewardPool`, or pool and judge (`rewards.judge.AllGraders`)."""
 
     @property
     def num_pending(self) -> int: ...

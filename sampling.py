@@ -24,10 +24,13 @@ COLDEST = 1e-30  # a smaller temperature would overflow fp32 logits
 @dataclass(frozen=True)
 class SamplingConfig:
     temperature: float = option(1.0, "softmax temperature; 0 is greedy", min=0.0, max=100.0)
-    top_k: int = option(0, "draw from the k likeliest tokens only; 0 is off", min=0)
-    top_p: float = option(1.0, "draw from the smallest set of tokens that holds this probability", above=0.0, max=1.0)
+    top_k: int = option(0, "draw only from the k likeliest tokens; 0 is off", min=0)
+    top_p: float = option(1.0, "draw from the smallest set of tokens with this probability", above=0.0, max=1.0)
     min_p: float = option(
-        0.0, "draw from tokens at least this share as likely as the likeliest; 0 is off", min=0.0, max=1.0
+        0.0,
+        "draw from tokens whose probability is at least this share of the likeliest token's; 0 is off",
+        min=0.0,
+        max=1.0,
     )
 
     @property
@@ -55,13 +58,13 @@ def sample_key(*parts: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts are arithmetic; the hash wants logical ones
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts are arithmetic; the hash needs logical shifts
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Return one uniform in [0, 1) per row, a pure function of (key, position). [n] int64 -> [n] float64
 
-    Tokens therefore depend on nothing else in the batch, on no engine and on no order.
+    So a token depends neither on the rest of the batch nor on engine or order.
     """
     x = keys + (positions + 1) * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(_MIX1)
@@ -100,10 +103,11 @@ def sample(logits: Tensor, uniform: Tensor | None, config: SamplingConfig) -> tu
     if config.temperature == 0.0:
         tokens = logits.argmax(-1)
         return tokens, torch.zeros(tokens.shape, device=logits.device)
+    assert uniform is not None, "only greedy decoding needs no uniforms"
     if logits.is_cuda and not config.truncates:
         return kernels.sample_inverse_cdf(logits, uniform, max(config.temperature, COLDEST))
     logprobs = filter_logits(logits, config).log_softmax(-1)  # [n, V]
-    tokens = _draw(logprobs.exp(), uniform[:, None])
+    tokens = _draw(logprobs.exp(), uniform[:, None])  # [n, 1]
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 
@@ -123,10 +127,10 @@ def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _invert(cdf: Tensor, target: Tensor) -> Tensor:
-    """Return the first place whose CDF exceeds the target, at most the last that has mass. [n, m], [n, 1] -> [n, 1]"""
+    """Return the first index whose CDF exceeds the target, at most the last with mass. [n, m], [n, 1] -> [n, 1]"""
     total = cdf[:, -1:]
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)  # not a number: any token
+    return torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)  # of NaN: any token
 
 
 def score(
@@ -134,7 +138,7 @@ def score(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of the sampled distribution. [n, V], [n] -> [n], [n] float32
 
-    The target always belongs to the support: it was drawn, even where rounding now puts it just outside top-p.
+    The target always counts as inside top-p: it was drawn, even if rounding now puts it just outside.
     Entropies have a gradient only with `entropy_gradient`: it keeps one more tensor of the logits' size.
     """
     kept = filter_logits(logits, config)

@@ -1,13 +1,13 @@
-"""Round policies: which prompts a step launches, who wins the race, what waits for a long round. Pure, no torch.
+"""Round policies: the prompts that a step launches, the winners of the race, the queue for long rounds. Pure, no torch.
 
-A policy is a state machine that every rank feeds with the same events in the same order, so all ranks come to the
-same decisions without asking anybody. The engine and a simulation drive the same classes:
+A policy is a state machine. Every rank feeds its copy with the same events in the same order, so all ranks make the
+same decisions without a master. The engine and the simulator drive the same classes:
 
     plan = policy.begin(take, steps_left)
     while not (decision := policy.observe(events of one window)).done: carry the decision out, decode a window
-    stats = policy.close(tokens of what was aborted)
+    stats = policy.close(tokens of aborted responses)
 
-A policy is a `RoundPolicy` with a `plan` of its own and an entry in POLICIES.
+A new policy is a `RoundPolicy` with its own `plan` and an entry in POLICIES.
 """
 
 import math
@@ -21,17 +21,17 @@ from config import entry, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 
 Take = Callable[[int], list[Visit]]
-QUEUED = 64  # times num_prompts: the most prompts that wait for a policy that may never take them
+QUEUED = 64  # times num_prompts: the longest queue of a policy that may never take prompts from it
 
 
 class Race:
-    """One round: who was first, what is aborted, when it is over. (RollPacker, section 3)
+    """One round: which responses are first, which are aborted, when it is over. (RollPacker, section 3)
 
     The first `keep_responses` responses complete a prompt, the first `keep_prompts` prompts complete the round, both in
-    the order of (iteration, id). Generation counts, not the grader's speed.
+    the order of (iteration, id). The speed of graders does not matter.
 
-    With `take`, dynamic sampling (DAPO, section 3.2): only prompts whose kept responses differ in reward count. Each of
-    the others is replaced by a new prompt while fewer than `max_prompts` have been launched; after that they fill up.
+    With `take`, dynamic sampling (DAPO, section 3.2): only prompts whose kept responses differ in reward count. A new
+    prompt replaces each other prompt while fewer than `max_prompts` have been launched; after that they fill the round.
     """
 
     def __init__(self, plan: RoundPlan, take: Take | None = None, max_prompts: int = 0):
@@ -61,7 +61,7 @@ class Race:
         return [id for prompt in self.accepted for id in sorted(self.kept[prompt])]
 
     def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float]) -> Decision:
-        """Take in one window's events, and the rewards that the decision before asked for."""
+        """Return the decision after one window's events and the rewards that the decision before asked for."""
         for id in self.ungraded:
             self.varied[id] = len({rewards[sample] for sample in self.kept[id]}) > 1
         num_replaced = sum(not self.varied[id] for id in self.ungraded)
@@ -93,7 +93,7 @@ class Race:
             self.live.update(dict.fromkeys(visit.id.sample(r) for r in range(self.plan.num_responses)))
 
     def _losers(self) -> tuple[SampleId, ...]:
-        """Return what still runs for nothing."""
+        """Return the running responses that can no longer be kept."""
         if self.decided:
             return tuple(self.live)
         closed = (prompt.sample(r) for prompt in self.closed for r in range(self.plan.num_responses))
@@ -107,7 +107,7 @@ class Race:
         del self.live[event.id]
         self.tokens[event.id] = event.num_tokens
         if self._is_complete(prompt):
-            return  # a window goes on past the response that completes a prompt
+            return  # late: the window went on after the prompt's last kept response
         self.kept[prompt].append(event.id)
         if self._is_complete(prompt):
             self.complete.append(prompt)
@@ -124,7 +124,7 @@ class Waiting:
 
     visit: Visit
     since: int  # round that first aborted it
-    expected: float  # tokens of one response: what its aborted responses came to, so at least this
+    expected: float  # tokens of a response, at least: the mean over its aborted responses
 
     @property
     def id(self) -> VisitId:
@@ -132,15 +132,15 @@ class Waiting:
 
 
 class RoundPolicy(ABC):
-    """What policies share. One of your own needs `plan` only: what a round launches, in which order, and what it keeps.
+    """The base of all policies. A new policy needs only `plan`: the prompts of a round, their order, how many are kept.
 
-    What a round launched and did not keep waits in `queue`; `plan` takes it from there with `requeued`, or leaves it.
-    Unless the policy `trains_all`, the queue forgets the oldest beyond QUEUED x num_prompts. Every rank has its own
-    copy and all must plan alike, so `plan` uses nothing but what it is given and what is here. A policy that
-    remembers more adds it to `state_dict` and `load_state_dict`.
+    Prompts that a round launches and does not keep wait in `queue`; `plan` may take them with `requeued`. Unless the
+    policy `trains_all`, the queue forgets its oldest prompts beyond QUEUED x num_prompts. Every rank has its own copy
+    and all must plan alike, so `plan` may use only its arguments and the state here. A policy with further state adds
+    it to `state_dict` and `load_state_dict`.
     """
 
-    trains_all = False  # promises to train whatever it draws: a run must then be long enough for its queue
+    trains_all = False  # promises to train every prompt that it draws: a run must then be long enough for its queue
 
     def __init__(self, config: "SchedulerConfig", seed: int = 0):
         self.config, self.seed = config, seed
@@ -148,28 +148,34 @@ class RoundPolicy(ABC):
         self.rounds = 0
         self.wasted_tokens = 0
         self.typical = 1.0  # tokens of a trained response in the newest short round
-        self.race: Race | None = None  # the round that is open
-        self._queued: dict[VisitId, Waiting] = {}  # those of this round that come from the queue
+        self._race: Race | None = None  # of the open round
+        self._queued: dict[VisitId, Waiting] = {}  # prompts of this round that come from the queue
 
     @abstractmethod
     def plan(self, take: Take, steps_left: int) -> RoundPlan:
         """Return the next round, the first of `steps_left`. `take(n)` draws n new prompts."""
 
+    @property
+    def race(self) -> Race:
+        """The open round."""
+        assert self._race, "no round is open: call begin"
+        return self._race
+
     def requeued(self, count: int) -> list[Waiting]:
-        """Take the oldest `count` prompts out of the queue, or as many as there are, for the round that is planned."""
+        """Take the oldest `count` prompts out of the queue, or all if there are fewer, for the round being planned."""
         old, self.queue = self.queue[:count], self.queue[count:]
         self._queued |= {w.id: w for w in old}
         return old
 
     def begin(self, take: Take, steps_left: int) -> RoundPlan:
-        """Open the next round. Raises ValueError on a plan that cannot end or that says what it is not."""
-        assert self.race is None, "the round before was not closed"
+        """Open the next round. Raises ValueError on a plan that cannot end or that contradicts itself."""
+        assert self._race is None, "the round before was not closed"
         c, self._queued = self.config, {}
         plan = self.plan(take, steps_left)
         if wrong := self._wrong(plan):
             raise ValueError(f"{type(self).__name__}.plan: {wrong}")
         max_prompts = max(int(c.max_draws * c.num_prompts), len(plan.prompts))
-        self.race = Race(plan, take if c.dynamic_sampling else None, max_prompts)
+        self._race = Race(plan, take if c.dynamic_sampling else None, max_prompts)
         self.rounds += 1
         return plan
 
@@ -190,7 +196,7 @@ class RoundPolicy(ABC):
         return ""
 
     def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float] | None = None) -> Decision:
-        assert self.race, "no round is open: call begin"
+        """Return the decision after one window (see `Race.observe`)."""
         return self.race.observe(finished, rewards or {})
 
     def accepted_ids(self) -> list[SampleId]:
@@ -198,8 +204,8 @@ class RoundPolicy(ABC):
         return self.race.accepted_ids()
 
     def close(self, aborted: Mapping[SampleId, int]) -> RoundStats:
-        """End the round. `aborted`: tokens that each aborted response had, from all ranks."""
-        race, self.race = self.race, None
+        """End the round. `aborted`: tokens of each aborted response, from all ranks."""
+        race, self._race = self.race, None
         tokens = race.tokens | dict(aborted)
         assert len(tokens) == len(race.prompts) * race.plan.num_responses, "a response ended twice or not at all"
         trained = [tokens[id] for id in race.accepted_ids()]
@@ -209,7 +215,7 @@ class RoundPolicy(ABC):
             self.typical = max(sum(trained) / len(trained), 1.0)
         gone = {*race.accepted, *race.zero_variance}
         losers = [self._wait(id, race, tokens) for id in {**self._queued, **race.prompts} if id not in gone]
-        self.queue = sorted(losers + self.queue, key=lambda w: w.since)  # stable: who was first stays
+        self.queue = sorted(losers + self.queue, key=lambda w: w.since)  # stable: the order of a round stays
         if not self.trains_all:
             self.queue = self.queue[-QUEUED * self.config.num_prompts :]
         return RoundStats(
@@ -236,7 +242,7 @@ class RoundPolicy(ABC):
 
     def state_dict(self) -> dict:
         """Return plain values: the state between two rounds."""
-        assert self.race is None, "a round is open"
+        assert self._race is None, "a round is open"
         queue = [(*w.id, w.since, w.expected) for w in self.queue]
         return {
             "queue": queue,
@@ -251,11 +257,11 @@ class RoundPolicy(ABC):
 
 
 class TailBatching(RoundPolicy):
-    """Short rounds that race, a queue for what they abort, long rounds that wait. (RollPacker, section 3)
+    """Short rounds that race, a queue of aborted prompts, long rounds that wait. (RollPacker, section 3)
 
-    Whatever is drawn is trained exactly once: `plan` never draws more than the rest of the run can train, so the last
-    rounds empty the queue. (With dynamic sampling: is trained or found to have zero variance.) A queued prompt keeps
-    its name, so its responses come from the same random streams, by newer weights.
+    Every drawn prompt is trained exactly once: `plan` never draws more than the rest of the run can train, so the last
+    rounds empty the queue. (With dynamic sampling it is trained or found to have zero variance.) A queued prompt keeps
+    its id, so newer weights sample its responses from the same random streams.
     """
 
     trains_all = True
@@ -310,7 +316,7 @@ class SchedulerConfig:
     eta_prompts: float = option(1.25, "a short round launches this many times num_prompts", min=1.0, max=16.0)
     eta_responses: float = option(
         1.25,
-        "and of each prompt this many times num_responses; 1 keeps every response, so no length is censored",
+        "a short round launches this many times num_responses of a prompt; 1 censors no length",
         min=1.0,
         max=16.0,
     )
@@ -319,12 +325,12 @@ class SchedulerConfig:
     )
     window_seconds: float = option(
         0.0,
-        "seconds between two exchanges instead; runs of one seed then differ; 0: window_iterations",
+        "seconds between two exchanges, in place of window_iterations; runs of one seed then differ; 0 is off",
         min=0.0,
         max=1e7,
     )
     migrate: bool = option(
-        False, "replicas that run dry take sequences over from others; gains little, and only where a tail is long"
+        False, "replicas without work take sequences from others; gains little, and only if the tail is long"
     )
     dynamic_sampling: bool = option(
         False, "replace prompts whose rewards are all equal by new ones (DAPO, section 3.2)"
@@ -337,21 +343,21 @@ class SchedulerConfig:
     )
 
 
-RELAXED = 8  # windows are so much longer where nothing races
+RELAXED = 8  # factor on the window's length where nothing races
 
 
 def window(
     config: SchedulerConfig, kind: str, num_replicas: int, may_leave: bool = False, feeds: bool = False
 ) -> tuple[float, float]:
-    """Return how many engine steps and how many seconds go by until the next exchange of events.
+    """Return the engine steps and the seconds until the next exchange of events.
 
-    `may_leave`: replicas may leave the round to train what is complete, at a share of it that windows should not miss.
-    `feeds`: others have left and wait for what is complete.
+    `may_leave`: replicas may leave the round to train at a share of complete responses, which windows should not miss.
+    `feeds`: replicas have left and wait for complete groups.
     """
     decides_soon = kind == "short" or config.dynamic_sampling or may_leave
     if num_replicas == 1 and not decides_soon and not feeds:
-        return math.inf, math.inf  # nobody to exchange with, nothing to decide before the end
-    # Of several replicas one may run dry long before the others: it must not wait for them until the time-out.
+        return math.inf, math.inf  # no other replica, and no decision before the end
+    # A replica may run out of work long before the others: it must not wait for them until the time-out.
     stretch = 1 if decides_soon else RELAXED
     if config.window_seconds:
         return math.inf, config.window_seconds * stretch

@@ -1,13 +1,13 @@
-"""What a run is told: all sections of the config, and the checks that refuse what cannot work before it starts."""
+"""The settings of a run: all sections of the config, and the checks that refuse a run which would fail later."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import checkpoint
 from config import ConfigError, flatten, load_config, option
+from core import Tokenizer
 from data import DataConfig, load_prompts
 from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
@@ -25,7 +25,7 @@ from scheduler import SchedulerConfig
 from trainer import TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
 
-MODELS = Path("models")  # where warm-started models are kept
+MODELS = Path("models")  # folder of warm-started models
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def model_source(config: Config) -> Path:
 def rollout_sizes(
     config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device, elastic: bool
 ) -> list[int]:
-    """Return the tensor-parallel sizes that the rollout may have; without `elastic` only its own.
+    """Return the tensor-parallel sizes that the rollout may have; without `elastic` only `rollout.tensor_parallel`.
 
-    Raises ConfigError, with what is possible, when that one does not divide ranks, machines or model, or when its
-    pages do not hold one full sequence.
+    Raises ConfigError, with the possible sizes, if that size does not divide ranks, machines or model, or if its pages
+    do not hold one full sequence.
     """
     c, dtype = config.rollout, model_dtype(config, device.type)
     own = c.tensor_parallel
@@ -115,8 +115,8 @@ def profile_path(config: Config) -> Path:
     return Path(config.planner.profile or model_source(config) / PROFILE_NAME)
 
 
-def profile_conditions(config: Config, shape: ModelShape, num_ranks: int, device: torch.device) -> dict[str, Any]:
-    """Return what the times of a rollout profile depend on: one made under others is refused."""
+def profile_conditions(config: Config, shape: ModelShape, num_ranks: int, device: torch.device) -> dict[str, object]:
+    """Return the conditions that a rollout profile depends on. A profile made under other conditions is refused."""
     return {
         "model": str(shape),
         "threads": torch.get_num_threads(),
@@ -131,7 +131,7 @@ def profile_conditions(config: Config, shape: ModelShape, num_ranks: int, device
 def rollout_profile(
     config: Config, shape: ModelShape, sizes: list[int], num_ranks: int, device: torch.device
 ) -> Profile | None:
-    """Read the profile that the planner's rule needs, or that it can use and is there."""
+    """Read the profile that the planner's rule needs, or the existing profile that it can use."""
     rule, path = config.planner.rule, profile_path(config)
     if rule == "fixed" or (rule == "paper" and not config.planner.profile and not path.exists()):
         return None
@@ -140,7 +140,20 @@ def rollout_profile(
 
 def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     """Raise ConfigError on anything that would fail later: combinations, data, graders, model folder, run folder."""
-    c = config
+    check_settings(config, world_size)
+    check_loggers(config.log)
+    check_run_folder(config, resume)
+    device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+    shape, tokenizer = check_source(config)
+    elastic = config.planner.rule != "fixed"
+    sizes = rollout_sizes(config, shape, world_size, own_node_size(world_size), device, elastic)
+    if is_main:
+        rollout_profile(config, shape, sizes, world_size, device)
+    check_data(config, tokenizer, model_dtype(config, device.type), is_main)
+
+
+def check_settings(c: Config, world_size: int) -> None:
+    """Raise ConfigError on values and combinations that need no file to be refused."""
     if not c.run.dir:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
     tp = c.rollout.tensor_parallel
@@ -179,7 +192,7 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
         raise ConfigError(f"loss.tis_cap = {c.loss.tis_cap} needs loss.old_logprobs = trainer")
     if c.sampling.temperature == 0:
         raise ConfigError(
-            "sampling.temperature = 0 draws the same response every time, so nothing can be learnt; take 1.0"
+            "sampling.temperature = 0 draws the same response every time, which teaches nothing; take 1.0"
         )
     if c.reward.overlong_buffer > c.rollout.max_response_tokens:
         raise ConfigError(
@@ -188,9 +201,10 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
         )
     if c.run.replay and not Path(c.run.replay).is_dir():
         raise ConfigError(f"run.replay = {c.run.replay!r}: no such folder; give the rollouts/ folder of an earlier run")
-    check_loggers(c.log)
-    check_run_folder(config, resume)
-    device = torch.device("cuda" if c.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_source(c: Config) -> tuple[ModelShape, Tokenizer]:
+    """Return the shape and the tokenizer of the model that the run starts from. Raises ConfigError if it cannot."""
     folder = model_source(c)
     if c.model.path or folder.exists():
         shape, _ = checkpoint.check_model(folder)
@@ -210,16 +224,17 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} is over the model's context of "
             f"{shape.max_positions} tokens; lower rollout.max_response_tokens"
         )
-    elastic = c.planner.rule != "fixed"
-    sizes = rollout_sizes(c, shape, world_size, own_node_size(world_size), device, elastic)
-    if is_main:
-        rollout_profile(c, shape, sizes, world_size, device)
+    return shape, tokenizer
+
+
+def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: bool) -> None:
+    """Raise ConfigError on data that cannot be read or are too few, and on graders that do not work."""
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
     first = {p.task: p for p in reversed(prompts + held_out)}
     also = by_grader("reward.also", c.reward.also)
     first = {name: prompt for prompt in (prompts + held_out)[:1] for name in also} | first
     if TASK_OF_JUDGE in first:
-        check_judge(c.judge, model_dtype(config, device.type))
+        check_judge(c.judge, dtype)
     elif c.judge.path:
         raise ConfigError(
             f"judge.path = {c.judge.path!r}, but no data row has the task {TASK_OF_JUDGE}; set data.task = "
@@ -236,7 +251,7 @@ def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
 
 
 def check_scheduler(c: SchedulerConfig, tensor_parallel: int) -> None:
-    """Refuse combinations of which one half would do nothing, or that ranks could not agree on."""
+    """Refuse combinations of settings without effect, or on which ranks could not agree."""
     if c.window_seconds and tensor_parallel > 1:
         raise ConfigError(
             f"scheduler.window_seconds = {c.window_seconds}: the {tensor_parallel} ranks of a replica must end windows "
@@ -244,18 +259,18 @@ def check_scheduler(c: SchedulerConfig, tensor_parallel: int) -> None:
         )
     if c.audit and (c.policy == "synchronous" or c.eta_prompts == c.eta_responses == 1):
         raise ConfigError(
-            f"scheduler.audit = {c.audit}: without a race nothing is left out; take scheduler.policy = tail_batching "
-            "with eta_prompts or eta_responses over 1, or audit = 0"
+            f"scheduler.audit = {c.audit}: without a race there is nothing to audit; take scheduler.policy = "
+            "tail_batching with eta_prompts or eta_responses over 1, or audit = 0"
         )
     if c.dynamic_sampling and c.policy == "tail_batching" and c.max_draws < c.eta_prompts:
         raise ConfigError(
-            f"scheduler.max_draws = {c.max_draws} is under scheduler.eta_prompts = {c.eta_prompts}, which a round "
-            "launches to begin with; raise it"
+            f"scheduler.max_draws = {c.max_draws} is under scheduler.eta_prompts = {c.eta_prompts}, the launch of a "
+            "round; raise it"
         )
 
 
 def check_stream(c: Config, num_ranks: int) -> None:
-    """Refuse to stream what would not be the gradient of the plain step, and ranks that can never be halved."""
+    """Refuse stream training that would change the gradient, and ranks that can never be halved."""
     policy = f"stream.policy = {c.stream.policy}"
     if c.stream.policy == "off":
         return
@@ -269,13 +284,13 @@ def check_stream(c: Config, num_ranks: int) -> None:
     if c.loss.advantage in BATCH_WIDE:
         local = ", ".join(name for name in ADVANTAGES if name not in BATCH_WIDE)
         raise ConfigError(
-            f"{policy} trains a group before others are complete, but loss.advantage = {c.loss.advantage} needs all of "
-            f"them; take one of {local}, or stream.policy = off"
+            f"{policy} trains a group before others are complete, but loss.advantage = {c.loss.advantage} needs all "
+            f"groups; take one of {local}, or stream.policy = off"
         )
     if c.scheduler.dynamic_sampling:
         raise ConfigError(
-            f"{policy} does nothing with scheduler.dynamic_sampling, which may still drop a group that is complete; "
-            "take stream.policy = off"
+            f"{policy} has no effect with scheduler.dynamic_sampling, which may still drop a complete group; take "
+            "stream.policy = off"
         )
     sizes = [c.rollout.tensor_parallel]
     if c.planner.rule != "fixed":
@@ -283,13 +298,13 @@ def check_stream(c: Config, num_ranks: int) -> None:
     if num_ranks > 1 and not any(can_halve(num_ranks, n, c.trainer.shard) for n in sizes):
         raise ConfigError(
             f"{policy} lets half of the replicas leave, but {num_ranks} ranks with rollout.tensor_parallel = "
-            f"{sizes[0]} and trainer.shard = {c.trainer.shard} have no two halves of whole groups; take smaller ones, "
-            "more ranks, or stream.policy = off"
+            f"{sizes[0]} and trainer.shard = {c.trainer.shard} have no two halves of whole groups; take smaller "
+            "groups, more ranks, or stream.policy = off"
         )
 
 
 def can_halve(num_ranks: int, tensor_parallel: int, shard: int) -> bool:
-    """Whether half of the replicas, rounded down, are ranks of whole shard groups."""
+    """Return whether half of the replicas, rounded down, are ranks of whole shard groups."""
     return half(num_ranks // tensor_parallel, replicas_together(shard, tensor_parallel)) > 0
 
 
@@ -301,7 +316,7 @@ FREE_TO_CHANGE = (
     "run.timeout_seconds",
     "run.dump_rollouts",
     "run.dir",
-    "data.graders",  # what rows may name; what they name stays
+    "data.graders",  # names that rows may use; the rows stay
     "reward.num_workers",
     "reward.max_failures",
     "reward.max_queue",
@@ -324,7 +339,7 @@ def check_run_folder(config: Config, resume: bool) -> None:
             f"run.dir = {str(folder)!r} already holds a run; continue it with --resume, or choose another run.dir"
         )
     if not saved.exists():
-        return  # with --resume too: what restarts a run gives it one command line for the first start and the others
+        return  # with --resume too: a launcher starts and restarts a run by one command line
     try:
         before = flatten(load_config(Config, str(saved), []))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Training weights that lie over several ranks: torch's FSDP2, set up to add exact sums."""
+"""Training weights spread over several ranks by torch's FSDP2, set up to add exact sums."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ def shard_mesh(world: World, size: int) -> DeviceMesh:
 
 
 def shard_model(model: Any, mesh: DeviceMesh) -> Any:
-    """Return a second module like `model` whose fp32 weights lie over the shard group's ranks.
+    """Return a second module like `model` whose fp32 weights are spread over the shard group's ranks.
 
     It computes in the model's dtype. Every backward sums gradients within the shard group, in fp32, and keeps a part on
-    each rank; they are summed over the groups when told to (`set_requires_all_reduce`). Every rank has the whole
-    `model` and takes its part without communication.
+    each rank; `set_requires_all_reduce` decides when they are summed over the groups. Every rank has the whole `model`
+    and takes its part without communication.
     """
     dtype = next(model.parameters()).dtype
     with torch.device("meta"):
@@ -44,12 +44,12 @@ def shard_model(model: Any, mesh: DeviceMesh) -> Any:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor whole on every rank, any other as it is. Collective in the shard group."""
+    """Return a sharded tensor whole on every rank; return other tensors unchanged. Collective in the shard group."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a sharded tensor, any other as it is."""
+    """Return this rank's part of a sharded tensor; return other tensors unchanged."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 

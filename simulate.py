@@ -4,9 +4,9 @@
     python simulate.py --replay=runs/tiny          lengths recorded with run.dump_rollouts
     python simulate.py --profile=PROFILE.json      decode and prefill times measured by profiler.py
 
-Decisions are those of the code of real runs: scheduler.py, rewards/timeouts.py, and placement, planner and overlap in
-policies/. The engine is played to the page by policies/replica.py, time is made up by simulation/costs.py;
-docs/simulator.md lists what else is modelled. The cost of a simulation grows with its responses, not with their tokens.
+The code of real runs decides: scheduler.py, rewards/timeouts.py, and placement, planner and overlap in policies/.
+policies/replica.py models the engine to the page, simulation/costs.py the time; docs/simulator.md lists the other
+models. The cost of a simulation grows with its responses, not with their tokens.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from random import Random
 from statistics import mean
-from typing import Any
 
 from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
@@ -49,7 +48,7 @@ CONFIGS = Path(__file__).parent / "configs" / "simulate"
 
 @dataclass(frozen=True)
 class ModelFile:
-    """configs/simulate/MODEL.toml: what a model costs and what it says. One file for all figures."""
+    """configs/simulate/MODEL.toml: costs and response lengths of a model. One file for all figures."""
 
     shape: Shape = field(default_factory=Shape)
     efficiency: Efficiency = field(default_factory=Efficiency)
@@ -58,17 +57,17 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    hardware: str = option("h800", "file in configs/simulate that states a GPU: h800, h100, h200, a100")
-    model: str = option("qwen2.5-7b", "file in configs/simulate that states a model and its response lengths")
+    hardware: str = option("h800", "GPU, a file in configs/simulate: h800, h100, h200, a100")
+    model: str = option("qwen2.5-7b", "model and its response lengths, a file in configs/simulate")
     gpus: int = option(16, "GPUs of the whole run", min=1, max=100_000)
     tensor_parallel: int = option(1, "GPUs that decode one replica together", min=1)
     weights: str = option(
         "whole",
-        "rollout weights on each GPU of a replica: whole, as the engine keeps them, or sharded, which it cannot yet; "
-        "either way a GPU reads only its shard in a decode step",
+        "rollout weights on each GPU of a replica: whole, as in the engine, or sharded, which the engine cannot do "
+        "yet; in both cases a GPU reads only its shard in a decode step",
         choices=LAYOUTS,
     )
-    max_running: int = option(256, "sequences that decode together on one replica, at most", min=1)
+    max_running: int = option(256, "most sequences that decode together on one replica", min=1)
     page_size: int = option(64, "tokens in one KV page", min=1)
     shared_prompts: bool = option(True, "responses share their prompt's pages, as on a GPU; false: as on a CPU")
     steps: int = option(20, "steps to simulate", min=1)
@@ -77,19 +76,19 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class GradingConfig:
-    """How long graders take. (RollPacker, section 4.3)"""
+    """Times of graders. (RollPacker, section 4.3)"""
 
-    overlap: bool = option(True, "grade a response when it ends; false: all of them after the rollout")
+    overlap: bool = option(True, "grade a response when it ends; false: all responses after the rollout")
     adaptive: bool = option(True, "time limits of code follow the times of correct runs; false: always timeout_seconds")
     sandboxes: int = option(22, "programs that run at the same time, over the whole cluster (fitted)", min=1)
     code_seconds: float = option(1.0, "median seconds of a response's tests", above=0)
-    code_spread: float = option(0.7, "spread of these seconds over prompts, in natural logarithms", min=0)
+    code_spread: float = option(0.7, "spread of code_seconds over prompts, in natural logarithms", min=0)
     hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)
     timeout_seconds: float = option(RewardConfig.case_max_seconds, "longest time limit (T_max)", above=0)
     least_seconds: float = option(RewardConfig.case_min_seconds, "shortest time limit (T_min)", above=0)
     slack: float = option(RewardConfig.case_factor, "time limit in units of the longest correct run (lambda)", above=0)
     quantile: float = option(
-        RewardConfig.case_quantile, "quantile of known runs that a case without one uses", above=0, max=1
+        RewardConfig.case_quantile, "quantile of known runs for a case without a correct run", above=0, max=1
     )
     audit: float = option(RewardConfig.case_audit, "share of responses that get T_max", min=0, max=1)
     judges: int = option(32, "responses that judges read at the same time", min=1)
@@ -114,7 +113,7 @@ class SimulationConfig:
 # ---- one rollout -------------------------------------------------------------------------------------------------
 
 
-class Rollout:
+class SimulatedRound:
     """Plays one round as `rounds.Round` does: windows, events, the policy's decisions, moves."""
 
     def __init__(self, run: "Simulation", plan: RoundPlan, step: int):
@@ -143,13 +142,13 @@ class Rollout:
     def preemptions(self) -> int:
         return sum(replica.preemptions for replica in self.replicas + self.freed)
 
-    def play(self, judge: RoundPolicy) -> None:
-        """Decode until the judge says that the round is done. Grades that it asks for take no time here."""
+    def play(self, policy: RoundPolicy) -> None:
+        """Decode until the policy says that the round is done. Rewards that it asks for take no time here."""
         self._launch(self.plan.prompts, self.plan.expected)
         decision = Decision()
         while not decision.done:
             finished = self._decode()
-            decision = judge.observe(finished, {id: self.run.reward(id) for id in decision.grade})
+            decision = policy.observe(finished, {id: self.run.reward(id) for id in decision.grade})
             self.placement.remove([*(event.id for event in finished), *decision.abort])
             losers = set(decision.abort)
             for replica in self.replicas if losers else ():
@@ -173,7 +172,7 @@ class Rollout:
                     replica.add(Response(ids[i].sample(r), size, length))
 
     def _decode(self) -> list[Finished]:
-        """Go on to the end of the first window in which anything happens. Windows begin together on all replicas."""
+        """Go on to the end of the first window with an event. Windows begin together on all replicas."""
         may_leave = self.stream is not None and not self.stream.is_done
         feeds = self.scale_down is not None
         size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, feeds)
@@ -197,7 +196,7 @@ class Rollout:
         return [event for event, _ in ended]
 
     def _observe_steps(self, before: Sequence[tuple[int, int, float]]) -> None:
-        """Tell the stream policy what a step took on the slowest replica, as overlap.py does."""
+        """Give the stream policy the step time of the slowest replica, as overlap.py does."""
         windows = []
         for replica, old in zip(self.replicas, before, strict=True):
             steps, drawn, seconds = (now - then for now, then in zip(replica.plain, old, strict=True))
@@ -218,7 +217,7 @@ class Rollout:
 
     def _scale_down(self) -> None:
         total = self.plan.keep_prompts * self.plan.keep_responses
-        if not self.stream or not self.stream.is_due(len(self.lengths), total):  # before all is looked through
+        if not self.stream or not self.stream.is_due(len(self.lengths), total):  # saves the look at every response
             return
         live = [s.done + r.iteration - s.start for r in self.replicas for s in r.running.values()]
         live += [s.done for r in self.replicas for s in r.waiting]
@@ -235,7 +234,7 @@ class Rollout:
 
 
 def check(config: SimulationConfig) -> None:
-    """Raise ConfigError on settings that are not simulated, or that a run refuses."""
+    """Raise ConfigError on settings that are not simulated or that a run refuses."""
     if config.scheduler.window_seconds:
         raise ConfigError(
             f"scheduler.window_seconds = {config.scheduler.window_seconds} is not simulated; take "
@@ -243,7 +242,7 @@ def check(config: SimulationConfig) -> None:
         )
     if config.stream.policy != "off" and config.scheduler.dynamic_sampling:
         raise ConfigError(
-            f"stream.policy = {config.stream.policy} does nothing with scheduler.dynamic_sampling; take "
+            f"stream.policy = {config.stream.policy} has no effect with scheduler.dynamic_sampling; take "
             "stream.policy = off"
         )
 
@@ -259,7 +258,7 @@ class Simulation:
         workload: Lengths | None = None,
         profile: Profile | None = None,
     ):
-        """`workload`: instead of lengths by `model`; `profile`: measured times instead of the roofline's."""
+        """`workload` replaces the lengths by `model`; `profile`, measured times, replaces the roofline."""
         check(config)
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
         c = config.cluster
@@ -278,13 +277,13 @@ class Simulation:
             self.stream = StreamPolicy(config.stream, self.times[c.tensor_parallel], self.limit)
         self.planner = self._planner() if config.planner.rule != "fixed" else None
         self.timeouts = config.grading.timeouts()
-        self.token_seconds = 0.0  # in which all GPUs together trained a token of the newest step
-        self.records: list[dict[str, Any]] = []
+        self.token_seconds = 0.0  # of all GPUs together, to train a token of the newest step
+        self.records: list[dict] = []
         self.trained: list[list[SampleId]] = []
         self.events = 0
 
     def _costs(self) -> dict[int, Costs]:
-        """Return the costs of each tensor-parallel size that replicas may have: those that hold a longest response."""
+        """Return the costs of each tensor-parallel size whose pages hold a longest response."""
         c, given, profile = self.config.cluster, (self.hardware, self.model.shape, self.model.efficiency), self.profile
         if c.gpus % c.tensor_parallel:
             raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel} does not divide cluster.gpus = {c.gpus}")
@@ -308,23 +307,23 @@ class Simulation:
         return cache.num_pages(memory, size, s.parameters * BYTES, layout)
 
     def _misfit(self, found: Mapping[int, Costs], needed: int) -> str:
-        """Say why replicas of the size that is asked for cannot be, and what could."""
+        """Return why replicas cannot have the size `cluster.tensor_parallel`, and which sizes they could have."""
         c, fits = self.config.cluster, [n for n, costs in found.items() if costs.pages >= needed]
         if c.tensor_parallel not in found:
             return f"cluster.tensor_parallel = {c.tensor_parallel}: the profile has only {[*found]}"
         text = f"cluster.tensor_parallel = {c.tensor_parallel}: a response of {self.longest} tokens does not fit; "
-        text += f"sizes that hold one: {fits}" if fits else "no size of this cluster holds one"
+        text += f"it fits into the sizes {fits}" if fits else "no size of this cluster holds it"
         if not self.profile:
             each = self.model.shape.parameters * BYTES
             room = self.hardware.memory * self.model.efficiency.kv_memory
             text += f". cluster.weights = {c.weights}: {each / 1e9:.3g} GB of weights, {room / 1e9:.3g} GB of a GPU "
             text += "for weights and pages"
             if c.weights == "whole" and self.num_pages(c.tensor_parallel, "sharded") >= needed:
-                text += "; they would fit sharded, which the engine cannot yet"
+                text += "; sharded weights would fit, but the engine cannot shard them yet"
         return text
 
     def _planner(self) -> ParallelismPlanner:
-        """Build the planner of real runs. Without a measured profile its own is what the roofline says."""
+        """Build the planner of real runs. Without a measured profile it gets one from the roofline."""
         c, sizes = self.config.cluster, {}
         for n, costs in self.costs_of.items():
             decode = [(b, ctx, costs.decode(b, b * ctx)) for b in (1, 8, 64, 256) for ctx in (256, 2048, 16_384)]
@@ -334,7 +333,7 @@ class Simulation:
             sizes = {n: self.profile.sizes[n] for n in sizes}
         pages = {n: costs.pages for n, costs in self.costs_of.items()}
         limits = Limits(c.gpus, pages, c.page_size, c.max_running, self.limit, c.shared_prompts)
-        # The paper's rule starts without one: from `tensor_parallel`.
+        # The paper's rule starts from `tensor_parallel`, without a profile.
         profile = Profile({}, sizes) if self.config.planner.rule == "predict" else None
         return ParallelismPlanner(self.config.planner, limits, c.tensor_parallel, profile)
 
@@ -351,13 +350,13 @@ class Simulation:
         return self.stream if self.stream and self.stream.begin(plan.kind) else None
 
     def costs_at(self, replica: int, size: int) -> Costs:
-        """Return the costs of one replica of a tensor-parallel size. All are alike."""
+        """Return the costs of one replica of a tensor-parallel size. Here all are equal; benchmarks override this."""
         return self.costs_of[size]
 
     def reward(self, id: SampleId) -> float:
         return float(Random(f"reward {self.config.cluster.seed} {id}").random() < self.model.lengths.solved)
 
-    def run(self) -> list[dict[str, Any]]:
+    def run(self) -> list[dict]:
         for step in range(self.config.cluster.steps):
             self.step(step)
         return self.records
@@ -366,12 +365,12 @@ class Simulation:
         """Play one step: rollout, grading, training, weight sync."""
         c, e = self.config, self.model.efficiency
         plan = self.policy.begin(self.cursor.take, c.cluster.steps - step)
-        rollout = Rollout(self, plan, step)
+        rollout = SimulatedRound(self, plan, step)
         rollout.play(self.policy)
         accepted = self.policy.accepted_ids()
         stats = self.policy.close(rollout.aborted)
         wanted = list(rollout.ended) if plan.audit else accepted
-        graded = grade(rollout, wanted, c.grading, self.timeouts, c.cluster.seed)
+        graded = reward_times(rollout, wanted, c.grading, self.timeouts, c.cluster.seed)
         self.newest, self.graded = rollout, graded
         end = rollout.seconds
         reward = max(max(graded[id] for id in accepted) - end, 0.0)
@@ -391,7 +390,7 @@ class Simulation:
         self.trained.append(accepted)
         self.records.append(self._record(rollout, stats, seconds, len(streamed)))
 
-    def _record(self, rollout: Rollout, stats: RoundStats, seconds: dict[str, float], streamed: int) -> dict[str, Any]:
+    def _record(self, rollout: SimulatedRound, stats: RoundStats, seconds: dict[str, float], streamed: int) -> dict:
         replicas = rollout.replicas + rollout.freed
         self.events += sum(r.events for r in replicas) + rollout.turns * len(replicas)
         trained = self.trained[-1]
@@ -411,11 +410,12 @@ class Simulation:
         }
 
     def _stream(
-        self, rollout: Rollout, lengths: Mapping[SampleId, int], graded: Mapping[SampleId, float]
+        self, rollout: SimulatedRound, lengths: Mapping[SampleId, int], graded: Mapping[SampleId, float]
     ) -> tuple[set[VisitId], float]:
-        """Return the prompts that the freed ranks trained beside the rollout, and the seconds of all that this left."""
+        """Return the prompts that the freed ranks trained beside the rollout, and the seconds of the training left."""
         if not rollout.freed:
             return set(), 0.0
+        assert self.stream, "only a stream policy frees ranks"
         gpus, end = len(rollout.freed) * self.costs.tp, rollout.seconds
         groups: dict[VisitId, list[SampleId]] = {}
         for id in lengths:
@@ -433,12 +433,12 @@ class Simulation:
         return streamed, late + (1 - share) * self.costs.train(rest, self.config.cluster.gpus)
 
 
-def grade(
-    rollout: Rollout, accepted: Sequence[SampleId], config: GradingConfig, timeouts: AdaptiveTimeouts, seed: int
+def reward_times(
+    rollout: SimulatedRound, accepted: Sequence[SampleId], config: GradingConfig, timeouts: AdaptiveTimeouts, seed: int
 ) -> dict[SampleId, float]:
-    """Return when each response's reward is there, in seconds since the rollout began.
+    """Return the time of each response's reward, in seconds since the rollout began.
 
-    Graders take responses in the order in which they end. What the round does not need is dropped when the round ends.
+    Graders take responses in the order in which they end. Gradings that the round does not need end with the round.
     """
     wanted, end = set(accepted), rollout.seconds
     free = {"code": [0.0] * config.sandboxes, "judge": [0.0] * config.judges, "rule": [0.0] * config.sandboxes}
@@ -452,7 +452,7 @@ def grade(
             continue
         seconds = config.judge_seconds if task == "judge" else config.rule_seconds
         if task == "code":
-            while running and running[0][0] <= begin:  # what has not ended has taught nothing yet
+            while running and running[0][0] <= begin:  # limits are learned only from programs that have ended
                 timeouts.observe(*heappop(running)[2:])
             seconds, *learned = run_program(prompt, id, rollout.run.reward(id) > 0, config, timeouts, seed)
             heappush(running, (begin + seconds, id, *learned))
@@ -466,9 +466,9 @@ def grade(
 def run_program(
     prompt: Prompt, id: SampleId, solves: bool, config: GradingConfig, timeouts: AdaptiveTimeouts, seed: int
 ) -> tuple[float, CasePlan, list[tuple[float, bool, bool]], bool]:
-    """Return the seconds that a program takes, and what `AdaptiveTimeouts.observe` wants to know of it.
+    """Return the seconds of a program, and the arguments of `AdaptiveTimeouts.observe`.
 
-    A prompt's programs all take as long, or none of them ends. Its test cases count as one.
+    All programs of a prompt take the same time, or none of them ends. Its test cases count as one.
     """
     plan = timeouts.plan(str(prompt.index), 1, id)
     nature = Random(f"code {seed} {prompt.index}")
@@ -479,7 +479,7 @@ def run_program(
     return seconds, plan, [(seconds, passed, needed > seconds)], passed
 
 
-def load_model(name: str) -> ModelFile:
+def load_model_file(name: str) -> ModelFile:
     return load_config(ModelFile, str(CONFIGS / f"{name}.toml"), [])
 
 
@@ -494,7 +494,7 @@ def simulate(
     profile: Profile | None = None,
 ) -> Simulation:
     """Run a whole simulation and return it, with its records."""
-    model = model or load_model(config.cluster.model)
+    model = model or load_model_file(config.cluster.model)
     run = Simulation(config, model, load_hardware(config.cluster.hardware), workload, profile)
     run.run()
     return run
@@ -518,7 +518,7 @@ def main(argv: list[str]) -> int:
     for record in run.records:
         print(json.dumps(record))
     last = {"mean_step_seconds": mean(r["seconds"]["step"] for r in run.records), "events": run.events}
-    if not profile:  # with one, pages are as measured
+    if not profile:  # a profile has measured pages
         size = config.cluster.tensor_parallel
         last |= {"weights": config.cluster.weights, "pages": {n: run.num_pages(size, n) for n in LAYOUTS}}
     print(json.dumps(last))

@@ -1,4 +1,4 @@
-"""Built-in tasks: checkable by rule, made by code, with correct solutions whose lengths are long-tailed by nature.
+"""Built-in tasks: made by code and checked by rule, with correct solutions whose lengths have a long tail.
 
 A task turns a number into a prompt and a worked solution. Where numbers are computed digit by digit they are written
 least significant digit first, so that a carry never looks ahead. One number in five, chosen by a hash, is held out
@@ -18,7 +18,7 @@ class Task:
     solution: Callable[[int], str]
     answer: Callable[[int], str]
     grader: str  # entry of rewards.graders.GRADERS
-    slip: Callable[[str, Random, float], str]  # a solution in which each step goes wrong with some probability
+    slip: Callable[[str, Random, float], str]  # changes a solution: each step goes wrong with a probability
     fields: dict = field(default_factory=dict)  # further fields of every row, for the grader
 
 
@@ -75,7 +75,7 @@ def _reverse_add_solution(n: int) -> str:
     return ",".join(f"{a}+{b}={c}" for a, b, c in steps) + "#" + steps[-1][2]
 
 
-# ---- expression: write a Python expression of x and y that gives the values shown, and those of other places too --
+# ---- expression: write a Python expression of x and y that gives the values shown, and other values too ----------
 
 FORMS = (
     "{a}*x+{b}*y+{c}",
@@ -85,13 +85,13 @@ FORMS = (
     "{a}*x-{b}*y+{c}",
     "abs({a}*x-{b}*y)+{c}",
 )
-SHOWN = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1))  # tell all the expressions apart
+SHOWN = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1))  # x and y; their values identify the expression
 HIDDEN = ((3, 2), (2, 5), (7, 3), (-4, 6), (5, -9))
 PROGRAM = "import sys\nfor line in sys.stdin:\n    x, y = map(int, line.split())\n    print({program})\n"
 
 
 def _expression_numbers() -> list[int]:
-    """Decimal digits: the form, a and b from 1 to 9 and not equal, c."""
+    """Digits of a number: the form; a and b, from 1 to 9 and not equal; c."""
     return [n for n in range(1000 * len(FORMS)) if n // 100 % 10 and n // 10 % 10 and n // 100 % 10 != n // 10 % 10]
 
 
@@ -112,7 +112,7 @@ def _expression_answer(n: int) -> str:
 
 
 def _slip_digit(solution: str, rng: Random, probability: float) -> str:
-    """Change a digit with `probability` per digit; what follows stays as it was."""
+    """Change each digit with `probability`; the rest of the solution stays."""
     return "".join(str(rng.randrange(10)) if c.isdigit() and rng.random() < probability else c for c in solution)
 
 

@@ -10,14 +10,13 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until there is somebody to handle it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from config import ConfigError, describe, load_config
 from job import Job
-from metrics import Clock
+from metrics import Clock, Record
 from parallel import World
 from process import ending, launcher, run_folder
 from process.ending import StopSignal
@@ -54,7 +53,7 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
     job.recorder.finish(job.folder, job.step, config.run.steps)
 
 
-def take_step(job: Job) -> dict[str, Any]:
+def take_step(job: Job) -> Record:
     """Take one step; return its record. Collective. (Sections are RollPacker's.)"""
     start, job.clock.step = time.perf_counter(), job.step + 1
     plan = None

@@ -1,7 +1,7 @@
 """A small model made here: byte tokenizer, random weights, supervised steps on a built-in task's worked solutions.
 
-The solutions carry slips (a digit wrong now and then), so the model learns the procedure but not to be careful:
-that is what reinforcement then teaches. Counted in steps, deterministic, written as a Hugging Face folder.
+The solutions have slips (a wrong digit now and then), so the model learns the procedure but not to be careful;
+reinforcement then teaches care. Counted in steps, deterministic, written as a Hugging Face folder.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from tqdm import tqdm
 import parallel
 from checkpoint import load_tokenizer, save_weights
 from config import ConfigError, option
-from core import Example, SampleId, Span
+from core import Example, SampleId, Span, Tokenizer
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    task: str = option("", f"built-in task the small model is taught ({', '.join(TASKS)}); empty: data.train")
+    task: str = option("", f"built-in task that the small model learns ({', '.join(TASKS)}); empty: data.train")
     steps: int = option(600, "supervised updates", min=0)
     batch_size: int = option(64, "worked solutions per supervised update, over all ranks", min=1, max=65536)
     lr: float = option(3e-3, "peak learning rate; it falls linearly to 0", above=0.0, max=1.0)
@@ -50,7 +50,7 @@ class WarmStartConfig:
 
 
 def ensure_model(config: WarmStartConfig, train: str, models: Path, world: World) -> Path:
-    """Return the folder of the warm-started model, making it unless one with the same inputs is there. Collective."""
+    """Return the folder of the warm-started model; make it unless it exists for the same inputs. Collective."""
     task, folder = config.task or train, model_folder(config, train, models)
     if parallel.broadcast_object(world, folder.exists()):
         return folder
@@ -65,7 +65,7 @@ def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
     task = config.task or train
     if task not in TASKS:
         raise ConfigError(
-            f"model.path is empty, and a small model can only be taught a built-in task ({', '.join(TASKS)}), "
+            f"model.path is empty, and a small model can only learn a built-in task ({', '.join(TASKS)}), "
             f"not {task!r}; give a local Hugging Face folder as model.path, or name a built-in task as warm_start.task"
         )
     if (
@@ -89,7 +89,7 @@ def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
 
 
 def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -> None:
-    """Train from random weights, write `folder` beside and rename it. Collective."""
+    """Train from random weights; write under another name, then rename to `folder`. Collective."""
     part = folder.with_name(f".part-{folder.name}-{parallel.broadcast_object(world, os.getpid())}")
     if world.is_main:
         for other in folder.parent.glob(f".part-{folder.name}-*"):
@@ -125,7 +125,7 @@ def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -
 
 
 def _write_source(config: WarmStartConfig, folder: Path) -> None:
-    """Write the model's config, how to generate with it, and the tokenizer."""
+    """Write the model's config, its generation config and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(str(folder))
@@ -135,8 +135,8 @@ def _write_source(config: WarmStartConfig, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
 
 
-def hf_config(config: WarmStartConfig, tokenizer: Any) -> dict:
-    """Return the Hugging Face config of the model that is made: a small Qwen2."""
+def hf_config(config: WarmStartConfig, tokenizer: Tokenizer) -> dict:
+    """Return the Hugging Face config of the model: a small Qwen2."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -158,12 +158,13 @@ def hf_config(config: WarmStartConfig, tokenizer: Any) -> dict:
 
 
 def byte_tokenizer() -> Any:
-    """Return a tokenizer with one token per byte: any text is readable to the smallest model."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """Return a tokenizer with one token per byte, so that the smallest model reads any text."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({c: i for i, c in enumerate([END, PAD, *alphabet])}, []))
+    core = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate([END, PAD, *alphabet])}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
@@ -184,12 +185,14 @@ def _random_model(config: WarmStartConfig, folder: Path) -> Model:
     return model
 
 
-def _examples(config: WarmStartConfig, task: str, numbers: list[int], step: int, tokenizer: Any) -> list[Example]:
+def _examples(config: WarmStartConfig, task: str, numbers: list[int], step: int, tokenizer: Tokenizer) -> list[Example]:
+    """Return the worked solutions of a step, with slips."""
     rng = Random(f"{config.seed} {step}")
-    examples = []
+    examples, end = [], tokenizer.eos_token_id
+    assert end is not None, "the byte tokenizer has an end token"
     for i, n in enumerate(rng.choices(numbers, k=config.batch_size)):
         prompt = tokenizer.encode(TASKS[task].prompt(n))
         solution = tokenizer.encode(TASKS[task].slip(TASKS[task].solution(n), rng, config.slip))
-        ids = *solution, tokenizer.eos_token_id
+        ids = *solution, end
         examples.append(Example(SampleId(0, i, 0), tuple(prompt), ids, (Span(0, len(ids), 0),), (), 1.0))
     return examples

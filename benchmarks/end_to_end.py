@@ -51,7 +51,7 @@ from job import Job
 from parallel import World
 from profiler import make_profile
 from settings import Config, profile_path
-from simulate import load_model
+from simulate import load_model_file
 from tasks import TASKS
 from train import take_step
 from warm_start import WarmStartConfig, make_model
@@ -87,7 +87,7 @@ class Size:
     @property
     def trace(self) -> Trace:
         """The paper's 32k lengths, as `figures/fit.py` fitted them, scaled."""
-        m = load_model("qwen2.5-32b").lengths
+        m = load_model_file("qwen2.5-32b").lengths
         median = self.scale * m.median
         return Trace(median, m.prompt_spread, m.response_spread, m.runaway, m.runaway_gather, m.limit / m.median)
 

@@ -50,7 +50,7 @@ import train  # noqa: E402
 from job import Job  # noqa: E402
 from metrics import read_records  # noqa: E402
 from overlap import StreamedRound  # noqa: E402
-from rewards.judge import Graders  # noqa: E402
+from rewards.judge import AllGraders  # noqa: E402
 from rollout import Engine  # noqa: E402
 from rounds import Round  # noqa: E402
 from trainer import Trainer  # noqa: E402
@@ -64,7 +64,7 @@ GRADER = "def digits(response, answer, row):\n    return sum(c.isdigit() for c i
 # The fault comes when the function is called for the first time in its step, or in the next step that comes by there.
 STAGES = {
     "rollout": (Engine, "step"),
-    "reward": (Graders, "poll"),
+    "reward": (AllGraders, "poll"),
     "window": (Round, "_abort"),
     "exchange": (Round, "collect"),
     "gradient": (Trainer, "accumulate"),

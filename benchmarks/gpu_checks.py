@@ -86,7 +86,7 @@ def decode_inputs(k: KernelShape, lengths: Iterable[int], dtype: torch.dtype, de
 
 def kernel_calls(k: KernelShape, lengths: Iterable[int], dtype: torch.dtype, device: torch.device) -> tuple:
     """Return {name of a kernel: a call of what it is given, the kernel or its twin}, and the pages that are written."""
-    q, kv, table, lengths = decode_inputs(k, lengths, dtype, device)
+    q, kv, table, cached = decode_inputs(k, lengths, dtype, device)
     n = len(q)
     x, residual, weight = (
         torch.randn(size, device=device).to(dtype) for size in ((n, k.hidden), (n, k.hidden), k.hidden)
@@ -94,11 +94,11 @@ def kernel_calls(k: KernelShape, lengths: Iterable[int], dtype: torch.dtype, dev
     gate_up = torch.randn(n, 2 * k.inner, device=device).to(dtype)
     qkv = torch.randn(n, (k.heads + 2 * k.kv) * k.size, device=device).to(dtype)
     angles = torch.rand(table.shape[1] * k.page, k.size // 2, device=device) * 7
-    cos, sin, positions = angles.cos().to(dtype), angles.sin().to(dtype), lengths.long() - 1
+    cos, sin, positions = angles.cos().to(dtype), angles.sin().to(dtype), cached.long() - 1
     norms = tuple(torch.rand(2, k.size, device=device).to(dtype)) if k.qk_norm else ()
     place = (qkv, cos, sin, positions, table, kv[0], kv[1], k.heads, k.kv, *norms)
     return {
-        "paged_decode": lambda f: f(q, kv[0], kv[1], table, lengths),
+        "paged_decode": lambda f: f(q, kv[0], kv[1], table, cached),
         "rope_and_write": lambda f: (f(*place), kv),
         "add_rms_norm": lambda f: f(x, residual, weight, 1e-6),
         "silu_mul": lambda f: f(gate_up, 8),

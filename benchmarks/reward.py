@@ -173,10 +173,10 @@ def table(title: str, sides: Sequence[Contender]) -> None:
 def programs(shape: Shape, periods: int, workers: int) -> dict[str, Any]:
     engine = build_engine(shape, WORLD)
     sides = []
-    for name, config, late in (("late", FIXED, True), ("async", FIXED, False), ("adaptive", ADAPTIVE, False)):
+    for name, config, is_late in (("late", FIXED, True), ("async", FIXED, False), ("adaptive", ADAPTIVE, False)):
         config = replace(config, num_workers=workers)
         graders = open_graders(config, JudgeConfig(), ["code"], WORLD.device, torch.float32)
-        sides.append(Contender(name, Scripted(graders, program, late)))
+        sides.append(Contender(name, Scripted(graders, program, is_late)))
     measure("code", shape, engine, sides, periods)
     for side in sides:
         side.graders.graders.close()

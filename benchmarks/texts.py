@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from core import Reward, SampleId
-from rewards.judge import Graders
+from rewards.judge import AllGraders
 from tasks import HIDDEN, SHOWN, TASKS
 
 ENDLESS = "sum(iter(int, 1))"
@@ -19,7 +19,7 @@ MEDIAN_SECONDS, SPREAD = 0.02, 0.7  # what a prompt's programs take beside their
 class Scripted:
     """A contender's graders. They get given texts, for random weights write nothing; `late`, only when all is known."""
 
-    def __init__(self, graders: Graders, text: Any, late: bool):
+    def __init__(self, graders: AllGraders, text: Any, late: bool):
         self.graders, self.text, self.late = graders, text, late
         self.held: list[tuple] = []
 

@@ -44,7 +44,7 @@ from policies.planner import Choice, Launch, Profile, Report, SizeProfile
 from profiler import make_profile, measure
 from scheduler import Race
 from settings import MODELS, Config
-from simulate import ClusterConfig, GradingConfig, ModelFile, Rollout, Simulation, SimulationConfig
+from simulate import ClusterConfig, GradingConfig, ModelFile, SimulatedRound, Simulation, SimulationConfig
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Shape
 from warm_start import ensure_model
 
@@ -350,7 +350,7 @@ def simulated(side: Side, machine: Machine, spare: Job, trace: Trace) -> list[di
     plan = short_plan(spare)
     for size in machine.short_round:
         # What a short round took beyond what is simulated is put down to its responses: admission, end, text, events.
-        rollout = Rollout(simulation_of(spare, [size], short, machine, trace), plan, 0)
+        rollout = SimulatedRound(simulation_of(spare, [size], short, machine, trace), plan, 0)
         rollout.play(Race(plan))
         beyond = max(machine.short_round[size] - rollout.seconds, 0.0) * (spare.world.size // size)
         for own in simulation.own:

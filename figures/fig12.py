@@ -6,7 +6,7 @@ from statistics import mean
 from paper import VERL, ClusterConfig, PlannerConfig, Table, command, legend, note, plt, save, simulate, style
 
 from core import VisitId
-from simulate import load_model
+from simulate import load_model_file
 from simulation.workload import Drawn
 
 PAPER_SPEEDUP = 1.9  # mean over the steps
@@ -25,7 +25,7 @@ class Growing(Drawn):
 
 
 def main() -> None:
-    model = load_model("qwen3-8b")
+    model = load_model_file("qwen3-8b")
     cluster = ClusterConfig(model="qwen3-8b", gpus=8, steps=STEPS)
     rollout: dict[tuple[str, str], list[float]] = {}  # seconds of each step, by layout and rule
     sizes: dict[tuple[str, str], list[int]] = {}

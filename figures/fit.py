@@ -25,7 +25,7 @@ from paper import GPUS, MODELS, TENSOR_PARALLEL
 from tqdm import tqdm
 
 from config import ConfigError
-from simulate import ModelFile, load_hardware, load_model
+from simulate import ModelFile, load_hardware, load_model_file
 from simulation.costs import Costs
 from simulation.workload import LengthModel
 
@@ -149,7 +149,7 @@ def fit_8b(tries: int) -> None:
         return sum(e * e for e in errors) / len(errors)
 
     bounds = MODEL | {"median": (1000.0, 20_000.0), "kv_memory": (0.3, 0.9)}
-    rng, best = np.random.default_rng(0), load_model("qwen3-8b")
+    rng, best = np.random.default_rng(0), load_model_file("qwen3-8b")
     least = loss(best)
     for i in tqdm(range(tries), disable=None):
         file = changed(best, step(rng, best, bounds, 0.7 * 0.03 ** (i / tries)))
@@ -167,7 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.model == "8B":
         return fit_8b(args.tries)
-    files = {name: load_model(file) for name, file in MODELS.items()}
+    files = {name: load_model_file(file) for name, file in MODELS.items()}
     forms = {name: ClosedForm(name) for name in files}
     paper = {name: {etas: bars[i] for etas, bars in PAPER.items()} for i, name in enumerate(files)}
     targets = paper

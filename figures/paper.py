@@ -26,7 +26,15 @@ from config import ConfigError
 from policies.overlap import StreamConfig
 from policies.planner import PlannerConfig
 from scheduler import SchedulerConfig
-from simulate import ClusterConfig, GradingConfig, Simulation, SimulationConfig, load_hardware, load_model, simulate
+from simulate import (
+    ClusterConfig,
+    GradingConfig,
+    Simulation,
+    SimulationConfig,
+    load_hardware,
+    load_model_file,
+    simulate,
+)
 
 MODELS = {"7B/8k": "qwen2.5-7b", "14B/16k": "qwen2.5-14b", "32B/32k": "qwen2.5-32b"}
 GPUS = {"7B/8k": 16, "14B/16k": 32, "32B/32k": 64}
@@ -83,7 +91,7 @@ def misfit(model: str) -> str:
     """Return why a model does not run with whole weights, the layout that ships; empty where it does."""
     config = replace(VERL, cluster=cluster(model, weights="whole"))
     try:
-        Simulation(config, load_model(config.cluster.model), load_hardware(config.cluster.hardware))
+        Simulation(config, load_model_file(config.cluster.model), load_hardware(config.cluster.hardware))
         return ""
     except ConfigError as error:
         return str(error)

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import parallel
 from config import ConfigError
@@ -31,7 +30,7 @@ class StopSignal:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, _: Any) -> None:
+    def _handle(self, number: int, _: object) -> None:
         if self.first and signal.SIGINT in (self.first, number):  # torchrun passes the second one on as SIGTERM
             raise KeyboardInterrupt
         self.first = self.first or number

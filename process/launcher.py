@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine: torchrun, with the cores divided among them and without its tracebacks."""
+"""Starts the ranks of this machine by torchrun; divides the cores among them and prints errors in one line."""
 
 import argparse
 import logging
@@ -11,24 +11,24 @@ import torch
 from config import ConfigError
 
 COUNT = r"[1-9]\d{0,8}"
-STREAMS = r"[0-3]|(\d+:[0-3],)*\d+:[0-3]", "no number of 0 to 3, and no list of them by rank, such as 0:1,1:3"
-TEXT = ".+", "no text"
-RANKS = r"[1-9]\d{0,2}|10[01]\d|102[0-4]", "no number of 1 to 1024"
-OPTIONS = {  # torchrun's own: what their values match, and what a value is that does not
-    "nnodes": (rf"{COUNT}(:{COUNT})?", "no number of machines, such as 4, and no range, such as 2:4"),
-    "node_rank": (r"\d{1,9}", "no number of a machine, from 0"),
-    "max_restarts": (r"\d{1,9}", "no number of restarts, from 0"),
-    "monitor_interval": (r"(?=.*[1-9])\d{1,9}(\.\d+)?", "no number of seconds over 0"),
-    "shutdown_timeout": (COUNT, "no whole number of seconds over 0"),
-    "master_port": (r"\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]", "no port of 0 to 65535"),
+STREAMS = r"[0-3]|(\d+:[0-3],)*\d+:[0-3]", "a number from 0 to 3, or such numbers by rank, as 0:1,1:3"
+TEXT = ".+", "some text"
+RANKS = r"[1-9]\d{0,2}|10[01]\d|102[0-4]", "a number from 1 to 1024"
+OPTIONS = {  # torchrun's own: a pattern for each, and its meaning
+    "nnodes": (rf"{COUNT}(:{COUNT})?", "a number of machines, such as 4, or a range, such as 2:4"),
+    "node_rank": (r"\d{1,9}", "the number of a machine, from 0"),
+    "max_restarts": (r"\d{1,9}", "a number of restarts, from 0"),
+    "monitor_interval": (r"(?=.*[1-9])\d{1,9}(\.\d+)?", "a number of seconds over 0"),
+    "shutdown_timeout": (COUNT, "a whole number of seconds over 0"),
+    "master_port": (r"\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]", "a port from 0 to 65535"),
     **dict.fromkeys(("redirects", "tee"), STREAMS),
     **dict.fromkeys("rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr local_addr log_dir".split(), TEXT),
 }
-SIGNALLED = 128  # a shell's exit code of what a signal ended, less the signal's number
+SIGNALLED = 128  # a shell's exit code of a process that a signal has ended, less the signal's number
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return `--ranks` and torchrun's options, and everything else of a command line."""
+    """Return `--ranks` and torchrun's options, and the rest of the command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("ranks", "nproc_per_node", *OPTIONS):
         parser.add_argument(*(f"--{spelling}" for spelling in sorted({name, name.replace("_", "-")})), dest=name)
@@ -39,29 +39,29 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def given(flags: argparse.Namespace) -> list[str]:
-    """Return torchrun's options of a command line, as torchrun takes them."""
+    """Return the options that were given, as torchrun's arguments."""
     return [f"--{name}={value}" for name in OPTIONS if (value := getattr(flags, name)) is not None]
 
 
 def is_wanted(flags: argparse.Namespace) -> bool:
-    """Whether the command line asks for ranks that this process is to start. Raises ConfigError on a wrong value."""
-    for name, (pattern, what) in {"nproc_per_node": RANKS, "ranks": RANKS, **OPTIONS}.items():
+    """Return whether this process is to start ranks. Raises ConfigError on a wrong value."""
+    for name, (pattern, meaning) in {"nproc_per_node": RANKS, "ranks": RANKS, **OPTIONS}.items():
         value = getattr(flags, name)
         if value is not None and not re.fullmatch(pattern, value, re.ASCII):
-            raise ConfigError(f"--{name}={value} is {what}")
+            raise ConfigError(f"--{name}={value} is not valid; write {meaning}")
     low, _, high = (flags.nnodes or "").partition(":")
     if high and int(low) > int(high):
-        raise ConfigError(f"--nnodes={flags.nnodes} is no range, such as 2:4")
+        raise ConfigError(f"--nnodes={flags.nnodes} is not a range; write the smaller number first, as 2:4")
     asked = [*([f"--ranks={flags.ranks}"] if flags.ranks else []), *given(flags)]
     if asked and "RANK" in os.environ:
-        raise ConfigError(f"{asked[0]}: this is a rank that torchrun has started; give it to torchrun")
+        raise ConfigError(f"{asked[0]}: torchrun has started this rank already; give the option to torchrun")
     return asked not in ([], ["--ranks=1"])
 
 
 def pretend(flags: argparse.Namespace) -> int:
-    """Give this process what a rank of `launch` would see, for checks; return how many ranks there would be.
+    """Give this process the environment of a rank of `launch`, for checks; return the number of ranks.
 
-    Where `--nnodes` is a range, as many as there can be.
+    Where `--nnodes` is a range, the largest number.
     """
     ranks, nodes = int(flags.ranks or 1), (flags.nnodes or "1").rpartition(":")[2]
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
@@ -71,14 +71,14 @@ def pretend(flags: argparse.Namespace) -> int:
 
 
 def divide_cores(ranks: int) -> None:
-    """Give each rank its part of the cores, unless the user has said how many; torchrun alone gives each one core."""
+    """Give each rank its part of the cores, unless OMP_NUM_THREADS is set; torchrun alone gives each rank one core."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(torch.get_num_threads() // ranks, 1)))
 
 
 def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
     """Run `script` on the ranks that `flags` asks for, to their end; return the exit code.
 
-    Of a failure there is one line: the rank's, or ours when a signal ended it.
+    A failure prints one line: the rank's, or ours if a signal has ended the rank.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -87,7 +87,7 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
     ranks = int(flags.ranks or 1)
     divide_cores(ranks)
     options = ["--shutdown-timeout=600", *given(flags)]  # a signal waits for the step and its checkpoint
-    # With restarts, torch's lines are all that tells why a rank was started again.
+    # With restarts, only torch's lines tell why a rank was started again.
     logging.disable(logging.WARNING if int(flags.max_restarts or 0) else logging.ERROR)
     try:
         main([f"--nproc_per_node={ranks}", *options, script, *arguments])

@@ -5,9 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from config import ConfigError, dump_toml
+from config import ConfigError, Dataclass, dump_toml
 
 LOCK_SECONDS = 10.0  # a killed run may take so long to let go of its folder
 
@@ -40,7 +39,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_settings(config: Any, folder: Path) -> None:
+def write_settings(config: Dataclass, folder: Path) -> None:
     """Write config.toml. Raises ConfigError when the folder cannot be written."""
     part = folder / ".config.toml"
     try:

@@ -1,4 +1,4 @@
-"""Says who holds up a run: ranks show signs of life, and a wait that gets long is reported before it times out."""
+"""Reports which ranks hold up a run: each shows signs of life, and a long wait is reported before its time-out."""
 
 import contextlib
 import faulthandler
@@ -11,32 +11,34 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import torch.distributed as dist
+
 from parallel import World
 
 REPORT = 0.8  # share of the time-out after which a wait is reported
 
 
 class Place(Protocol):
-    """Where a rank is in its work."""
+    """The stage of a rank's work."""
 
     stages: list[str]  # the innermost is last
-    moves: int  # changes whenever the rank gets on
+    moves: int  # changes as work goes on
     step: int
 
 
 class Watchdog:
-    """A thread of each rank: posts where the rank is, and reports a wait that is close to the time-out.
+    """A thread of each rank: posts the rank's stage, and reports a wait that is close to the time-out.
 
-    The report names every rank that shows no life and what the others do. It comes from the first rank that can still
-    speak, once for each wait; then all ranks write the stacks of their threads to `folder`. Where a call holds the
-    interpreter for so long that this thread cannot run, the stacks are written all the same.
+    The report names every rank that shows no life, and the stages of all others. The first rank that is alive and waits
+    prints it, once for each wait; then all ranks write the stacks of their threads to `folder`, even if a call holds
+    the interpreter for so long that this thread cannot run.
     """
 
     def __init__(self, world: World, place: Place, folder: Path):
-        """A `world` without a store, such as a process alone, has no watchdog."""
+        """A `world` without a store, such as a single process, has no watchdog."""
         self.rank, self.size, self.timeout, self.place = world.rank, world.size, world.timeout_seconds, place
-        # A connection of its own: the main thread may wait on the other.
-        self.store = world.store.clone() if world.store else None
+        # A connection of its own: the main thread may wait on the world's.
+        self.store: dist.Store | None = world.store.clone() if world.store else None
         self.path = folder / f"rank_{self.rank}.txt"
         self.every = min(1.0, self.timeout / 20)
         self.ended = threading.Event()
@@ -46,7 +48,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self.store:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps it
+            self.file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler needs it open
             self.thread.start()
         return self
 
@@ -63,12 +65,13 @@ class Watchdog:
                 self.path.parent.rmdir()
 
     def _run(self) -> None:
+        assert self.store, "without a store the thread is not started"
         try:
-            self._watch()
-        except Exception as error:  # the store has gone with the machine that held it: the main thread will hear of it
+            self._watch(self.store)
+        except Exception as error:  # the store's machine is gone: the main thread will notice it
             print(f"rank {self.rank}: the watchdog has ended: {error}", file=sys.stderr, flush=True)
 
-    def _watch(self) -> None:
+    def _watch(self, store: dist.Store) -> None:
         count, moves, still_since, reported, dumped = 0, -1, time.monotonic(), False, b"0"
         while not self.ended.wait(self.every):
             faulthandler.dump_traceback_later(REPORT * self.timeout, file=self.file)
@@ -76,28 +79,28 @@ class Watchdog:
             if self.place.moves != moves:
                 moves, still_since, reported = self.place.moves, now, False
             still = now - still_since
-            self._post(count, still)
+            self._post(store, count, still)
             if still > self.timeout / 2:
-                self._look(now)
+                self._look(store, now)
             if still > REPORT * self.timeout and not reported and self._is_first(now):
                 print(self.report(still, now), file=sys.stderr, flush=True)
-                self.store.add("dumps", 1)
+                store.add("dumps", 1)
                 reported = True
-            if (asked := self.store.get("dumps") if self.store.check(["dumps"]) else b"0") != dumped:
+            if (asked := store.get("dumps") if store.check(["dumps"]) else b"0") != dumped:
                 dumped = asked
                 faulthandler.dump_traceback(self.file)
 
-    def _post(self, count: int, still: float) -> None:
+    def _post(self, store: dist.Store, count: int, still: float) -> None:
         stage = self.place.stages[-1] if self.place.stages else "between stages"
         beat = {"count": count, "stage": stage, "step": self.place.step, "still": round(still, 1)}
         beat |= {"host": socket.gethostname(), "pid": os.getpid()}
-        self.store.set(f"rank {self.rank}", json.dumps(beat))
+        store.set(f"rank {self.rank}", json.dumps(beat))
 
-    def _look(self, now: float) -> None:
-        """Read everybody's newest sign of life. Only a change counts: clocks of machines differ."""
+    def _look(self, store: dist.Store, now: float) -> None:
+        """Read all ranks' newest signs of life. Only a change counts: clocks of machines differ."""
         for rank in range(self.size):
-            if self.store.check([f"rank {rank}"]):
-                beat = json.loads(self.store.get(f"rank {rank}"))
+            if store.check([f"rank {rank}"]):
+                beat = json.loads(store.get(f"rank {rank}"))
                 if rank not in self.seen or self.seen[rank][0]["count"] != beat["count"]:
                     self.seen[rank] = beat, now
 
@@ -105,26 +108,28 @@ class Watchdog:
         return rank not in self.seen or now - self.seen[rank][1] > 3 * self.every
 
     def _is_first(self, now: float) -> bool:
-        """Whether all ranks before this one are silent or get on."""
+        """Return whether all ranks before this one are silent or make progress."""
         return all(self._silent(r, now) or self.seen[r][0]["still"] < self.timeout / 2 for r in range(self.rank))
 
     def report(self, still: float, now: float) -> str:
-        """Return who waits, who is silent and what the others do."""
+        """Return the text of a report: the wait, the silent ranks and the stages of all others."""
         lines, silent = [], [r for r in range(self.size) if self._silent(r, now)]
         for rank in range(self.size):
             if rank not in self.seen:
-                lines.append(f"  rank {rank}: never heard of")
+                lines.append(f"  rank {rank}: no sign of life yet")
                 continue
             beat, heard = self.seen[rank]
             where = f"{beat['stage']} of step {beat['step']}"
-            what = f"in {where}, no progress for {beat['still']:.0f} s"
+            state = f"in {where}, no progress for {beat['still']:.0f} s"
             if rank in silent:
-                what = f"NO SIGN OF LIFE for at least {now - heard:.0f} s; was in {where}"
+                state = f"NO SIGN OF LIFE for at least {now - heard:.0f} s; was in {where}"
             elif beat["still"] < self.timeout / 2:
-                what = f"gets on, in {where}"
-            lines.append(f"  rank {rank} ({beat['host']}, process {beat['pid']}): {what}")
+                state = f"makes progress, in {where}"
+            lines.append(f"  rank {rank} ({beat['host']}, process {beat['pid']}): {state}")
         busy = [r for r in range(self.size) if r not in silent and self._stage(r) != self._stage(self.rank)]
-        culprit = f"for ranks {silent}, which show no life" if silent else f"perhaps for {busy}, which are elsewhere"
+        culprit = (
+            f"for ranks {silent}, which show no life" if silent else f"perhaps for {busy}, which are in other stages"
+        )
         return "\n".join(
             [
                 f"rank {self.rank} has waited {still:.0f} s in {self._stage(self.rank)} of step {self.place.step} "

@@ -2,12 +2,12 @@
 
 caller (rewards/sandbox.py) --> keeper --> [first process of the namespaces -->] the program, a fresh interpreter
 
-The keeper never runs the program's code, and it is the end of every process below it: when the program ends, when
-the caller says so (SIGTERM), and when the caller dies. Linux only; standard library only; nothing of the trainer is
-loaded. Programs are short, so a keeper has to start fast.
+The keeper never runs the program's code. It ends every process below it when the program ends, when the caller sends
+SIGTERM, and when the caller dies. Linux only; standard library only; nothing of the trainer is loaded. Programs are
+short, so a keeper has to start fast.
 """
 
-import _signal as signal  # without the enumerations of `signal`, which take a quarter of a keeper's start
+import _signal as signal  # `signal` adds enumerations, which take a quarter of a keeper's start
 import builtins
 import ctypes
 import marshal
@@ -18,18 +18,16 @@ import sys
 import time
 import types
 
-if __name__ != "__main__":  # an end of an assert test is this file alone
+if __name__ != "__main__":  # inside a box of an assert test this file is alone
     from rewards import leftovers, walls
 
 NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NO_SUID, NO_DEV, READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 1, 32, 4096, 16384, 1 << 18, 2
 PARENT_DEATH, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38  # of prctl
-DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # not zero: its pages could stay unseen, as in walls.py
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # not zero: no limit would see its pages, as in walls.py
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
-MOST_FILES = 4096  # and folders, of a program
+MOST_FILES = 4096  # files and folders of a program
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class _Stop(Exception):
@@ -50,10 +48,10 @@ def keep(spec: dict) -> None:
     is_apart = spec["isolation"] == "namespaces"
     try:
         if os.getppid() != spec["caller"]:
-            raise _Stop  # it died before that
+            raise _Stop  # it died before prctl
         if os.geteuid() == 0:
             uid, lock = leftovers.take_uid()
-        else:  # the user's other processes count too
+        else:  # the limit counts the user's other processes too
             spec["limits"]["NPROC"] += leftovers.num_tasks(os.getuid())
         if is_apart:
             _unshare()
@@ -63,23 +61,23 @@ def keep(spec: dict) -> None:
             _in_child(_first if is_apart else _start, spec, uid)
         _leave_channels(spec)
         status = os.waitpid(main, 0)[1]
-        if not is_apart:  # there the first process has said it
+        if not is_apart:  # in namespaces the first process has reported it
             _say(report, "end", status, time.monotonic())
     except _Stop:
         pass
     except OSError as error:
         _say(report, "error", f"{type(error).__name__}: {error}")
     finally:
-        _end(spec, None if is_apart else uid)  # namespaces end whole
+        _end(spec, None if is_apart else uid)  # namespaces end as a whole
         if lock is not None:
             leftovers.give_back(uid, lock)
 
 
 def _end(spec: dict, uid: int | None) -> None:
-    """End all processes, tell the caller so by closing what it reads, and only then remove the files: it may last."""
+    """End all processes, close the pipes that the caller reads, and only then remove the files: that may take long."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except _Stop:  # it came now
+    except _Stop:  # the signal came just now
         pass
     leftovers.end_descendants(uid)
     for handle in (0, 1, 2, spec["report"]):
@@ -88,12 +86,12 @@ def _end(spec: dict, uid: int | None) -> None:
 
 
 def _stop(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the end
     raise _Stop
 
 
 def _in_child(function, spec: dict, uid: int | None) -> None:
-    """Call a function that does not return in a forked child; say why if it fails."""
+    """Call a function that does not return in a forked child; report its error if it fails."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         function(spec, uid)
@@ -104,7 +102,7 @@ def _in_child(function, spec: dict, uid: int | None) -> None:
 
 
 def _first(spec: dict, uid: int | None) -> None:
-    """Be process 1 of the namespaces: whatever is left in them dies with it, and it dies with the keeper."""
+    """Be process 1 of the namespaces: all processes in them die with it, and it dies with the keeper."""
     _call("prctl", PARENT_DEATH, signal.SIGKILL)
     _build_root(spec, uid)
     main = os.fork()
@@ -119,13 +117,13 @@ def _first(spec: dict, uid: int | None) -> None:
 
 
 def _leave_channels(spec: dict) -> None:
-    """Close what only the program is to hold: its end must be seen at once, not after the clean-up."""
+    """Close the channels, so that only the program holds them: its end must be seen before the clean-up."""
     for channel in spec["channels"]:
         os.close(channel)
 
 
 def _start(spec: dict, uid: int | None) -> None:
-    """Give up everything and become the program."""
+    """Give up all rights and become the program."""
     if spec["isolation"] != "namespaces":
         os.chmod(spec["folder"], 0o711)
         os.mkdir(home(spec["folder"]), 0o700)
@@ -140,26 +138,26 @@ def _start(spec: dict, uid: int | None) -> None:
     _call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _call("prctl", PARENT_DEATH, signal.SIGKILL)
     command = spec["command"]
-    if spec["isolation"] == "bubblewrap":  # it loads the filter when it has done what the filter refuses
+    if spec["isolation"] == "bubblewrap":  # it makes calls that the filter refuses, then loads the filter itself
         reads, writes = os.pipe()
         os.write(writes, spec["system_calls"])
         os.set_inheritable(reads, True)
         command[1:1] = ["--seccomp", str(reads)]
     else:
         if spec["isolation"] == "limits":
-            walls.show_only(LIBC, ".", box_paths(spec["prefix"]), DEVICES)
-        walls.load(LIBC, spec["system_calls"])
+            walls.show_only(".", box_paths(spec["prefix"]), DEVICES)
+        walls.load(spec["system_calls"])
     _say(spec["report"], "start", time.monotonic())
     os.execve(command[0], command, ENVIRONMENT)
 
 
 def home(folder: str) -> str:
-    """Return the program's own folder, where there are no namespaces; it cannot rename it."""
+    """Return the program's own folder without namespaces. The program cannot rename it."""
     return f"{folder}/home"
 
 
 def _unshare() -> None:
-    """Enter new namespaces. Without root, a user namespace gives the right to: it maps this user and nobody else."""
+    """Enter new namespaces. Without root, a user namespace gives the right; it maps only this user."""
     uid, gid, is_root = os.geteuid(), os.getegid(), os.geteuid() == 0
     _call("unshare", NEW_IPC | NEW_PID | NEW_NET | (0 if is_root else NEW_USER))
     if not is_root:
@@ -169,12 +167,12 @@ def _unshare() -> None:
 
 
 def _build_root(spec: dict, uid: int | None) -> None:
-    """Make a root that holds the interpreter, read-only, and an empty /tmp in memory; leave the old one.
+    """Make a new root with the interpreter, read-only, and an empty /tmp in memory; leave the old root.
 
-    There is no /proc in it, and nothing of the run.
+    The new root has no /proc and no files of the run.
     """
     root, limits = spec["folder"].encode(), spec["limits"]
-    _call("unshare", NEW_MOUNT)  # here, because the keeper must go on seeing the old root
+    _call("unshare", NEW_MOUNT)  # not earlier: the keeper still needs the old root
     _call("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
     options = f"size={limits['FSIZE']},nr_inodes={spec['most_files']},mode=755".encode()
     _call("mount", b"tmpfs", root, b"tmpfs", NO_SUID | NO_DEV, options)
@@ -191,7 +189,7 @@ def _build_root(spec: dict, uid: int | None) -> None:
 
 
 def box_paths(prefix: str) -> list[str]:
-    """Return what programs may read of the host: the system's libraries and the interpreter's folder."""
+    """Return the paths of the host that programs may read: the system's libraries and the interpreter's folder."""
     paths = [path for path in dict.fromkeys((*SYSTEM, prefix)) if os.path.lexists(path)]
     return [p for p in paths if not any(p != q and p.startswith(q + "/") for q in paths)]
 
@@ -227,7 +225,7 @@ def _say(report: int, *words: object) -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    function = getattr(LIBC, name)
+    function = getattr(walls.LIBC, name)
     # prctl is variadic: its arguments are of full width
     if function(*(ctypes.c_ulong(a) if isinstance(a, int) and name != "umount2" else a for a in arguments)) == -1:
         number = ctypes.get_errno()
@@ -236,20 +234,20 @@ def _call(name: str, *arguments: object) -> None:
 
 # ---- an assert test: the program in one box, the assertions in another -----------------------------------------
 #
-# The assertions never share an interpreter with the program. They see its functions as Remotes, and results as plain
-# data, so that no __eq__, no patched builtin and no early exit of the program can decide what is true. What a program
-# raises must be something that a test catches only on purpose. What does not cross is listed in docs/rewards.md.
+# The assertions never share an interpreter with the program. They see its functions as proxies, and results as plain
+# data, so that no __eq__, no patched builtin and no early exit of the program can decide what is true. An error of the
+# program arrives as an error that a test catches only on purpose. docs/rewards.md lists the values that do not cross.
 
 PLAIN = (bool, int, float, str)  # a subclass before its class
 CONTAINERS = (list, tuple, set, frozenset)
 MUTABLE = {"list": list, "set": set, "dict": dict}
-ENDS = (StopIteration, StopAsyncIteration)  # a GeneratorExit ends the program, as all that is no Exception does
+ENDS = (StopIteration, StopAsyncIteration)  # GeneratorExit is not an Exception, so it ends the program
 VERBS = {"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "len": len, "list": list}
 VERBS["call"] = lambda function, args, kwargs: function(*args, **kwargs)
 
 
-class Remote:
-    """A function or object that stays in the program's process: it can be read and called, not compared."""
+class Proxy:
+    """Stands for a function or object in the program's process: it can be read and called, not compared."""
 
     def __init__(self, wire: "Wire", handle: int):
         self.__dict__.update(_wire=wire, _handle=handle)
@@ -280,14 +278,14 @@ class Remote:
 
 
 class Wire:
-    """Lines of JSON between the two processes. One asks, the other answers; objects stay where they are."""
+    """Lines of JSON between the two processes. One asks, the other answers; objects never travel."""
 
     def __init__(self, reads: int, writes: int):
-        import json  # here, because a keeper does without
+        import json  # here, because a keeper does not need it
 
         self.json = json
         self.reads, self.writes = os.fdopen(reads, encoding="utf-8"), os.fdopen(writes, "w", encoding="utf-8")
-        self.objects: list = []  # what the other side holds a handle to
+        self.objects: list = []  # the other side knows them by their index
 
     def send(self, value) -> None:
         self.writes.write(self.json.dumps(self._pack(value)) + "\n")
@@ -301,11 +299,11 @@ class Wire:
         return self._unpack(self.json.loads(line))
 
     def ask(self, request: list) -> object:
-        """Return what the other side answers, or raise its error. Without an answer this process ends."""
+        """Return the other side's answer, or raise its error. Without an answer this process ends."""
         try:
             self.send(request)
             is_value, answer, *arguments = self.receive()
-        except Exception as error:  # nothing for the test to catch: a program that exits or lies has passed nothing
+        except Exception as error:  # not for the test to catch: a program that exits or lies has failed
             os.write(2, f"no answer: {type(error).__name__}: {error}\n".encode(errors="replace"))
             os._exit(1)
         if is_value is True:
@@ -313,7 +311,7 @@ class Wire:
         raise _error(str(answer), arguments)
 
     def answer(self) -> None:
-        """Do what the other side asks, until it ends."""
+        """Carry out the other side's requests until it ends."""
         while True:
             try:
                 verb, target, *rest = self.receive()
@@ -326,14 +324,14 @@ class Wire:
                 self.send([False, next(kinds), *error.args])
 
     def _pack(self, value) -> list:
-        """Return a value, or [n] for row n, and the rows. Nothing nests: depth does not matter, nor do cycles."""
+        """Return a value, or [n] for row n, and the rows. Rows do not nest, so depth and cycles do not matter."""
         held, places = [], {}
 
         def refer(item) -> object:
             for kind in PLAIN:
                 if isinstance(item, kind):
                     item = kind(item)
-                    if kind is not int or abs(item) < 2**63:  # of a long one JSON would want decimal digits
+                    if kind is not int or abs(item) < 2**63:  # JSON writes a larger int in decimal digits, slowly
                         return item
             if item is None:
                 return None
@@ -343,10 +341,10 @@ class Wire:
             return [places[id(item)]]
 
         root = refer(value)
-        return [root, [self._row(item, refer) for item in held]]  # which grows meanwhile
+        return [root, [self._row(item, refer) for item in held]]  # `held` grows in the loop
 
     def _row(self, item, refer) -> list:
-        if isinstance(item, Remote):
+        if isinstance(item, Proxy):
             return ["yours", item._handle]
         for kind in CONTAINERS:
             if isinstance(item, kind):
@@ -363,9 +361,9 @@ class Wire:
         return ["mine", len(self.objects) - 1]
 
     def _unpack(self, packed: list) -> object:
-        """Undo `_pack`. Raises ValueError and the like for what it never writes."""
+        """Undo `_pack`. Raises ValueError and the like for lines that `_pack` never writes."""
         root, rows = packed
-        # What may contain itself is made empty and filled at the end.
+        # Values that may contain themselves are made empty and filled at the end.
         built = {n: MUTABLE[kind]() for n, (kind, *_) in enumerate(rows) if kind in MUTABLE}
         todo, opened = list(range(len(rows))), set()
 
@@ -402,7 +400,7 @@ class Wire:
             case "complex":
                 return complex(*parts)
             case "mine":
-                return Remote(self, int(*parts))
+                return Proxy(self, int(*parts))
             case "yours":
                 return self.objects[parts[0]]
         raise ValueError(f"not a kind of value: {kind!r}")
@@ -411,19 +409,19 @@ class Wire:
 def _error(name: str, arguments: list) -> Exception:
     """Return the program's error for the test to catch, by the name of its nearest built-in class.
 
-    What ends an iteration is another error there: `all(map(function, cases))` must not end early and hold.
+    StopIteration becomes a RuntimeError: `all(map(function, cases))` must not end early and be true.
     """
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS):
         try:
             return kind(*arguments)
-        except Exception:  # it wants other arguments
+        except Exception:  # the class takes other arguments
             pass
     return RuntimeError(f"{name}{tuple(arguments)}")
 
 
 def serve(wire: Wire) -> None:
-    """Run the program as a module, tell its names, then answer the test's questions."""
+    """Run the program as a module, send its names, then answer the test's requests."""
     module = types.ModuleType("program")
     sys.modules["program"] = module
     with open("program.py", encoding="utf-8") as file:
@@ -433,19 +431,19 @@ def serve(wire: Wire) -> None:
 
 
 def check(wire: Wire) -> None:
-    """Run the test on what the program defines. Returns only if it holds."""
+    """Run the test on the program's names. Returns only if it holds."""
     with open("test.py", encoding="utf-8") as file:
         code = compile(file.read(), "test.py", "exec")
-    # A program that defines abs, len or isinstance must not lend its own to the test.
+    # The test must not use a program's own abs, len or isinstance.
     names = {k: v for k, v in wire.receive().items() if not k.startswith("__") and not hasattr(builtins, k)}
     exec(code, {"__name__": "test", **names})
 
 
 def main(spec: int) -> None:
-    """Be the keeper of what an open file describes."""
+    """Be the keeper of the box that an open file describes."""
     with os.fdopen(spec, "rb") as file:
         description = marshal.load(file)
-    keep(description)  # with the file closed: the program must not inherit it
+    keep(description)  # after the file is closed, so that the program does not inherit it
     os._exit(0)
 
 

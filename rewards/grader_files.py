@@ -1,7 +1,7 @@
-"""Gives each grader its own neighbours: the modules of its folder, though other folders have some of the same names.
+"""Lets graders of several folders import their neighbours, even where two folders have modules of the same name.
 
-Python keeps one module under each name. Here a folder is entered before its graders are loaded or called: it comes
-first on the path, and its modules take the places of others of their names until another folder is entered.
+Python keeps one module for each name. So a folder is entered before its graders are loaded or called: it comes first
+on the path, and its modules replace others of the same names until another folder is entered.
 """
 
 import ast
@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-entered = ""  # the folder whose modules are found now; "": none
-_modules: dict[str, dict[str, ModuleType]] = {}  # of each folder, while another one is entered
-_hidden: dict[str, ModuleType] = {}  # modules from elsewhere that have a name of this folder's
-_shared: set[str] = set()  # this folder's modules that were there before: it is the folder of our rooms
+entered = ""  # the folder whose modules imports find now; "": none
+_modules: dict[str, dict[str, ModuleType]] = {}  # modules of each folder that is not entered now
+_hidden: dict[str, ModuleType] = {}  # modules from elsewhere with a name that the entered folder has too
+_shared: set[str] = set()  # modules of the entered folder that were loaded before: it is the folder of our rooms
 
 
 def enter(folder: str) -> None:
-    """Let imports find the modules of `folder` first, and none of the folder before; "" leaves that one only."""
+    """Leave the entered folder, and let imports find the modules of `folder` first; "": only leave."""
     global entered, _hidden, _shared
     if folder == entered:
         return
@@ -45,7 +45,7 @@ def enter(folder: str) -> None:
 def load(source: str) -> ModuleType:
     """Enter the folder of a file, or for a module the working directory, and import it.
 
-    Raises ImportError where a name means two modules.
+    Raises ImportError if a name could mean two modules.
     """
     if not source.endswith(".py"):
         enter(os.getcwd())
@@ -57,8 +57,9 @@ def load(source: str) -> ModuleType:
     file = Path(source).absolute()
     enter(str(file.parent))
     check_names(file, file.parent)
-    name = f"grader:{source}"  # no import statement can spell it, so it stands in no other module's way
+    name = f"grader:{source}"  # no import statement can spell it, so it hides no other module
     spec = importlib.util.spec_from_file_location(name, source)
+    assert spec and spec.loader, f"{source} ends in .py"
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
@@ -72,9 +73,9 @@ def names_in(folder: str) -> set[str]:
 
 
 def check_names(source: Path, folder: Path) -> None:
-    """Refuse what `source`, or a neighbour that it imports, imports by a name that Python's own library has too.
+    """Raise ImportError if `source`, or a neighbour that it imports, imports a name that is also a module of Python.
 
-    Which of the two it got would depend on what else is loaded.
+    The module that it got would depend on the modules that are loaded already.
     """
     names, files = names_in(str(folder)), [source]
     for file in files:  # grows
@@ -91,13 +92,13 @@ def imports(file: Path) -> set[str]:
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.add(node.module.partition(".")[0])
     return found
 
 
 def _place(name: str) -> str:
-    """Return the folder in which a loaded module, or the package that it is of, lies; "" where none is known."""
+    """Return the folder of a loaded module, or of its package; "" if it is unknown."""
     top = sys.modules.get(name.partition(".")[0])
     places = [*(getattr(top, "__path__", None) or []), getattr(top, "__file__", None) or ""]
     return os.path.dirname(places[0])

@@ -1,8 +1,8 @@
 """A judge on the ranks that decode: one packed forward grades many responses, between and beside decode windows.
 
-Two kinds of model, both local Hugging Face folders: a causal model that is asked for a verdict in one token, and a
-reward model (...ForSequenceClassification), whose head reads the last token. Layers that do not fit on the device stay
-in host memory and stream through two buffers while other layers compute. (RollPacker, section 4.3)
+The judge is a local Hugging Face folder, of two kinds: a causal model that gives its verdict in one token, or a reward
+model (...ForSequenceClassification), whose head reads the last token. Layers that do not fit on the device stay in host
+memory and stream through two buffers while other layers compute. (RollPacker, section 4.3)
 """
 
 import itertools
@@ -22,7 +22,7 @@ from torch import Tensor
 import checkpoint
 from attention import PackedAttention
 from config import ConfigError, option
-from core import Reward
+from core import Reward, Tokenizer
 from data import converse
 from engine.graphs import upload
 from model import Model, Split, rms_norm, run_layer
@@ -32,6 +32,8 @@ from rewards.gradings import PoolStats
 from rewards.offload import Layers, num_resident, token_bytes
 from rewards.pool import RewardPool
 from rewards.timeouts import AdaptiveTimeouts
+
+Graded = tuple[Any, Reward]  # the key of `submit` comes back
 
 TEMPLATE = """Question:
 {question}
@@ -50,15 +52,15 @@ Answer:"""
 class JudgeConfig:
     path: str = option("", "local Hugging Face folder: a causal model or a ...ForSequenceClassification reward model")
     template: str = option(
-        "", "text that the judge reads, with {question}, {answer} and {response}; empty: TEMPLATE of rewards/judge.py"
+        "", "text for the judge, with {question}, {answer} and {response}; empty: TEMPLATE of rewards/judge.py"
     )
     chat: bool = option(
         True,
-        "use the judge's chat template, if any, for a user message with the text; a reward model: for the conversation",
+        "use the judge's chat template, if any: the text is the user's message; a reward model reads the conversation",
     )
-    accept: str = option(" yes", "the verdict on a right response, one token")
-    reject: str = option(" no", "the verdict on a wrong response, one token")
-    label: int = option(1, "label that means right, of a reward model with several labels", min=0)
+    accept: str = option(" yes", "verdict on a correct response, one token")
+    reject: str = option(" no", "verdict on a wrong response, one token")
+    label: int = option(1, "label that means correct, of a reward model with several labels", min=0)
     reward: str = option(
         "probability",
         "probability (of accept against reject), hard (0 or 1) or score (log-odds, or a reward model's own number)",
@@ -68,7 +70,7 @@ class JudgeConfig:
     max_wait_seconds: float = option(0.5, "longest wait of a response for others to fill its forward", min=0.0, max=1e7)
     memory_gib: float = option(
         0.0,
-        "device memory of the judge in GiB, other layers stream from the host; 0: what is free (on CPU: all)",
+        "device memory of the judge in GiB; layers beyond it stream from the host; 0: all free memory (on CPU: all)",
         min=0.0,
         max=1e5,
     )
@@ -80,13 +82,13 @@ class JudgeConfig:
     )
 
 
-# ---- what the judge reads ----------------------------------------------------------------------------------------
+# ---- the judge's text --------------------------------------------------------------------------------------------
 
 
 class Reader:
     """Turns a response and its data row into the token ids that the judge reads."""
 
-    def __init__(self, config: JudgeConfig, tokenizer: Any, is_reward_model: bool, pad_id: int | None):
+    def __init__(self, config: JudgeConfig, tokenizer: Tokenizer, is_reward_model: bool, pad_id: int | None):
         self.template, self.tokenizer, self.is_reward_model = config.template or TEMPLATE, tokenizer, is_reward_model
         self.pad_id = pad_id
         self.chat = config.chat and bool(tokenizer.chat_template)
@@ -94,7 +96,7 @@ class Reader:
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def __call__(self, response: str, answer: str, row: dict) -> list[int]:
-        # A response that spells the judge's own control tokens could end its turn and speak the verdict.
+        # A response that spells the judge's own control tokens could end its turn and write the verdict.
         response = self.special.sub(" ", response)
         prompt = row["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -114,22 +116,22 @@ class Reader:
         return self.tokenizer.encode(converse(self.tokenizer, messages, generation), add_special_tokens=False)
 
     def _last_read(self, ids: list[int]) -> list[int]:
-        """Reward models of transformers read out the last token that is no padding, even where padding is the end."""
+        """Remove padding at the end, as the reward models of transformers do, even where padding is the end token."""
         while len(ids) > 1 and ids[-1] == self.pad_id:
             ids = ids[:-1]
         return ids
 
 
-def verdict_ids(config: JudgeConfig, tokenizer: Any) -> list[int]:
-    """Return the token of `accept` and that of `reject`. Raises ConfigError unless each is one token."""
-    ids = []
+def verdict_ids(config: JudgeConfig, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of `accept` and `reject`. Raises ConfigError unless each is one token."""
+    ids: list[int] = []
     for key in ("accept", "reject"):
         word = getattr(config, key)
         tokens = tokenizer.encode(word, add_special_tokens=False)
         if len(tokens) != 1:
             raise ConfigError(
                 f"judge.{key} = {word!r} is {len(tokens)} tokens for the judge; a verdict is one token: choose another "
-                "word, or one with or without the space before it"
+                "word, or add or remove the space before it"
             )
         ids += tokens
     if ids[0] == ids[1]:
@@ -138,7 +140,7 @@ def verdict_ids(config: JudgeConfig, tokenizer: Any) -> list[int]:
 
 
 def check_judge(config: JudgeConfig, dtype: torch.dtype) -> None:
-    """Raise ConfigError on everything that can be known without loading the weights."""
+    """Raise ConfigError on every mistake that shows without loading the weights."""
     if not config.path:
         raise ConfigError(
             f"data rows have the task {TASK_OF_JUDGE}, but judge.path is empty; give a local Hugging Face folder"
@@ -186,7 +188,7 @@ class JudgeModel:
         self.layers = Layers(self.model, device)
         self.model.to(device)
         self.fixed_bytes = sum(p.nbytes for p in self.model.parameters())
-        if self.is_reward_model:
+        if score is not None:
             self.head = score.to(device)
         else:
             self.head, self.verdicts = self.model.head_weight, upload(verdict_ids(config, tokenizer), device)
@@ -204,7 +206,7 @@ class JudgeModel:
             free = c.memory_gib * 2**30 - self.fixed_bytes
         elif self.device.type == "cuda":
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            # A part is left for others, and for what lies in pieces.
+            # A part is left for other users of the GPU and for fragmentation.
             free = layers.device_bytes + 0.8 * (torch.cuda.mem_get_info(self.device)[0] + unused)
         else:
             free = math.inf
@@ -239,10 +241,10 @@ class JudgeModel:
         return output[right] - others.logsumexp(0).item()
 
 
-def background_stream(device: torch.device, sm_share: float) -> tuple[Any, Any, str]:
-    """Return a stream for work beside the decoding, what must live as long, and what to call it.
+def background_stream(device: torch.device, sm_share: float) -> tuple[torch.cuda.Stream, object, str]:
+    """Return a stream for work beside the decoding, an object that must live as long, and a description.
 
-    The stream has a partition of the multiprocessors where torch can make one; decoding may still use all of them.
+    The stream has a partition of the multiprocessors if torch can make it; decoding may still use all of them.
     """
     if sm_share:
         from torch.cuda import green_contexts  # torch >= 2.10; its contexts give streams from 2.12 on
@@ -253,7 +255,7 @@ def background_stream(device: torch.device, sm_share: float) -> tuple[Any, Any, 
             try:
                 context: Any = green_contexts.GreenContext.create(num_sms=wanted, device_id=device.index)
                 return context.Stream(), context, f"on {wanted} of {count} multiprocessors"
-            except RuntimeError:  # a driver or a GPU that has no partitions
+            except RuntimeError:  # a driver or a GPU without partitions
                 pass
     return torch.cuda.Stream(device, priority=0), None, "in a stream of the lowest priority"
 
@@ -273,7 +275,7 @@ class JudgeStats:
     peak_queue: int = 0
     streamed_bytes: int = 0
     resident_layers: int = 0  # summed over forwards
-    verdict_mass: float = 0.0  # summed probability that the answer was accept or reject: near 0, it understood nothing
+    verdict_mass: float = 0.0  # summed probability of accept or reject: near 0, the judge did not understand its task
 
 
 @dataclass(slots=True)
@@ -285,7 +287,7 @@ class _Text:
 
 
 class _Flight:
-    """One forward whose result is on its way to the host."""
+    """One forward whose result is being copied to the host."""
 
     def __init__(self, texts: list[_Text], output: Tensor, start: float):
         self.texts, self.start = texts, start
@@ -300,22 +302,25 @@ class _Flight:
         return self.event is None or self.event.query()
 
     def land(self) -> list[list[float]]:
+        """Wait for the result and return it."""
         if self.event:
             self.event.synchronize()
         return self.host.tolist()
 
 
 class Judge:
-    """Grades as a `RewardPool` does: `submit` never waits, `poll` and `drain` hand rewards back.
+    """Has the interface of a `RewardPool`: `submit` never waits, `poll` and `drain` return rewards.
 
-    `poll` starts at most one forward: on a GPU it runs beside what follows, on a CPU before `poll` returns. A text that
-    cannot be judged is a Reward of 0 with the cause in `error`. Raises ConfigError as `check_judge` does.
+    `poll` starts at most one forward: on a GPU it runs in the background, on a CPU before `poll` returns. A text that
+    cannot be judged gets a Reward of 0 with the cause in `error`. Raises ConfigError as `check_judge` does.
     """
 
     def __init__(self, config: JudgeConfig, device: torch.device, dtype: torch.dtype):
         self.config, self.device = config, device
         self.model = JudgeModel(config, device, dtype)
-        self.stream, self._context, how = None, None, "between decode steps"
+        self.stream: torch.cuda.Stream | None = None
+        self._context: object = None  # lives as long as the stream
+        how = "between decode steps"
         if device.type == "cuda":
             self.stream, self._context, how = background_stream(device, config.sm_share)
         kind = "reward model" if self.model.is_reward_model else "judge"
@@ -325,11 +330,11 @@ class Judge:
         self._queue: deque[_Text] = deque()
         self._queued_tokens = 0
         self._flight: _Flight | None = None
-        self._results: list[tuple[Any, Reward]] = []
+        self._results: list[Graded] = []
 
     @property
     def num_pending(self) -> int:
-        """How many were submitted and not yet handed back."""
+        """Number of responses that were submitted and not yet returned."""
         in_flight = sum(text.wanted for text in self._flight.texts) if self._flight else 0
         return len(self._queue) + in_flight + len(self._results)
 
@@ -337,7 +342,7 @@ class Judge:
         """Have a response judged. `row` is its data row: its `prompt` is the question."""
         try:
             ids = self.model.reader(response, answer, row)
-        except Exception as error:  # a chat template is a program of the model's author and raises what it likes
+        except Exception as error:  # a chat template is a program of the model's author and may raise anything
             return self._fail(key, f"the judge cannot read this text: {type(error).__name__}: {error}")
         if len(ids) > self.model.max_tokens:
             return self._fail(
@@ -349,16 +354,16 @@ class Judge:
         self._queued_tokens += len(ids)
         self.stats.peak_queue = max(self.stats.peak_queue, len(self._queue))
 
-    def poll(self) -> list[tuple[Any, Reward]]:
-        """Return what has been judged since the last call. Never waits for a GPU."""
+    def poll(self) -> list[Graded]:
+        """Return the rewards since the last call. Never waits for a GPU."""
         self._land(wait=False)
         if not self._flight and self._is_due():
             self._launch()
             self._land(wait=False)
         return self._take_results()
 
-    def drain(self) -> list[tuple[Any, Reward]]:
-        """Judge everything outstanding, and return it; then give the GPU's free memory back to the trainer."""
+    def drain(self) -> list[Graded]:
+        """Judge all pending responses and return their rewards; give the GPU's free memory back to the trainer."""
         while self._queue or self._flight:
             self._advance()
         if self.device.type == "cuda" and not self.config.memory_gib:
@@ -366,15 +371,15 @@ class Judge:
             torch.cuda.empty_cache()
         return self._take_results()
 
-    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Any, Reward]]:
-        """Wait for those of `keys` that are outstanding; return them and whatever else is judged by then."""
+    def wait(self, keys: Iterable[Hashable]) -> list[Graded]:
+        """Wait for the pending responses of `keys`; return their rewards and all others that are there by then."""
         keys = set(keys)
         while any(text.key in keys for text in (*self._queue, *(self._flight.texts if self._flight else ()))):
             self._advance()
         return self._take_results()
 
     def forget(self, keep: Iterable[Hashable]) -> None:
-        """Hand back nothing but `keep` of what is outstanding; the others, if not begun, are never judged."""
+        """Forget all pending responses but those of `keep`: if they wait they are never judged."""
         keep = set(keep)
         self._queue = deque(text for text in self._queue if text.key in keep)
         self._queued_tokens = sum(len(text.ids) for text in self._queue)
@@ -383,12 +388,13 @@ class Judge:
             text.wanted = text.wanted and text.key in keep
 
     def close(self) -> None:
-        """Drop what is outstanding."""
+        """Drop all pending responses."""
         self.forget(())
         self._land(wait=True)
         self.model.layers.close()
 
     def take_stats(self) -> JudgeStats:
+        """Return the statistics since the last call."""
         taken, self.stats = self.stats, JudgeStats()
         taken.streamed_bytes, self.model.layers.streamed_bytes = self.model.layers.streamed_bytes, 0
         return taken
@@ -398,7 +404,7 @@ class Judge:
     def _fail(self, key: Hashable, error: str) -> None:
         self._results.append((key, Reward(0.0, error=f"{error} (task {TASK_OF_JUDGE}, sample {key})"[:500])))
 
-    def _take_results(self) -> list[tuple[Any, Reward]]:
+    def _take_results(self) -> list[Graded]:
         taken, self._results = self._results, []
         return taken
 
@@ -414,7 +420,7 @@ class Judge:
         self._land(wait=True)
 
     def _launch(self) -> None:
-        """Start a forward of the first texts that fit into it."""
+        """Start a forward of the first texts that fit."""
         texts, num_tokens, start = [], 0, time.perf_counter()
         while self._queue and num_tokens + len(self._queue[0].ids) <= self.config.batch_tokens:
             texts.append(self._queue.popleft())
@@ -424,16 +430,14 @@ class Judge:
             self.model.place(num_tokens)
             self._flight = _Flight(texts, self.model([text.ids for text in texts]), start)
         stats = self.stats
-        stats.texts, stats.tokens, stats.batches = (
-            stats.texts + len(texts),
-            stats.tokens + num_tokens,
-            stats.batches + 1,
-        )
+        stats.texts += len(texts)
+        stats.tokens += num_tokens
+        stats.batches += 1
         stats.wait_seconds += sum(start - text.since for text in texts)
         stats.resident_layers += len(self.model.layers.resident)
 
     def _land(self, wait: bool) -> None:
-        """Turn a forward that is done into rewards."""
+        """Turn the outputs of a forward into rewards once it is done."""
         if not self._flight or not (wait or self._flight.is_done):
             return
         flight, self._flight = self._flight, None
@@ -464,26 +468,25 @@ def reward_of(score: float, kind: str) -> float:
 
 
 class _Also(NamedTuple):
-    """Names the grading of a sample by a grader besides its row's own."""
+    """Key of a sample's grading by an additional grader."""
 
     key: Hashable
     grader: str
 
 
-class Graders:
-    """Every way of grading behind the interface of one `RewardPool`: each task goes to its own.
+class AllGraders:
+    """Pool and judge behind the interface of one `RewardPool`: each response goes to the grader of its task.
 
-    With `also`, weights by grader, these grade every sample too, and its reward is the sum of all (reward.add_up).
+    `also`: weights of graders that grade every sample in addition; its reward is the weighted sum (reward.add_up).
     """
 
     def __init__(self, pool: RewardPool, judge: Judge | None, also: Mapping[str, float] | None = None):
         self.pool, self.judge, self.also = pool, judge, dict(also or {})
-        self.parts: list[Any] = (
-            [judge, pool] if judge else [pool]
-        )  # the pool's processes go on while the judge computes
+        # The judge comes first: the pool's processes go on while it computes.
+        self.parts: list[Judge | RewardPool] = [judge, pool] if judge else [pool]
         self._graded: dict[Hashable, dict[str, Reward | None]] = {}  # by grader; None: not yet
 
-    def __enter__(self) -> "Graders":
+    def __enter__(self) -> "AllGraders":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -497,15 +500,16 @@ class Graders:
         self._graded[key] = dict.fromkeys([task, *self.also])  # the row's own first
         for i, name in enumerate(self._graded[key]):
             part = self.judge if name == TASK_OF_JUDGE else self.pool
+            assert part, "open_graders loads the judge if a task needs it"
             part.submit(_Also(key, name) if i else key, name, response, answer, row)
 
-    def poll(self) -> list[tuple[Any, Reward]]:
+    def poll(self) -> list[Graded]:
         return self._whole(graded for part in self.parts for graded in part.poll())
 
-    def drain(self) -> list[tuple[Any, Reward]]:
+    def drain(self) -> list[Graded]:
         return self._whole(graded for part in self.parts for graded in part.drain())
 
-    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Any, Reward]]:
+    def wait(self, keys: Iterable[Hashable]) -> list[Graded]:
         keys = self._with_also(keys)
         return self._whole(graded for part in self.parts for graded in part.wait(keys))
 
@@ -519,17 +523,18 @@ class Graders:
         keys = set(keys)
         return keys | {_Also(key, name) for key in keys for name in self.also}
 
-    def _whole(self, graded: Iterable[tuple[Any, Reward]]) -> list[tuple[Any, Reward]]:
-        """Return the samples that all of their graders have graded by now."""
+    def _whole(self, graded: Iterable[Graded]) -> list[Graded]:
+        """Return the rewards of the samples that all of their graders have graded by now."""
         whole = []
         for place, reward in graded:
             key = place.key if isinstance(place, _Also) else place
             rewards = self._graded[key]
             rewards[place.grader if isinstance(place, _Also) else next(iter(rewards))] = reward
-            if None not in rewards.values():
+            done = {name: reward for name, reward in rewards.items() if reward is not None}
+            if len(done) == len(rewards):
                 del self._graded[key]
-                own = dict.fromkeys(rewards, 1.0)
-                whole.append((key, add_up(rewards, own | self.also) if self.also else reward))
+                own = dict.fromkeys(done, 1.0)
+                whole.append((key, add_up(done, own | self.also) if self.also else reward))
         return whole
 
     @property
@@ -547,9 +552,9 @@ class Graders:
 
 def open_graders(
     reward: RewardConfig, judge: JudgeConfig, tasks: Iterable[str], device: torch.device, dtype: torch.dtype
-) -> Graders:
-    """Start what grades `tasks`. Raises ConfigError as `RewardPool` and `Judge` do."""
+) -> AllGraders:
+    """Start the graders of `tasks`. Raises ConfigError as `RewardPool` and `Judge` do."""
     tasks, also = set(tasks), by_grader("reward.also", reward.also)
     tasks |= also.keys() if tasks else set()
     model = Judge(judge, device, dtype) if TASK_OF_JUDGE in tasks else None
-    return Graders(RewardPool(reward, tasks - {TASK_OF_JUDGE}), model, also)
+    return AllGraders(RewardPool(reward, tasks - {TASK_OF_JUDGE}), model, also)

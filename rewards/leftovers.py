@@ -1,11 +1,10 @@
-"""What a program may leave behind, and how it is ended and removed: processes, files, things of a throw-away user.
+"""End and remove everything that a program may leave behind: processes, files, files of a throw-away user.
 
-A throw-away user belongs to one keeper at a time: to whoever locks its file. What lives under it is then the keeper's,
-and so are the files that it owns. A lock file that is not empty says that its last keeper was killed before the end.
+A throw-away user belongs to one keeper at a time, which holds the lock on the user's file. All processes and files of
+the user are then the keeper's. If the lock file is not empty, its last keeper was killed before it had cleaned up.
 """
 
 import _signal as signal  # as in rewards/box.py
-import ctypes
 import itertools
 import os
 import resource
@@ -14,13 +13,12 @@ import time
 
 from rewards import walls
 
-UIDS = range(60707, 61184)  # given to nobody: by distributions, systemd (also not as DynamicUser) or containers
-KILLER = 60706  # nor is this one, which owns no process but those that kill a throw-away user's
-END_SECONDS = 10.0  # for the processes of a throw-away user to end; one that cannot be ended blocks its user alone
+UIDS = range(60707, 61184)  # used neither by distributions nor systemd (not as DynamicUser either) nor containers
+KILLER = 60706  # unused as well; owns only the processes that kill a throw-away user's processes
+END_SECONDS = 10.0  # for the processes of a throw-away user to end; a process that cannot be ended blocks only its user
 LOCK_FOLDERS = ("/run/plainroll-uids", "/dev/shm/plainroll-uids", "/tmp/plainroll-uids")  # the first that can be made
 WORLD_WRITABLE = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock", "/run/shm")
 TRIES = 10  # to read one of a process's threads, which may start and end faster than they are read
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 # ---- processes -------------------------------------------------------------------------------------------------
@@ -48,9 +46,9 @@ def descendants(root: int) -> dict[int, int]:
 
 
 def look(pid: int) -> tuple[int, int | None]:
-    """Return a process's parent and its resident bytes; None if it is dead. Raises OSError if there is none.
+    """Return a process's parent and its resident bytes, None if it is dead. Raises OSError if there is no process.
 
-    A process whose first thread has ended looks dead, but lives on in the others; only they tell its bytes.
+    A process whose first thread has ended looks dead, but its other threads live on; only they show its bytes.
     """
     state, parent, num_threads, resident = _read_stat(f"/proc/{pid}/stat")
     if state not in b"ZX":
@@ -75,9 +73,9 @@ def _read_stat(path: str) -> tuple[bytes, int, int, int]:
 
 
 def end_descendants(uid: int | None) -> None:
-    """Kill and reap every process below this one, which is their reaper; `uid`: of their throw-away user, if any.
+    """Kill and reap every process below this one, which is their reaper; `uid`: their throw-away user, if any.
 
-    The dead are reaped last: until then they take up the places of a fork bomb's next children.
+    The dead are reaped last: until then they count towards a fork bomb's limit of processes.
     """
     while True:
         if uid is not None:
@@ -89,7 +87,7 @@ def end_descendants(uid: int | None) -> None:
             except ProcessLookupError:
                 pass
         try:
-            while not live and os.waitpid(-1, os.WNOHANG)[0]:  # 0: one lives that the look before has missed
+            while not live and os.waitpid(-1, os.WNOHANG)[0]:  # 0: `descendants` has missed a live process
                 pass
         except ChildProcessError:
             return
@@ -97,10 +95,10 @@ def end_descendants(uid: int | None) -> None:
 
 
 def _kill_all_of(uid: int) -> None:
-    """Kill every process of a user at one moment, so that none can fork out of it.
+    """Kill every process of a user at one moment, so that none can escape by a fork.
 
-    A process may kill what has its effective user, and be stopped or killed by what has its real one: here only by
-    others of its kind, each of which has then done its own work.
+    The killer's effective user lets it kill those processes. Its real user decides who may kill it: only other killers,
+    each of which does the same work.
     """
     status = -1
     while status:
@@ -115,7 +113,7 @@ def _kill_all_of(uid: int) -> None:
 
 
 def num_tasks(uid: int) -> int:
-    """Return the number of threads of a user: what RLIMIT_NPROC counts."""
+    """Return the number of threads of a user, as RLIMIT_NPROC counts them."""
     count = 0
     for name in os.listdir("/proc"):
         try:
@@ -130,7 +128,7 @@ def num_tasks(uid: int) -> int:
 
 
 def take_uid() -> tuple[int, int]:
-    """Return a user that nobody else has, and the file that locks it for this process. Waits while all are taken."""
+    """Return an unused user, and the open file that locks it for this process. Waits while all users are taken."""
     folder = _lock_folder()
     while True:
         for attempt in range(len(UIDS)):
@@ -143,22 +141,22 @@ def take_uid() -> tuple[int, int]:
 
 
 def give_back(uid: int, lock: int) -> None:
-    """Remove the files of a user, of whom no process is left; others may have it when the lock is closed."""
-    if not walls.landlock_version(LIBC):  # otherwise its folder was all that it could write
+    """Remove the files of a user without processes. The user is free once the caller closes the lock."""
+    if not walls.landlock_version():  # with Landlock it could only write to its own folder
         for place in WORLD_WRITABLE:
             for entry in os.scandir(place) if os.path.isdir(place) else ():
                 try:
                     if entry.stat(follow_symlinks=False).st_uid == uid:
                         remove_tree(entry.path)
-                except FileNotFoundError:  # somebody else's
+                except FileNotFoundError:  # another program's, which has just removed it
                     pass
     os.truncate(lock, 0)
 
 
 def clean_after_the_killed(folder: str) -> None:
-    """Remove a box's folder and end what lives under throw-away users: their keepers were killed."""
+    """Remove a box's folder, and end all processes of throw-away users whose keepers were killed."""
     for name in os.listdir(_lock_folder()) if os.geteuid() == 0 else ():
-        lock = _lock(_lock_folder(), int(name))  # ends it
+        lock = _lock(_lock_folder(), int(name))  # ends the processes
         if lock is not None:
             os.close(lock)
     if os.path.lexists(folder):
@@ -179,8 +177,8 @@ def _lock_folder() -> str:
 
 
 def _lock(folder: str, uid: int) -> int | None:
-    """Lock a user and return the open file; None if somebody else has it, or a process of its last program lives on."""
-    import pwd  # here: only root needs it
+    """Lock a user and return the open file; None if it is taken, or if a process of its last program does not end."""
+    import pwd  # here, because only root needs it
 
     lock = os.open(f"{folder}/{uid}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -191,7 +189,7 @@ def _lock(folder: str, uid: int) -> int | None:
     try:
         pwd.getpwuid(uid)
         os.close(lock)
-        return None  # it has an account after all
+        return None  # a real account has this number
     except KeyError:
         pass
     if os.fstat(lock).st_size:
@@ -207,7 +205,7 @@ def _lock(folder: str, uid: int) -> int | None:
 
 
 def _lives(uid: int) -> bool:
-    """Tell whether a user has a process that is no zombie: nobody may reap those."""
+    """Return whether a user has a process that is not a zombie. Zombies do not count: they may never be reaped."""
     for name in os.listdir("/proc"):
         try:
             if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == uid and look(int(name))[1] is not None:
@@ -221,9 +219,9 @@ def _lives(uid: int) -> bool:
 
 
 def measure_tree(folder: str, most: int) -> tuple[int, int]:
-    """Return how many entries a folder has, at all depths, and their bytes on disk. Stops after `most` entries.
+    """Return the number of entries of a folder, at all depths, and their bytes on disk. Stops after `most` entries.
 
-    An entry that cannot be looked at counts as too many.
+    An entry that cannot be read counts as too many.
     """
     count = size = 0
     todo = [folder]
@@ -243,9 +241,9 @@ def measure_tree(folder: str, most: int) -> tuple[int, int]:
 
 
 def remove_tree(path: str) -> None:
-    """Remove what a program left, however deep and however locked: inner folders are first moved to the top.
+    """Remove a folder or file of a program, however deep and however locked: inner folders are first moved to the top.
 
-    Nothing outside is touched even while another process changes the tree: folders are opened, never followed.
+    Nothing outside is touched, even if another process changes the tree meanwhile: links are never followed.
     """
     names = (os.urandom(8).hex() for _ in itertools.count())
     if _unlink(path, None):

@@ -1,4 +1,4 @@
-"""A decoder's layers in host memory: some on the device too, the others streaming through two buffers there.
+"""A decoder's layers in host memory: some on the device too, all others stream through two buffers there.
 
 The copy of a layer waits until the computation has left its buffer, the computation waits for the copy; so while one
 layer computes, the next arrives. (RollPacker, section 4.3)
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from model import LayerWeights, Model, ModelShape
 
+Event = Any  # of a copy: a CUDA event, or a future on a CPU
+
 
 def token_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
     """Return the activation bytes of one token at the peak of a layer: in its MLP, or in its attention."""
@@ -26,7 +28,9 @@ def token_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
 
 
 def num_resident(num_layers: int, layer_bytes: int, token_bytes: int, num_tokens: int, free_bytes: float) -> int:
-    """Return how many layers stay on the device beside a forward of `num_tokens`: all, or what two buffers leave."""
+    """Return how many layers stay on the device beside a forward of `num_tokens`: all, or as many as fit beside two
+    buffers.
+    """
     room = (free_bytes - token_bytes * num_tokens) / layer_bytes
     return num_layers if room >= num_layers else max(int(room) - 2, 0)
 
@@ -34,7 +38,7 @@ def num_resident(num_layers: int, layer_bytes: int, token_bytes: int, num_tokens
 def residence_order(num_layers: int) -> list[int]:
     """Return layers in the order in which they become resident: every prefix is spread evenly over the depth.
 
-    So between two copies there are resident layers to compute, and one more or less moves no other.
+    So resident layers compute between two copies, and a change of their number by one moves no other layer.
     """
     width = (num_layers - 1).bit_length()
     return sorted(range(num_layers), key=lambda i: f"{i:0{width}b}"[::-1])
@@ -48,10 +52,10 @@ class ThreadCopies:
         self.last: Future | None = None
 
     def mark(self) -> None:
-        """On a CPU what has been called has been computed."""
+        """On a CPU all calls have been computed when they return."""
 
     def start(self, target: Tensor, source: Tensor, after: None) -> Future:
-        # numpy's copy stays in its thread; torch's would bring a second team of threads, who fight for the cores
+        # numpy's copy stays in its thread; torch's would start a second team of threads, which compete for the cores
         self.last = self.thread.submit(np.copyto, target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
         return self.last
 
@@ -73,7 +77,7 @@ class StreamCopies:
         self.stream = torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event:
-        """Return the moment when all that the current stream has been given is computed."""
+        """Return the event after all work that the current stream has been given."""
         return torch.cuda.current_stream(self.stream.device).record_event()
 
     def start(self, target: Tensor, source: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
@@ -89,24 +93,24 @@ class StreamCopies:
         self.stream.synchronize()
 
     def close(self) -> None:
-        """A stream needs no end."""
+        """A stream needs no clean-up."""
 
 
 class Layers:
     """A decoder's layers in host memory. Some are on the device too; the others pass through two buffers there.
 
-    A layer is one block of memory, so it travels in one copy. While a layer computes, the next one that is not resident
-    arrives; at the end the buffers fill with what the next forward needs first.
+    A layer is one block of memory, so it travels in one copy. While a layer computes, the next layer that is not
+    resident arrives; at the end the buffers fill with the first such layers of the next forward.
     """
 
     def __init__(self, model: Model, device: torch.device):
         """Takes the layers out of `model`, so that each is in host memory once."""
         self.device, on_gpu = device, device.type == "cuda"
-        self.copies: Any = StreamCopies(device) if on_gpu else ThreadCopies()
-        self.host, self.views = [], None
+        self.copies: StreamCopies | ThreadCopies = StreamCopies(device) if on_gpu else ThreadCopies()
+        self.host: list[Tensor] = []
         while model.layers:
             weights = model.layers.pop(0).weights()
-            if self.views is None:
+            if not self.host:
                 self.views, self.size = _views(weights)
             self.host.append(torch.empty(self.size, dtype=weights.qkv.dtype, pin_memory=on_gpu))
             for own, theirs in zip(self.unpack(self.host[-1]), weights, strict=True):
@@ -129,28 +133,28 @@ class Layers:
 
     def unpack(self, block: Tensor) -> LayerWeights:
         parts = (None if v is None else block[v[0] : v[0] + math.prod(v[1])].view(v[1]) for v in self.views)
-        return LayerWeights(*parts)
+        return LayerWeights._make(parts)
 
     def release(self) -> None:
-        """Give the device memory back. Wants an idle device."""
+        """Give the device memory back. The device must be idle."""
         self.copies.finish()
         self.placed = -1
-        self.resident: dict[int, tuple[Tensor, Any]] = {}  # block, and its copy's event if any
-        self.arriving: deque[tuple[int, Tensor, Any]] = deque()  # layer, buffer, and its copy's event: two, in turns
+        self.resident: dict[int, tuple[Tensor, Event | None]] = {}  # block, and its copy's event if any
+        self.arriving: deque[tuple[int, Tensor, Event]] = deque()  # layer, buffer, its copy's event: two, in turns
 
     def close(self) -> None:
         self.release()
         self.copies.close()
 
     def place(self, count: int) -> None:
-        """Keep `count` layers on the device from now on. Wants an idle device."""
+        """Keep `count` layers on the device from now on. The device must be idle."""
         if count == self.placed:
             return
         self.copies.finish()  # into buffers that may be dropped now
         self.placed, kept, computed = count, set(self.order[:count]), self.copies.mark()
         self.resident = {i: block for i, block in self.resident.items() if i in kept}
         for i in sorted(kept - self.resident.keys()):
-            self.resident[i] = (self.host[i], None)  # on a CPU it is there already
+            self.resident[i] = (self.host[i], None)  # on a CPU the host's block is the device's
             if self.device.type != "cpu":
                 self.resident[i] = self._fetch(i, torch.empty_like(self.host[i], device=self.device), computed)
         buffers = [block for _, block, _ in self.arriving] or [
@@ -161,16 +165,16 @@ class Layers:
         for block in buffers if count < len(self) else ():
             self._arrive(block, computed)
 
-    def _fetch(self, index: int, block: Tensor, after: Any) -> tuple[Tensor, Any]:
+    def _fetch(self, index: int, block: Tensor, after: Event) -> tuple[Tensor, Event]:
         self.streamed_bytes += block.nbytes
         return block, self.copies.start(block, self.host[index], after)
 
-    def _arrive(self, block: Tensor, after: Any) -> None:
+    def _arrive(self, block: Tensor, after: Event) -> None:
         index = next(self.upcoming)
         self.arriving.append((index, *self._fetch(index, block, after)))
 
     def __iter__(self) -> Iterator[LayerWeights]:
-        """Yield the layers on the device, in order. What computes with one is called before the next is asked for."""
+        """Yield the layers on the device, in order. The caller computes with each layer before it asks for the next."""
         for index in range(len(self)):
             if index in self.resident:
                 block, copied = self.resident[index]

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 import urllib.parse
-from typing import Any
 
 from reward import LARGEST_REWARD, reward_number
 
@@ -26,10 +25,10 @@ def is_address(name: str) -> bool:
 
 
 class _Bounded(io.BufferedReader):
-    """What a service sends, at most MAX_REPLY bytes of it: it may announce any length, and none is refused elsewhere.
+    """Reads at most MAX_REPLY bytes: a service may announce any length, and `http.client` refuses none.
 
-    Raises HTTPException beyond them, for a line that is cut off, and for a negative length, which means "all there
-    is" to Python.
+    Raises HTTPException for more bytes, for a line that is cut off, and for a negative length, which Python would take
+    for "read to the end".
     """
 
     left = MAX_REPLY
@@ -53,13 +52,13 @@ class _Bounded(io.BufferedReader):
 
 
 class _Reply(http.client.HTTPResponse):
-    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any):
+    def __init__(self, sock: socket.socket, *args, **kwargs):
         super().__init__(sock, *args, **kwargs)
         self.fp.close()
         self.fp = _Bounded(sock.makefile("rb", 0))
 
     def begin(self) -> None:
-        """Read status and headers. Raises HTTPException where a reward's do not tell its end: it may be a half."""
+        """Read status and headers. Raises HTTPException if they do not say where a reward ends: it may be cut short."""
         super().begin()
         lengths, encodings = (self.headers.get_all(name, []) for name in ("Content-Length", "Transfer-Encoding"))
         is_counted = len(lengths) == 1 and bool(re.fullmatch("[0-9]+", lengths[0].strip(" \t"))) and not encodings
@@ -69,10 +68,10 @@ class _Reply(http.client.HTTPResponse):
 
 
 def ask(address: str, body: bytes, seconds: float, retries: int, closing: threading.Event) -> float:
-    """Return the service's reward. Raises RemoteError when there is none within `seconds` and `retries`.
+    """Return the service's reward. Raises RemoteError if there is none within `seconds` and `retries`.
 
-    What may pass is tried again: no connection, a connection cut off, a reply cut short or that does not tell its
-    length, status 408, 429 and 5xx.
+    A request is sent again after an error that may pass: no connection, a connection cut off, a reply cut short or
+    without its length, status 408, 429 and 5xx.
     """
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
     for attempt in range(retries + 1):
@@ -100,6 +99,7 @@ def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
     """Send one request; return status and reply, or raise OSError or HTTPException, all within `seconds`."""
     deadline, parts = time.monotonic() + seconds, urllib.parse.urlsplit(address)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    assert parts.hostname, "check_grader has refused addresses without a host"
     connection = kind(parts.hostname, parts.port, timeout=max(seconds, 0.001))
     connection.response_class = _Reply
     connection.connect()
@@ -107,11 +107,11 @@ def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
     is_cut = threading.Event()
 
     def cut() -> None:
-        is_cut.set()  # ahead of the end that the reader sees, and could take for the service's
-        with contextlib.suppress(OSError):  # it is over already
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of TLS would have the reader go on without TLS
+        is_cut.set()  # before the reader sees the end, which it could take for the service's
+        with contextlib.suppress(OSError):  # the exchange is over already
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS's own shutdown would let the reader go on without TLS
 
-    # The connection's own time-out is for each read: a service that sends a byte now and then never meets it.
+    # The connection's own time-out is for each read: a service that sends a byte now and then never reaches it.
     timer = threading.Timer(max(deadline - time.monotonic(), 0.0), cut)
     timer.daemon = True
     timer.start()

@@ -1,11 +1,11 @@
-"""Run an untrusted Python program against a test case, and say whether it passes.
+"""Run an untrusted Python program against a test case, and return whether it passes.
 
     case {"stdin": text, "stdout": text}    the program reads stdin; what it prints must be the expected lines
     case {"test": "assert add(2, 3) == 5"}  the program defines functions; the test must run without an error
 
-The verdict is always made outside the program's box: expected outputs never enter it, and assertions run in a second
+The verdict is always made outside of the program's box: expected outputs never enter it, and assertions run in a second
 box that sees the program's results as plain data only. Programs have the standard library, an empty folder and no
-environment. Linux only; standard library only.
+environment variables. Linux only; standard library only.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from typing import IO
 
 from rewards import box, leftovers, walls
 
@@ -30,11 +31,11 @@ SETUP_SECONDS = 20.0  # for the box itself, before the program starts: a machine
 OVERHEAD_SECONDS = 2 * SETUP_SECONDS + 20.0  # at most, beside the program's own time: two boxes made and removed
 TICK = 0.1  # seconds between looks at memory and number of processes
 REMEDY = "allow user namespaces or install bubblewrap"
-CLEANING_SECONDS = 1.0  # a program's files may take so long to remove; then that goes on beside the next programs
+CLEANING_SECONDS = 1.0  # longest wait for a keeper to remove files; then it goes on beside the next programs
+MOST_CLEANING = 16  # keepers that remove files at a time
 FOLDER_BYTES = 8192  # an entry may take so much on disk, beside its content
 KEEPER_DIED = "the program ended its keeper"
-MOST_CLEANING = 16  # of those at a time
-# A program starts as a script does, its folder first on the path. `exit` and `quit` are what `site` would bring.
+# A program starts like a script, its folder first on the path. `site` would define `exit` and `quit`.
 STARTER = """import builtins, posix, sys
 builtins.exit = builtins.quit = sys.exit
 sys.setrecursionlimit(sys.getrecursionlimit() + 2)  # for the frames of this
@@ -54,7 +55,7 @@ CLEANER = (
 
 
 def is_keeper(pid: int) -> bool:
-    """Whether a process is the keeper of a box. It ends all below it, and its folder, when its caller dies."""
+    """Whether a process is the keeper of a box, which ends all processes below it when its caller dies."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             command = file.read()
@@ -65,9 +66,9 @@ def is_keeper(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
-    seconds: float = 10.0  # wall time; of CPU time each process may have as much, rounded up, and a second more
+    seconds: float = 10.0  # wall time; CPU time of each process: as much, rounded up, and a second more
     memory_bytes: int = 512 * 2**20  # address space of each process, resident memory of all
     processes: int = 16  # processes and threads
     file_bytes: int = 16 * 2**20  # of all files
@@ -76,7 +77,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one program on one case."""
+    """The result of one program on one case."""
 
     passed: bool
     seconds: float  # wall time of the program alone
@@ -85,12 +86,12 @@ class Outcome:
 
 
 class SandboxError(RuntimeError):
-    """Programs cannot be run here at all; the text says why and what to do."""
+    """No program can be run here; the text says why and how to change that."""
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """How programs are kept apart from the rest of the machine, and with which interpreter they run."""
+    """The way to keep programs apart from the rest of the machine, and the interpreter that runs them."""
 
     kind: str  # "namespaces", "bubblewrap" or "limits"
     python: str
@@ -99,7 +100,7 @@ class Isolation:
     def __str__(self) -> str:
         if self.kind != "limits":
             return f"{self.kind}: own files, processes and network, and resource limits"
-        version, is_root = walls.landlock_version(box.LIBC), os.geteuid() == 0
+        version, is_root = walls.landlock_version(), os.geteuid() == 0
         text = f"resource limits and {'a throw-away user' if is_root else 'no user of their own'}; "
         if version:
             if is_root:
@@ -110,14 +111,14 @@ class Isolation:
         return f"{text}programs can reach {'world-readable files' if is_root else 'YOUR FILES AND PROCESSES'}; {REMEDY}"
 
 
-KINDS = ("namespaces", "bubblewrap", "limits")
+ISOLATIONS = ("namespaces", "bubblewrap", "limits")
 
 
 @functools.cache
 def isolation() -> Isolation:
     """Return the strongest isolation that works here, found by running a program in it. Raises SandboxError."""
     causes = []
-    for kind in KINDS:
+    for kind in ISOLATIONS:
         found, cause = try_isolation(kind)
         if found:
             return found
@@ -126,7 +127,7 @@ def isolation() -> Isolation:
 
 
 def try_isolation(kind: str) -> tuple[Isolation | None, str]:
-    """Return an isolation of this kind that runs programs, or None and why there is none."""
+    """Return an isolation of this kind that runs programs, or None and the reason."""
     if sys.platform != "linux":
         return None, "the sandbox needs Linux"
     if kind == "bubblewrap" and not shutil.which("bwrap"):
@@ -167,7 +168,7 @@ def _check_case(case: dict[str, str]) -> None:
 
 
 def run(program: str, case: dict[str, str], limits: Limits, how: Isolation | None = None) -> Outcome:
-    """Run `program` on one case. Raises ValueError for a case that is none, SandboxError if no box can be made."""
+    """Run `program` on one case. Raises ValueError for an invalid case, SandboxError if no box can be made."""
     how = how or isolation()
     _check_case(case)
     with contextlib.ExitStack() as stack:
@@ -244,7 +245,7 @@ class _Box:
             keeper = KEEPER.format(home=HOME, spec=spec)
             _fill(spec, marshal.dumps(description))
             _fill(text, stdin.encode(errors="surrogatepass"))
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", keeper],
                 stdin=text,
                 stdout=subprocess.PIPE,
@@ -267,18 +268,24 @@ class _Box:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        if not self._wait_for_end(5.0):  # a program of the same user stopped the keeper: end it from here
+        if not self._wait_for_end(5.0):  # a program of the same user has stopped the keeper: end both from here
             for pid in leftovers.descendants(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.process.kill()
-        self.process.stdout.close()
-        self.process.stderr.close()
+        for stream in self.streams:
+            stream.close()
         os.close(self.report)
         _let_clean(self.process)
         if self.process.returncode:  # the keeper was killed
             code = CLEANER.format(home=HOME, box=self.folder)
             _let_clean(subprocess.Popen([sys.executable, "-I", "-S", "-B", "-c", code], env={}, start_new_session=True))
+
+    @property
+    def streams(self) -> tuple[IO[bytes], IO[bytes]]:
+        """The program's stdout and stderr."""
+        assert self.process.stdout and self.process.stderr, "both are pipes"
+        return self.process.stdout, self.process.stderr
 
     def _wait_for_end(self, seconds: float) -> bool:
         """Wait until the keeper has ended every process and closes its report."""
@@ -290,7 +297,7 @@ class _Box:
         return False
 
     def said(self, word: str) -> str:
-        """Return what the keeper reported under this word, "start", "end" or "error"; nothing if it did not."""
+        """Return the keeper's report under the word "start", "end" or "error"; "" if there is none."""
         lines = self.reports.decode(errors="replace").splitlines()
         return next((line.removeprefix(word).strip() for line in lines if line.startswith(word)), "")
 
@@ -304,7 +311,7 @@ _cleaning: list[subprocess.Popen] = []  # keepers that remove files
 
 
 def _let_clean(keeper: subprocess.Popen) -> None:
-    """Wait for a keeper whose program has ended, but not for long."""
+    """Wait at most CLEANING_SECONDS for a keeper whose program has ended."""
     try:
         keeper.wait(CLEANING_SECONDS)
     except subprocess.TimeoutExpired:
@@ -324,7 +331,7 @@ def _wait_for_cleaners() -> None:
 
 
 def _command(how: Isolation, folder: str, arguments: list[str]) -> list[str]:
-    python = [how.python, "-s", "-S", "-B", "-X", "utf8", *arguments]  # not -I: it would not see box.ENVIRONMENT
+    python = [how.python, "-s", "-S", "-B", "-X", "utf8", *arguments]  # not -I, which ignores box.ENVIRONMENT
     if how.kind != "bubblewrap":
         return python
     options = "--unshare-all --die-with-parent --new-session --cap-drop ALL --chdir /tmp".split()
@@ -333,13 +340,13 @@ def _command(how: Isolation, folder: str, arguments: list[str]) -> list[str]:
         options += ["--dev-bind", path, path]
     for path in box.box_paths(how.prefix):
         options += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    options += ["--remount-ro", "/"]  # it lies in memory, without a limit
+    options += ["--remount-ro", "/"]  # it is in memory, without a limit
     return [str(shutil.which("bwrap")), *options, "--", *python]
 
 
 @functools.cache
 def _system_calls() -> bytes:
-    """Return the filter of system calls. Raises SandboxError where there is none."""
+    """Return the filter of system calls. Raises SandboxError on a machine without a filter."""
     try:
         return walls.system_calls()
     except OSError as error:
@@ -353,7 +360,7 @@ def _rlimits(limits: Limits) -> dict[str, int]:
         "FSIZE": limits.file_bytes,
         "NPROC": limits.processes + 4,  # bubblewrap and the first process of the namespaces may count too
         "NOFILE": 64,
-        "SIGPENDING": 64,  # timers of POSIX too, whose memory no process maps
+        "SIGPENDING": 64,  # also limits POSIX timers, whose memory no process maps
         "CORE": 0,
     }
 
@@ -366,18 +373,15 @@ def _fill(handle: int, content: bytes) -> None:
 
 
 def _watch(main: _Box, others: list[_Box], limits: Limits) -> Outcome:
-    """Read what the boxes write until `main` has ended or a limit is passed."""
+    """Read the boxes' output until `main` has ended or a limit is passed."""
     boxes = [main, *others]
     deadline, next_tick = time.monotonic() + SETUP_SECONDS, time.monotonic() + TICK
     start, has_ended = None, False
     with selectors.DefaultSelector() as selector:
         for each in boxes:
-            for stream, kept in (
-                (each.process.stdout, each.output),
-                (each.process.stderr, each.errors),
-                (each.report, each.reports),
-            ):
-                selector.register(stream, selectors.EVENT_READ, (each, kept))
+            handles = (*(stream.fileno() for stream in each.streams), each.report)
+            for handle, kept in zip(handles, (each.output, each.errors, each.reports)):
+                selector.register(handle, selectors.EVENT_READ, (each, kept))
         while any(key.data[0] is main for key in selector.get_map().values()):
             now = time.monotonic()
             for key, _ in selector.select(max(min(deadline, next_tick) - now, 0.0)):
@@ -388,7 +392,7 @@ def _watch(main: _Box, others: list[_Box], limits: Limits) -> Outcome:
             if start is None and (started := main.said("start")):
                 start = float(started)
                 deadline = start + limits.seconds
-            if not has_ended and main.said("end"):  # its verdict stands; ending what it left may last
+            if not has_ended and main.said("end"):  # the verdict stands; ending its other processes may take long
                 has_ended, deadline, next_tick = True, now + SETUP_SECONDS, math.inf
             seconds = now - (start or now)
             if now >= deadline:
@@ -407,7 +411,7 @@ def _watch(main: _Box, others: list[_Box], limits: Limits) -> Outcome:
 
 
 def _over(boxes: list[_Box], limits: Limits) -> str:
-    """Return which limit the programs have passed that no process has alone, or nothing."""
+    """Return the limit of all processes together that the programs have passed, or ""."""
     if any(each.said("start") and each.process.poll() for each in boxes):  # a daemon may hold its pipes open
         return KEEPER_DIED
     used = [resident for each in boxes for resident in leftovers.descendants(each.process.pid).values()]
@@ -427,7 +431,7 @@ def _outcome(main: _Box, others: list[_Box], seconds: float) -> Outcome:
         if error := each.said("error"):
             raise SandboxError(f"cannot start a program: {error}")
     start, end = main.said("start"), main.said("end")
-    if not start:  # the keeper says it before anything of the program runs
+    if not start:  # the keeper reports it before any code of the program runs
         raise SandboxError(f"cannot start a program: {main.last_error or 'its keeper died'}")
     if not end:
         return Outcome(False, seconds, KEEPER_DIED)

@@ -1,10 +1,10 @@
 """Adaptive time limits for test cases, learned online from correct responses. Pure. (RollPacker, section 4.3)
 
 A case may take T = min(max(T_min, factor * anchor), T_max). The paper's anchor is the longest time that the case took
-in a correct response so far. A case without one takes a high quantile of all known anchors for its own (our addition):
-programs of a run are of one kind, and a prompt that nobody solves must not cost T_max for ever. T_max holds only before
-anything is known. A limit can cut off a program that would have passed, so a share of the responses is audited: their
-cases get T_max, they are graded by what they then do, and the statistics say how many passed late.
+in a correct response so far. A case without an anchor uses a high quantile of all known anchors (our addition):
+programs of a run are alike, and a prompt that is never solved must not cost T_max for ever. T_max holds only while
+no anchor is known. A limit can cut off a program that would have passed, so a share of the responses is audited: their
+cases get T_max, the result counts, and the statistics say how many passed late.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ MOST_CASES = 100_000  # whose anchors are kept: about 20 MiB
 
 @dataclass
 class TimeoutStats:
-    """What one step's limits came to."""
+    """Counters of the time limits since they were last taken."""
 
     responses: int = 0
     cases: int = 0  # that ran
     timeouts: int = 0  # cases that were cut off
-    seconds_cut_off: float = 0.0  # what those took
-    limit_seconds: float = 0.0  # sum over cases of the limit that held, or would have held but for the audit
+    seconds_cut_off: float = 0.0  # time of the cases that were cut off
+    limit_seconds: float = 0.0  # sum over cases of their limit; of an audited case, its limit without the audit
     audited: int = 0  # responses
-    audited_over: int = 0  # of those, with a case that took longer than the limit that would have held
-    audited_passed: int = 0  # of those, correct all the same: the limit would have been wrong
+    audited_over: int = 0  # audited responses with a case over its limit without the audit
+    audited_passed: int = 0  # of audited_over, the correct responses: the limit would have been wrong
 
     def add(self, other: "TimeoutStats") -> None:
         for each in fields(self):
@@ -35,7 +35,7 @@ class TimeoutStats:
 
     @property
     def passes_cut_off(self) -> float:
-        """How many correct responses limits have cut off, estimated from the audited ones."""
+        """Number of correct responses that limits have cut off, estimated from the audited responses."""
         return self.audited_passed * (self.responses - self.audited) / max(self.audited, 1)
 
 
@@ -50,28 +50,28 @@ class CasePlan:
 
     @property
     def allowed(self) -> list[float]:
-        """What each case may really take."""
+        """Seconds that each case may take, the audit included."""
         return [self.longest] * len(self.limits) if self.audited else list(self.limits)
 
 
 @dataclass
 class AdaptiveTimeouts:
-    """Limits and what they are learned from. One thread observes; any may plan.
+    """Time limits and the anchors behind them. One thread observes; any may plan.
 
-    A `factor` of 0 gives every case T_max. Of more than `most` cases, those whose names come first are kept. Names are
-    hashes, so that is a random sample, and ranks that have told each other everything keep the same.
+    A `factor` of 0 gives every case T_max. Of more than `most` cases, the first by name are kept. Names are hashes, so
+    this is a random sample, and ranks that have exchanged their anchors keep the same cases.
     """
 
     factor: float
     shortest: float
     longest: float
-    audit: float  # share of responses whose cases get T_max whatever their limits
-    quantile: float  # of all anchors: the anchor of a case without one
+    audit: float  # share of responses whose cases get T_max
+    quantile: float  # of all anchors; it replaces a missing anchor
     most: int = MOST_CASES
     anchors: dict[str, float] = field(default_factory=dict)  # seconds by case
     news: dict[str, float] = field(default_factory=dict)  # anchors that rose since `take`
     stats: TimeoutStats = field(default_factory=TimeoutStats)
-    common: float = math.inf  # the anchor of a case without one
+    common: float = math.inf  # replaces a missing anchor
     _names: list[str] = field(default_factory=list)  # of anchors, sorted
     _seconds: list[float] = field(default_factory=list)  # the anchors, sorted
 
@@ -81,7 +81,7 @@ class AdaptiveTimeouts:
         return min(max(self.shortest, self.factor * self.anchors.get(case, self.common)), self.longest)
 
     def plan(self, prompt: str, num_cases: int, sample: object) -> CasePlan:
-        """Return the limits of a sample's cases. `prompt` tells prompts apart; `sample` decides what is audited."""
+        """Return the limits of a sample's cases. `prompt` identifies the prompt; `sample` decides about the audit."""
         digest = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=12).hexdigest()
         names = tuple(f"{digest}:{i}" for i in range(num_cases))
         return CasePlan(names, tuple(map(self.limit, names)), _uniform(f"{digest} {sample}") < self.audit, self.longest)
@@ -99,12 +99,12 @@ class AdaptiveTimeouts:
         self.stats.add(TimeoutStats(1, audited=plan.audited, audited_over=is_over, audited_passed=passed))
 
     def merge(self, anchors: dict[str, float]) -> None:
-        """Take over what other ranks have learned. The order of calls does not matter, and own news change nothing."""
+        """Add the anchors of other ranks. The order of calls does not matter, and a rank's own anchors do no harm."""
         for name, seconds in anchors.items():
             self._learn(name, seconds)
 
     def take(self) -> tuple[TimeoutStats, dict[str, float]]:
-        """Return the statistics, and the anchors that rose, since the last call: what other ranks have to be told."""
+        """Return the statistics since the last call, and the anchors that rose, which other ranks need."""
         taken = self.stats, self.news
         self.stats, self.news = TimeoutStats(), {}
         return taken

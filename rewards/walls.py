@@ -1,8 +1,8 @@
 """The walls that a program's process puts around itself before it starts: system calls (seccomp) and files (Landlock).
 
-Namespaces and resource limits leave gaps. Memory that no process maps is seen by no limit; key rings, some families of
-sockets and nested namespaces cross every namespace. A filter refuses the system calls that lead there. Landlock stands
-in for a root of one's own where there are no namespaces. Both need no rights and no package. Linux only.
+Namespaces and resource limits leave gaps. No limit counts memory that no process maps; key rings, some families of
+sockets and nested namespaces cross every namespace. A filter refuses these system calls. Without namespaces, Landlock
+takes the place of a private root. Both need no rights and no package. Linux only.
 """
 
 import ctypes
@@ -10,19 +10,20 @@ import errno
 import os
 import sys
 
+LIBC = ctypes.CDLL(None, use_errno=True)
 SET_SECCOMP, FILTER_MODE = 22, 2  # of prctl
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000  # REFUSE | error number
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of a classic BPF program
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where `struct seccomp_data` has them
-X32 = 0x40000000  # this and higher numbers are the same calls once more, on x86_64
-UNIX, NO_STREAM = 1, 0xE  # a socket family; bits that types of sockets have, but for streams
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in `struct seccomp_data`
+X32 = 0x40000000  # on x86_64, this and higher numbers are second names of the same calls
+UNIX, NO_STREAM = 1, 0xE  # a socket family; bits of the types of sockets that are not streams
 SHARED, ANONYMOUS, HUGE_PAGES = 0x01, 0x20, 0x40000  # flags of mmap
 NEW_NAMESPACES = 0x7E020000  # flags of clone
 
 # machine -> its audit number, and the column of CALLS
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 CALLS = {
-    # memory that no process maps: no limit counts it, and some of it outlives the program
+    # memory that no process maps: no limit counts it, and part of it outlives the program
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -30,14 +31,14 @@ CALLS = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
     "bpf": (321, 280),
-    "vmsplice": (278, 75),  # a pipe holds a huge page for each byte of it, when it is no longer mapped
+    "vmsplice": (278, 75),  # for each byte, a pipe can hold a huge page that is no longer mapped
     "tee": (276, 77),
     "splice": (275, 76),
     "sendfile": (40, 71),  # the same with large pages of files; Python copies files without it too
-    "socket": (41, 198),  # TCP buffers hold megabytes, a UNIX datagram socket what many have sent it; pairs go on
+    "socket": (41, 198),  # TCP buffers hold megabytes, and a UNIX datagram socket many messages; socketpair works
     "listen": (50, 201),
     "io_setup": (206, 0),
-    "inotify_init": (253, 26),  # there is none on aarch64
+    "inotify_init": (253, 26),  # aarch64 has only inotify_init1
     "inotify_init1": (294, 26),
     "fanotify_init": (300, 262),
     "landlock_create_ruleset": (444, 444),
@@ -52,7 +53,7 @@ CALLS = {
     "setns": (308, 268),
     "mount": (165, 40),
     "fsopen": (430, 430),
-    # does what a filter refuses, unseen by it
+    # would make refused calls unseen by the filter
     "io_uring_setup": (425, 425),
     # other processes of the same user
     "ptrace": (101, 117),
@@ -73,7 +74,7 @@ CALLS = {
     "msgctl": (71, 187),
     "mq_unlink": (241, 181),
 }
-# These change the process that their first arguments name, so many of them: all 0 is the caller itself.
+# These change the process that their first arguments name (the last number says how many): all 0 is the caller.
 OWN_ONLY = {
     "prlimit64": ((302, 261), 1),
     "sched_setaffinity": ((203, 122), 1),
@@ -83,7 +84,7 @@ OWN_ONLY = {
     "setpriority": ((141, 140), 2),
 }
 CLONE, CLONE3, MMAP, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (53, 199)
-SET_OPTION, OF_SOCKETS, BUFFER_SIZES = (54, 208), 1, (7, 8, 32, 33)  # to send and receive; the same, forced
+SET_OPTION, OF_SOCKETS, BUFFER_SIZES = (54, 208), 1, (7, 8, 32, 33)  # setsockopt; sizes to send, receive, both forced
 
 
 def system_calls() -> bytes:
@@ -98,7 +99,7 @@ def system_calls() -> bytes:
         code += [_step(AT_LEAST, X32, 0, 1), _step(RETURN, KILL)]
     for numbers in CALLS.values():
         code += _when(numbers[column], [_step(RETURN, refused)])
-    # libc makes threads by `clone` where there is no `clone3`, whose flags a filter cannot read.
+    # A filter cannot read the flags of `clone3`. Without it, libc makes threads by `clone`.
     code += _when(CLONE3[column], [_step(RETURN, REFUSE | errno.ENOSYS)])
     flags = _step(LOAD, ARGUMENTS)
     code += _when(CLONE[column], [flags, _step(ANY_BIT, NEW_NAMESPACES, 0, 1), _step(RETURN, refused)])
@@ -114,7 +115,7 @@ def system_calls() -> bytes:
     sizes = [step for size in BUFFER_SIZES for step in (_step(EQUAL, size, 0, 1), _step(RETURN, refused))]
     option = [_step(LOAD, ARGUMENTS + 8), _step(EQUAL, OF_SOCKETS, 0, 1 + len(sizes)), _step(LOAD, ARGUMENTS + 2 * 8)]
     code += _when(SET_OPTION[column], option + sizes)
-    # Pages that two processes could share stay when they are no longer mapped.
+    # Pages that two processes could share remain when they are no longer mapped.
     flags = _step(LOAD, ARGUMENTS + 3 * 8)
     pages = [flags, _step(ANY_BIT, HUGE_PAGES, 2, 0), _step(ANY_BIT, ANONYMOUS, 0, 2), _step(ANY_BIT, SHARED, 0, 1)]
     code += _when(MMAP[column], [*pages, _step(RETURN, refused)])
@@ -122,21 +123,21 @@ def system_calls() -> bytes:
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Return one instruction; the last two say how many to skip."""
+    """Return one instruction; the last two arguments say how many instructions to skip."""
     return code.to_bytes(2, "little") + bytes((if_true, if_false)) + value.to_bytes(4, "little")
 
 
 def _when(number: int, steps: list[bytes]) -> list[bytes]:
-    """Return steps for one system call; what they do not decide is allowed."""
+    """Return steps for one system call. It is allowed unless they refuse it."""
     return [_step(EQUAL, number, 0, len(steps) + 1), *steps, _step(RETURN, ALLOW)]
 
 
-def load(libc: ctypes.CDLL, code: bytes) -> None:
+def load(code: bytes) -> None:
     """Have the kernel filter this thread's system calls from now on, and its children's. Raises OSError."""
     kept = ctypes.create_string_buffer(code, len(code))
     program = (len(code) // 8).to_bytes(8, "little") + ctypes.addressof(kept).to_bytes(8, "little")
     arguments = (ctypes.c_ulong(FILTER_MODE), program, ctypes.c_ulong(0), ctypes.c_ulong(0))
-    if libc.prctl(SET_SECCOMP, *arguments) == -1:
+    if LIBC.prctl(SET_SECCOMP, *arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"the kernel takes no filter of system calls (seccomp): {os.strerror(number)}")
 
@@ -146,24 +147,24 @@ def load(libc: ctypes.CDLL, code: bytes) -> None:
 CREATE_RULES, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every machine
 TELL_VERSION, BENEATH = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER, TRUNCATE = 1, 2, 4, 8, 1 << 14
-SEES_SIGNALS = 6  # the first version that keeps signals, and sockets without a file, inside
+SEES_SIGNALS = 6  # the first version that keeps signals, and sockets without a file, inside the box
 
 
-def landlock_version(libc: ctypes.CDLL) -> int:
-    """Return the kernel's version of Landlock, or 0 where there is none."""
-    return max(libc.syscall(CREATE_RULES, None, ctypes.c_size_t(0), TELL_VERSION), 0)
+def landlock_version() -> int:
+    """Return the kernel's version of Landlock, or 0 without Landlock."""
+    return max(LIBC.syscall(CREATE_RULES, None, ctypes.c_size_t(0), TELL_VERSION), 0)
 
 
-def show_only(libc: ctypes.CDLL, folder: str, paths: list[str], devices: tuple[str, ...]) -> None:
+def show_only(folder: str, paths: list[str], devices: tuple[str, ...]) -> None:
     """Let this process and its children change `folder` only, and read `paths`. Does nothing without Landlock."""
-    version = landlock_version(libc)
+    version = landlock_version()
     if not version:
         return
-    every = (1 << min(12 + version, 15)) - 1  # rights that this version knows; IOCTL_DEV is none of ours
+    every = (1 << min(12 + version, 15)) - 1  # rights that this version knows, without IOCTL_DEV
     network = 3 if version >= 4 else 0  # to bind and to connect TCP; older kernels do not know the field
     scoped = 3 if version >= SEES_SIGNALS else 0
     fields = (every, network, scoped)[: 1 + (version >= 4) + (version >= SEES_SIGNALS)]
-    rules = _checked(libc, CREATE_RULES, _words(*fields), ctypes.c_size_t(8 * len(fields)), 0)
+    rules = _checked(CREATE_RULES, _words(*fields), ctypes.c_size_t(8 * len(fields)), 0)
     seen = EXECUTE | READ_FILE | READ_FOLDER
     allowed = [(folder, every), *((path, seen) for path in paths)]
     allowed += [(path, WRITE_FILE | READ_FILE | TRUNCATE) for path in devices]
@@ -171,9 +172,9 @@ def show_only(libc: ctypes.CDLL, folder: str, paths: list[str], devices: tuple[s
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not os.path.isdir(path):
             rights &= EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
-        _checked(libc, ADD_RULE, rules, BENEATH, _words(rights & every) + handle.to_bytes(4, sys.byteorder), 0)
+        _checked(ADD_RULE, rules, BENEATH, _words(rights & every) + handle.to_bytes(4, sys.byteorder), 0)
         os.close(handle)
-    _checked(libc, RESTRICT_SELF, rules, 0)
+    _checked(RESTRICT_SELF, rules, 0)
     os.close(rules)
 
 
@@ -181,8 +182,8 @@ def _words(*values: int) -> bytes:
     return b"".join(value.to_bytes(8, sys.byteorder) for value in values)
 
 
-def _checked(libc: ctypes.CDLL, call: int, *arguments: object) -> int:
-    result = libc.syscall(call, *arguments)
+def _checked(call: int, *arguments: object) -> int:
+    result = LIBC.syscall(call, *arguments)
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"Landlock: {os.strerror(number)}")

@@ -11,16 +11,16 @@ from dataclasses import astuple
 
 sys.path[0] = os.path.dirname(sys.path[0])  # not rewards/, where Python starts this file
 from core import Reward
-from rewards import box, grader_files, leftovers, sandbox
+from rewards import box, grader_files, leftovers, sandbox, walls
 from rewards.graders import WARM_UP, grade, resolve_grader
 
 
 def keep() -> None:
-    """Go on in a child. This process stays as its keeper, and neither the child's end nor the pool's leaves any behind.
+    """Go on in a child, the worker. This process stays as its keeper: when worker or pool ends, it ends all others.
 
-    Graders may have children, in sessions of their own too: the keeper is the one that orphans fall to.
+    Graders may start processes, in sessions of their own too; orphans among them become the keeper's children.
     """
-    keeper, prctl, signals = os.getpid(), box.LIBC.prctl, {signal.SIGTERM, signal.SIGCHLD}
+    keeper, prctl, signals = os.getpid(), walls.LIBC.prctl, {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     prctl(box.PARENT_DEATH, signal.SIGTERM)
     prctl(box.SUBREAPER, 1)
@@ -41,7 +41,7 @@ def keep() -> None:
             status = ended[1] if ended[0] == worker else None
     end_all()
     code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # die as it did
+    if code < 0:  # die of the same signal
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(keeper, -code)
@@ -49,9 +49,9 @@ def keep() -> None:
 
 
 def end_all() -> None:
-    """Kill and reap all below this process. A sandbox's keeper has heard of the end and clears up by itself.
+    """Kill and reap all processes below this one, except keepers of sandboxes, which end and clean up by themselves.
 
-    Nobody waits for those that have only files left to remove: it may last.
+    Keepers that only remove files are not waited for: that may take long.
     """
     while live := leftovers.descendants(os.getpid()).keys():
         spared = set(filter(sandbox.is_keeper, live))
@@ -64,7 +64,7 @@ def end_all() -> None:
 
 
 def work(tasks: list[str]) -> None:
-    """Load the graders and say so, then grade until the requests end."""
+    """Load the graders, report success or the error, then grade until the requests end."""
     if sys.platform == "linux":
         keep()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
@@ -75,7 +75,7 @@ def work(tasks: list[str]) -> None:
     def reply(id: int, reward: Reward) -> None:
         try:
             os.write(replies, json.dumps([id, *astuple(reward)]).encode() + b"\n")
-        except BrokenPipeError:  # the parent was killed before `keep` could hear of it
+        except BrokenPipeError:  # the parent was killed before `keep` asked for its death signal
             sys.exit(1)
 
     graders, folders, error = {}, {}, ""
@@ -83,7 +83,7 @@ def work(tasks: list[str]) -> None:
         for task in tasks:
             graders[task], folders[task] = resolve_grader(task), grader_files.entered
             if task in WARM_UP:
-                WARM_UP[task]()  # the first call imports: not at a sample's expense
+                WARM_UP[task]()
     except (Exception, SystemExit) as raised:
         error = f"{type(raised).__name__}: {raised}"[:500]
     reply(0, Reward(0.0, error=error))

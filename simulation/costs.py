@@ -1,8 +1,8 @@
-"""What decoding, prefill, training and weight sync cost: a roofline and a few efficiencies. Pure.
+"""Costs of decoding, prefill, training and weight sync: a roofline and a few efficiencies. Pure.
 
-Decode is memory-bound: every step reads the weights and the cached tokens once. What the roofline leaves out is
-stated as seconds per layer (launches, small kernels) and per sequence (sampling, bookkeeping), and fitted; see
-figures/fit.py and configs/simulate/.
+Decode is memory-bound: every step reads the weights and the cached tokens once. Further costs are seconds per layer
+(launches, small kernels) and per sequence (sampling, bookkeeping), which are fitted; see figures/fit.py and
+configs/simulate/.
 """
 
 from bisect import bisect
@@ -29,7 +29,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense decoder, as far as its cost goes."""
+    """The sizes of a dense decoder that decide its cost."""
 
     parameters: float = option(7.6e9, "weights", above=0)
     layers: int = option(28, "decoder layers", min=1)
@@ -45,7 +45,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What the engine and the trainer reach of the roofline. The fitted ones say so."""
+    """The shares of the roofline that engine and trainer reach, and costs beside it."""
 
     bandwidth: float = option(0.85, "share of the memory bandwidth that decoding reaches", above=0, max=1)
     prefill: float = option(0.5, "share of the peak operations that prefill reaches", above=0, max=1)
@@ -54,11 +54,13 @@ class Efficiency:
     kv_memory: float = option(0.85, "share of the GPU memory that weights and KV pages may take", above=0, max=1)
     train: float = option(0.4, "share of the peak operations that training reaches", above=0, max=1)
     padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
-    passes: float = option(5.0, "forward passes a trained token costs: 3 to train, 1 for the old, 1 for the reference")
-    streamable: float = option(
-        0.6, "share of those that freed GPUs take over: the gradient; log-probs wait", min=0, max=1
+    passes: float = option(
+        5.0, "forward passes that a trained token costs: 3 to train, 1 for old and 1 for reference log-probs"
     )
-    train_seconds: float = option(4.0, "per step, whatever the batch: optimizer, memory given back and forth", min=0)
+    streamable: float = option(
+        0.6, "share of passes that freed GPUs take over: the gradient; log-probs wait", min=0, max=1
+    )
+    train_seconds: float = option(4.0, "per step, whatever the batch: optimizer, moves of memory", min=0)
     response_seconds: float = option(0.0, "per response, whatever its length: admission, its text to a grader", min=0)
     window_seconds: float = option(0.0, "of an exchange of events between replicas", min=0)
     rollout_seconds: float = option(
@@ -67,7 +69,7 @@ class Efficiency:
 
 
 class Costs:
-    """Seconds of everything that one replica of `tp` GPUs does, and of what all GPUs do together."""
+    """Seconds of the work of one replica of `tp` GPUs, and of all GPUs together."""
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class Costs:
 
 
 class Measured(Costs):
-    """Decode and prefill times as profiler.py measured them, everything else as the roofline has it."""
+    """Decode and prefill times are measured by profiler.py, all others come from the roofline."""
 
     def __init__(
         self, hardware: Hardware, shape: Shape, efficiency: Efficiency, tp: int, profile: SizeProfile, page_size: int
@@ -136,7 +138,7 @@ class Measured(Costs):
         points = profile.decode
         *_, self._token = fit_decode(profile.decode_windows)
         self._rows = sorted({n for n, *_ in points})
-        # A CPU's step does not grow evenly with its rows, so what is left of it is interpolated between them.
+        # A CPU's step does not grow evenly with its rows, so the rest of its time is interpolated between them.
         rest = {n: [t - n * c * self._token for m, c, t in points if m == n] for n in self._rows}
         self._steps = [sum(times) / len(times) for times in rest.values()]
         self._prefill = fit_prefill(profile.prefill)
@@ -146,7 +148,7 @@ class Measured(Costs):
         return steps * self._step_of(sequences) + read * self._token
 
     def _step_of(self, sequences: float) -> float:
-        """Return the seconds of a step but for its context; beyond the last point as between the last two."""
+        """Return the seconds of a step without its context; beyond the last point the last line goes on."""
         i = min(max(bisect(self._rows, sequences), 1), len(self._rows) - 1)
         (n, m), (a, b) = self._rows[i - 1 : i + 1], self._steps[i - 1 : i + 1]
         return a + (sequences - n) * (b - a) / (m - n)

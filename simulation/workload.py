@@ -1,7 +1,7 @@
-"""How long responses are, and what kind of prompt they answer: a fitted length model, or what a run recorded. Pure.
+"""Prompts and the lengths of their responses: from a fitted model, or from a recorded run. Pure.
 
 The length model has two parts. A body: a prompt has a median length, log-normal over prompts, and its responses spread
-around that, log-normal again. A tail: with a probability that is the prompt's own, a response never stops by itself.
+around it, log-normal again. A tail: with a probability of its prompt, a response never stops by itself.
 """
 
 import json
@@ -17,7 +17,7 @@ from core import Prompt, VisitId
 
 
 class Lengths(Protocol):
-    """Where a simulation takes its prompts and their responses' lengths from."""
+    """A source of prompts and lengths of their responses."""
 
     limit: int  # most tokens of a response
 
@@ -32,7 +32,9 @@ class LengthModel:
     prompt_spread: float = option(0.8, "spread of the prompts' medians, in natural logarithms (fitted)", min=0)
     response_spread: float = option(0.6, "spread of a prompt's responses around its median (fitted)", min=0)
     runaway: float = option(0.02, "share of responses that run to the limit (fitted)", min=0, max=0.9)
-    runaway_gather: float = option(0.5, "how much prompts differ in that share: 0 all the same, 1 all or none (fitted)")
+    runaway_gather: float = option(
+        0.5, "how much prompts differ in the share runaway: 0 all the same, 1 all or none (fitted)"
+    )
     limit: int = option(8192, "most tokens of a response", min=1)
     prompt_tokens: int = option(200, "tokens of a prompt", min=1)
     code: float = option(1 / 3, "share of prompts graded by running code", min=0, max=1)
@@ -41,7 +43,7 @@ class LengthModel:
 
 
 class Drawn:
-    """Lengths drawn from the model. A prompt keeps its nature; each visit draws its responses anew."""
+    """Lengths drawn from the model. A prompt keeps its median and tail; each visit draws its responses anew."""
 
     def __init__(self, model: LengthModel, seed: int = 0):
         self.model, self.seed, self.limit = model, seed, model.limit
@@ -71,9 +73,9 @@ class Drawn:
 
 
 class Recorded:
-    """Lengths of a run with run.dump_rollouts: what its trained responses came to, visit by visit.
+    """Lengths of the trained responses of a run with run.dump_rollouts, visit by visit.
 
-    An aborted response has no length on record; it takes one of its prompt's trained ones, the longest first.
+    An aborted response has no recorded length; it takes the length of a trained response, the longest first.
     """
 
     def __init__(self, folder: str | Path):
@@ -90,7 +92,7 @@ class Recorded:
             rollout = {key: told["rollout"][key] for key in ("tensor_parallel", "max_running", "page_size")}
             parts = {"scheduler": told["scheduler"], "cluster": rollout, "planner": {"rule": told["planner"]["rule"]}}
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{folder}: not a run as train.py records it ({error!r})") from None
+            raise ConfigError(f"{folder}: not a run folder of train.py ({error!r})") from None
         self.limit = max(max(lengths) for lengths in self.groups.values())
         parts["stream"] = told.get("stream", {"policy": "off"})
         self.settings = [f"--{s}.{k}={_text(v)}" for s, values in parts.items() for k, v in values.items()]

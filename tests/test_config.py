@@ -326,7 +326,7 @@ def test_what_is_no_list_of_texts_is_refused(given):
 
 def test_a_list_whose_quotes_a_shell_took_is_refused():
     said = refusal("--rollout.stop=[</answer>]", cls=settings.Config)
-    assert "is no list" in said and """'--rollout.stop=["END"]'""" in said
+    assert "is not a list" in said and """'--rollout.stop=["END"]'""" in said
     assert load_config(settings.Config, None, ['--rollout.stop="[END]"']).rollout.stop == ("[END]",)
 
 

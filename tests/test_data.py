@@ -6,7 +6,6 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import data
@@ -107,7 +106,9 @@ OWN = ["package.module:grade", "http://host:8000/score?a=1"]
 def test_rows_name_built_in_graders_and_what_the_config_names_and_nothing_else(task, option, jsonl, plain):
     row, good = {"prompt": "a", "answer": "b"}, jsonl({"prompt": "a", "answer": "b"}, name="good.jsonl")
     paths = {"train": good, "eval": good, option: jsonl(*({**row, "task": t} for t in ["math", "judge", *OWN, task]))}
-    with pytest.raises(ConfigError, match=r"rows.jsonl:3: task = 'package.module:grade' is no grader .*data.graders"):
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl:3: task = 'package.module:grade' is not a grader .*data.graders"
+    ):
         load(plain, **paths)
     if task in OWN:
         prompts, held_out = load(plain, **paths, graders=", ".join(OWN))
@@ -115,7 +116,7 @@ def test_rows_name_built_in_graders_and_what_the_config_names_and_nothing_else(t
         assert named == ["math", "judge", *OWN, task]
         assert load(plain, **paths, task=OWN[0], graders=OWN[1])[0]
     else:
-        with pytest.raises(ConfigError, match=r"rows.jsonl:5: task = .* is no grader that a row may name \(match, "):
+        with pytest.raises(ConfigError, match=r"rows.jsonl:5: task = .* is not a grader that a row may name \(match, "):
             load(plain, **paths, graders=", ".join(OWN))
 
 
@@ -123,7 +124,7 @@ def test_graders_that_the_config_names_are_looked_at_whether_rows_name_them_or_n
     for graders in ("mathematics", "nowhere.py:f", "http://", "match,package.module:"):
         with pytest.raises(ConfigError, match="^data.graders: grader "):
             load(plain, jsonl(GOOD), graders=graders)
-    with pytest.raises(ConfigError, match="data.graders = 'match' does nothing: the built-in task hailstone"):
+    with pytest.raises(ConfigError, match="data.graders = 'match' has no effect: the built-in task hailstone"):
         load(plain, "hailstone", graders="match")
 
 
@@ -359,7 +360,7 @@ def test_a_dump_is_read_back_as_it_was(tmp_path):
     prompt = Prompt(0, (1,), "é\n", "", "code", {"tests": [1, {"a": None}]}, "rows.jsonl:1")
     rewards = Reward(0.5, 0.25, "", ((0.1, True, False), (2.0, False, True)), {"a": 1.0}), Reward(0, error="died")
     groups = [Group(prompt, 2, samples, rewards)]
-    dump_groups(tmp_path, 7, groups, np.zeros((1, 2)))
+    dump_groups(tmp_path, 7, groups, [[0.0, 0.0]])
     assert load_groups(tmp_path, 7, vocabulary=50) == groups
 
 

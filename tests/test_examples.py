@@ -26,7 +26,7 @@ EXAMPLES = ROOT / "examples"
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """Run a script of examples/ with a command line, from the root; return its exit code. Its entries do not stay."""
-    tables = LOSSES, POLICIES
+    tables: tuple[dict, dict] = LOSSES, POLICIES
     before = [dict(table) for table in tables]
     monkeypatch.chdir(ROOT)
 

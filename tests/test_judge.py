@@ -20,7 +20,7 @@ from config import ConfigError
 from metrics import read_records
 from model import FAMILIES
 from reward import RewardConfig
-from rewards.judge import Graders, Judge, JudgeConfig, JudgeModel, Reader, check_judge, open_graders, reward_of
+from rewards.judge import AllGraders, Judge, JudgeConfig, JudgeModel, Reader, check_judge, open_graders, reward_of
 from rewards.offload import ThreadCopies, token_bytes
 
 CPU = torch.device("cpu")
@@ -215,7 +215,7 @@ def test_rewards_of_a_score():
 # ---- when it grades
 
 
-def submit(judge: Judge | Graders, texts=TEXTS, task: str = "judge") -> None:
+def submit(judge: Judge | AllGraders, texts=TEXTS, task: str = "judge") -> None:
     for i, text in enumerate(texts):
         judge.submit(i, task, text, ROW["answer"], ROW)
 

@@ -33,7 +33,7 @@ def test_options_of_torchrun_are_kept_apart_from_settings(alone) -> None:
     assert not launcher.is_wanted(launcher.parse(settings)[0])
     assert not launcher.is_wanted(launcher.parse(["--ranks=1"])[0])
     alone.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="--ranks=2: .* give it to torchrun"):
+    with pytest.raises(ConfigError, match="--ranks=2: .* give the option to torchrun"):
         launcher.is_wanted(launcher.parse(["--ranks=2"])[0])
 
 
@@ -47,7 +47,7 @@ def test_options_that_torchrun_would_not_take_are_refused_in_a_line(alone, setti
     for more in ([], ["--check"]):
         assert train.main([*settings(), f"--{wrong}", *more]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"error: --{wrong} is no ") and said.count("\n") == 1
+        assert said.startswith(f"error: --{wrong} is not ") and said.count("\n") == 1
 
 
 def test_options_that_torchrun_takes_pass_and_are_documented(alone) -> None:
@@ -99,7 +99,7 @@ time.sleep(120)
 
 def start(folder, how: str) -> subprocess.Popen:
     (folder / "script.py").write_text(SCRIPT)
-    code = "import sys, launcher; f, r = launcher.parse(sys.argv[1:]); sys.exit(launcher.launch('script.py', f, r))"
+    code = "import sys; from process.launcher import launch, parse; sys.exit(launch('script.py', *parse(sys.argv[1:])))"
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, "--ranks=2", how]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -193,7 +193,7 @@ print("ended")
 
 @as_root
 def test_files_in_places_for_everybody_go_with_their_user(tmp_path, monkeypatch):
-    monkeypatch.setattr(walls, "landlock_version", lambda libc: 0)
+    monkeypatch.setattr(walls, "landlock_version", lambda: 0)
     monkeypatch.setattr(leftovers, "WORLD_WRITABLE", (str(tmp_path), "/no/such/place"))
     uid = leftovers.UIDS[0]
     for name in ("of the user", "of another"):

@@ -320,8 +320,8 @@ def test_ranks_killed_while_streaming_are_restarted_and_lose_nothing(torchrun, s
     "ranks, overrides, message",
     [
         (2, ["trainer.updates_per_step=2"], "trainer.updates_per_step = 2 changes them in between; take 1"),
-        (2, ["loss.advantage=reinforce_baseline"], "needs all of them; take one of grpo, dr_grpo, rloo"),
-        (2, ["scheduler.dynamic_sampling=true"], "may still drop a group"),
+        (2, ["loss.advantage=reinforce_baseline"], "needs all groups; take one of grpo, dr_grpo, rloo"),
+        (2, ["scheduler.dynamic_sampling=true"], "may still drop a complete group"),
         (2, ["stream.first=0.6"], "stream.first = 0.6 is over stream.last = 0.5"),
         (2, ["trainer.shard=2"], "2 ranks with rollout.tensor_parallel = 1 and trainer.shard = 2 have no two halves"),
         (4, ["rollout.tensor_parallel=4"], "4 ranks with rollout.tensor_parallel = 4"),

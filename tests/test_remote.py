@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"
 
 
 class Service(BaseHTTPRequestHandler):
+    server: Any  # with what `service` gives it
+
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, request, time.monotonic()))

@@ -18,7 +18,7 @@ import pytest
 from rewards import box, leftovers, sandbox, walls
 from rewards.sandbox import Isolation, Limits, run
 
-FOUND = {kind: sandbox.try_isolation(kind) for kind in sandbox.KINDS}
+FOUND = {kind: sandbox.try_isolation(kind) for kind in sandbox.ISOLATIONS}
 LIMITS = Limits(seconds=10.0)
 # What a mere resource limit cannot prevent without Landlock: with a throw-away user, and without one.
 REACHES_DEVICES = {"memory that was mapped"}
@@ -37,7 +37,7 @@ REACHES_THE_USER = REACHES_DEVICES | {
 }
 
 
-@pytest.fixture(params=sandbox.KINDS)
+@pytest.fixture(params=sandbox.ISOLATIONS)
 def how(request) -> Isolation:
     """Every isolation that works on this machine."""
     found, cause = FOUND[request.param]
@@ -359,7 +359,7 @@ def test_hostile_programs_score_nothing_and_leave_nothing(how, clean, bait):
     folder, words = bait
     stdin, test = stdin_case(hostile.STDIN, hostile.EXPECTED), {"test": hostile.TEST}
     skipped = set()
-    if how.kind == "limits" and walls.landlock_version(box.LIBC) < walls.SEES_SIGNALS:
+    if how.kind == "limits" and walls.landlock_version() < walls.SEES_SIGNALS:
         skipped = REACHES_THE_USER if os.geteuid() else REACHES_DEVICES
     attacks = [(name, spell(text, words), stdin) for name, text in hostile.PROGRAMS.items() if name not in skipped]
     attacks += [(name, text, test) for name, text in hostile.FUNCTIONS.items() if name not in skipped]
@@ -418,9 +418,7 @@ def test_files_elsewhere_go_with_their_user_where_there_is_no_landlock(clean, mo
     how, cause = FOUND["limits"]
     if not how or os.geteuid():
         pytest.skip(cause or "only root has throw-away users")
-    without = (
-        "import sys; sys.path.append({home!r}); from rewards import walls; walls.landlock_version = lambda libc: 0\n"
-    )
+    without = "import sys; sys.path.append({home!r}); from rewards import walls; walls.landlock_version = lambda: 0\n"
     monkeypatch.setattr(sandbox, "KEEPER", without + sandbox.KEEPER)
     mark = f"mark-{os.getpid()}"
     program = f"for name in ('/tmp', '/var/tmp'): open(name + '/{mark}', 'w').close()\nprint(1)"
@@ -539,6 +537,6 @@ def test_no_isolation_is_an_error_with_a_remedy(monkeypatch):
 )
 def test_a_run_tells_what_limits_let_through(monkeypatch, user, version, told, silent):
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    monkeypatch.setattr(walls, "landlock_version", lambda libc: version)
+    monkeypatch.setattr(walls, "landlock_version", lambda: version)
     text = str(Isolation("limits", "python", "/usr"))
     assert told in text and silent not in text and (not user) != (sandbox.REMEDY in text)

@@ -73,8 +73,8 @@ class Story:
     """What a run did, step by step."""
 
     plans: list[RoundPlan] = field(default_factory=list)
-    trained: list[list[tuple]] = field(default_factory=list)  # ids of samples
-    flat: list[list[tuple]] = field(default_factory=list)
+    trained: list[list[SampleId]] = field(default_factory=list)  # ids of samples
+    flat: list[list[VisitId]] = field(default_factory=list)
     stats: list[RoundStats] = field(default_factory=list)
 
     def prompts(self) -> Counter:

@@ -35,10 +35,10 @@ from simulate import (
     ModelFile,
     Simulation,
     SimulationConfig,
-    grade,
     load_hardware,
-    load_model,
+    load_model_file,
     main,
+    reward_times,
     run_program,
     simulate,
 )
@@ -325,7 +325,7 @@ def test_all_files_of_hardware_and_models_load() -> None:
     hardware = {"h800", "h100", "h200", "a100"}
     assert hardware < names
     for name in names - hardware:
-        assert load_model(name).lengths.limit >= 8192
+        assert load_model_file(name).lengths.limit >= 8192
     assert load_hardware("h200").bandwidth > load_hardware("a100").bandwidth
 
 
@@ -364,7 +364,7 @@ def test_a_program_teaches_nothing_before_it_has_ended() -> None:
     ended = {SampleId(0, i, 0): float(i) for i in range(9)}
     rollout = SimpleNamespace(seconds=9.0, ended=ended, prompts=prompts, run=SimpleNamespace(reward=lambda id: 1.0))
     timeouts = grading.timeouts()
-    done = grade(rollout, list(ended), grading, timeouts, 0)
+    done = reward_times(rollout, list(ended), grading, timeouts, 0)
     taken = [done[id] - at for id, at in ended.items()]
     first = taken.index(4.0)
     assert set(taken) == {4.0, 6.0, 30.0}, "correct, cut off by what was known, cut off before"
@@ -377,7 +377,7 @@ def test_what_a_round_does_not_need_is_dropped_when_it_ends() -> None:
     prompts = {(0, i): Prompt(i, (1,), "", "", "rule") for i in range(4)}
     ended = {SampleId(0, i, 0): float(i) for i in range(4)}
     rollout = SimpleNamespace(seconds=5.0, ended=ended, prompts=prompts)
-    done = grade(rollout, [SampleId(0, 0, 0), SampleId(0, 3, 0)], grading, grading.timeouts(), 0)
+    done = reward_times(rollout, [SampleId(0, 0, 0), SampleId(0, 3, 0)], grading, grading.timeouts(), 0)
     assert done == {(0, 0, 0): 4.0, (0, 1, 0): 8.0, (0, 3, 0): 12.0}  # the second had begun, the third had not
 
 
@@ -574,7 +574,7 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
             samples = tuple(Sample(prompt.index, r, 0, ids[r], (), "stop", ()) for r in range(2))
             trained[0, prompt.index] = [len(n) for n in ids]
             groups.append(Group(prompt, 0, samples, (Reward(1.0), Reward(0.0))))
-        dump_groups(tmp_path / "rollouts", step + 1, groups, np.zeros((4, 2)))
+        dump_groups(tmp_path / "rollouts", step + 1, groups, np.zeros((4, 2)).tolist())
     told = replace(Config(), scheduler=SchedulerConfig("synchronous", num_prompts=4, num_responses=2))
     (tmp_path / "config.toml").write_text(dump_toml(told))
     recorded = Recorded(tmp_path)
@@ -596,19 +596,19 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_000001.jsonl").write_text("")
     assert main([f"--replay={tmp_path}"]) == 2
-    assert "not a run as train.py records it" in capsys.readouterr().err
+    assert "not a run folder of train.py" in capsys.readouterr().err
     assert main(["--scheduler.window_seconds=2"]) == 2
     assert "window_seconds = 2.0 is not simulated" in capsys.readouterr().err
     assert main(["--stream.policy=paper", "--scheduler.dynamic_sampling=true"]) == 2
-    assert "does nothing with scheduler.dynamic_sampling" in capsys.readouterr().err
+    assert "has no effect with scheduler.dynamic_sampling" in capsys.readouterr().err
     big = ["--cluster.gpus=8", "--cluster.model=qwen2.5-32b", "--scheduler.num_prompts=4"]
     for layout, sizes in (("whole", "[4, 8]"), ("sharded", "[2, 4, 8]")):
         for rule in ("fixed", "paper", "predict"):
             assert main([*big, f"--planner.rule={rule}", f"--cluster.weights={layout}"]) == 2
             said = capsys.readouterr().err
-            assert "cluster.tensor_parallel = 1: a response of" in said and f"sizes that hold one: {sizes}" in said
+            assert "cluster.tensor_parallel = 1: a response of" in said and f"it fits into the sizes {sizes}" in said
     assert main([*big, "--cluster.tensor_parallel=2"]) == 2
-    assert "they would fit sharded, which the engine cannot yet" in capsys.readouterr().err
+    assert "sharded weights would fit, but the engine cannot shard them yet" in capsys.readouterr().err
 
 
 def test_drawn_lengths_are_what_the_model_says() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rewards import box, sandbox, walls
+from rewards import sandbox, walls
 
 REFUSED, NO_FAMILY = walls.REFUSE | errno.EPERM, walls.REFUSE | errno.EAFNOSUPPORT
 
@@ -106,7 +106,7 @@ before = [done(calls(other)), done(shared.items())]
 child = os.fork()
 if not child:
     libc.prctl(38, 1, 0, 0, 0)
-    walls.load(libc, walls.system_calls())
+    walls.load(walls.system_calls())
     os.nice(0)
     print(before, [done(calls(other)), done(shared.items())], done(calls(0)), flush=True)
     os._exit(0)
@@ -126,7 +126,7 @@ def test_a_machine_without_a_filter_is_an_error(monkeypatch):
         walls.system_calls()
 
 
-@pytest.mark.skipif(not walls.landlock_version(box.LIBC), reason="the kernel has no Landlock")
+@pytest.mark.skipif(not walls.landlock_version(), reason="the kernel has no Landlock")
 def test_landlock_shows_only_what_it_is_told(tmp_path):
     for name in ("own", "shown", "hidden"):
         (tmp_path / name).mkdir()
@@ -138,7 +138,7 @@ from rewards import walls
 libc = ctypes.CDLL(None, use_errno=True)
 libc.prctl(38, 1, 0, 0, 0)
 os.chdir({str(tmp_path)!r})
-walls.show_only(libc, "own", ["shown"], ("/dev/null",))
+walls.show_only("own", ["shown"], ("/dev/null",))
 for path, mode in [(f"{{name}}/{{file}}", mode) for name in ("own", "shown", "hidden")
                    for file, mode in (("file", "r"), ("file", "w"), ("new", "w"))] + [("/dev/null", "w")]:
     try:
@@ -154,7 +154,7 @@ os.rename("own/new", "own/folder/new")
 
 
 def test_an_error_of_landlock_is_told():
-    if not walls.landlock_version(box.LIBC):
+    if not walls.landlock_version():
         pytest.skip("the kernel has no Landlock")
     with pytest.raises(OSError, match="Landlock"):
         walls._checked(ctypes.CDLL(None, use_errno=True), walls.RESTRICT_SELF, -1, 0)

@@ -45,7 +45,7 @@ def test_a_rank_without_life_is_named_once_and_all_stacks_are_written(store, tmp
         assert all("test_watchdog.py" in (tmp_path / f"rank_{r}.txt").read_text() for r in range(2))
     said = capfd.readouterr().err
     assert said.count("has waited") == 1 and "rank 0 has waited" in said
-    assert "for ranks [2], which show no life" in said and "rank 2: never heard of" in said
+    assert "for ranks [2], which show no life" in said and "rank 2: no sign of life yet" in said
 
 
 def test_a_rank_that_stops_in_the_middle_is_told_from_one_that_is_elsewhere(store, tmp_path, capfd) -> None:
@@ -67,7 +67,7 @@ def test_ranks_that_live_but_are_elsewhere_are_named(store, tmp_path, capfd) -> 
             time.sleep(TIMEOUT / 20)
             busy.move()
     said = capfd.readouterr().err
-    assert "perhaps for [1], which are elsewhere" in said and "gets on, in train" in said
+    assert "perhaps for [1], which are in other stages" in said and "makes progress, in train" in said
 
 
 def test_who_gets_on_is_not_reported_and_leaves_no_file(store, tmp_path, capfd) -> None:
