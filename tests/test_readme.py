@@ -19,9 +19,10 @@ from settings import Config
 from simulate import SimulationConfig
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))}
+PATHS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
+PAGES = {path: path.read_text(encoding="utf-8") for path in PATHS}
 TEXT = "\n".join(PAGES.values())
-LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("benchmarks/results/*.md"))]
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted(ROOT.glob("benchmarks/results/*.md"))]
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -48,6 +49,15 @@ def test_keys_and_files_that_it_names_are_there() -> None:
     files = set(re.findall(rf"(?:[`(]|python |bash )((?:{folders})/[\w/]+\.\w+|\w+\.py)\b", TEXT))
     missing = {name for name in files if not (ROOT / name).exists()}
     assert len(files) > 60 and missing <= {"my_rewards.py"}, missing
+
+
+def test_make_knows_the_commands_and_installs_what_they_need() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    rules = dict(re.findall(r"^([a-z-]+): \$\(VENV\)/(\S+)$", makefile, re.MULTILINE))
+    named = set(re.findall(r"(?:^|`|1 )make ([a-z-]+)", TEXT, re.MULTILINE))
+    assert {"train", "test", "lint", "notebook", "figures", "results"} <= named <= rules.keys()
+    assert {rule for rule, mark in rules.items() if mark == "ready-dev"} == {"test", "test-fast", "lint"}
+    assert set(rules.values()) == {"ready", "ready-dev"} and rules["train"] == "ready"
 
 
 def test_the_sbatch_scripts_can_be_read() -> None:
