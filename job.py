@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,10 +11,10 @@ import checkpoint
 import parallel
 from buffer import SampleBuffer
 from config import ConfigError, flatten
-from core import Group, RoundPlan, Visit
+from core import Group, RoundPlan, Tokenizer, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts
 from learning import audit_report, group_advantages, learn, put_groups
-from metrics import Clock, Recorder, peak_memory, write_transcripts
+from metrics import Clock, Record, Recorder, peak_memory, write_transcripts
 from model import Model
 from overlap import StreamedRound, StreamTraining
 from parallel import World
@@ -130,6 +129,7 @@ class Job:
         record = asdict(self.policy.close(played.aborted)) | played.record
         if streamed:
             record["stream"] = streamed.record
+        assert self.choice, "`regroup` comes first"
         sections = {"round": record, "planner": planner_record(plan.kind, self.choice)}
         return Rollout(groups, buffer, tuple(lengths.values()), sections)
 
@@ -206,7 +206,7 @@ class Job:
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> Record:
         """Score the held-out prompts; return the record, empty when there are none. Collective."""
         k = self.config.run.eval_samples
         if not self.held_out:
@@ -234,7 +234,7 @@ class Job:
             checkpoint.save_checkpoint(self.folder, self.step, self.trainer.model, self.source, state, keep)
         parallel.barrier(self.world)
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: dict) -> None:
         """Take over the state of a checkpoint. The model has its weights already."""
         config, self.step = self.config, state["step"]
         self.trainer.load_state_dict(state["trainer"])
@@ -293,7 +293,7 @@ def newest_checkpoint(folder: Path, world: World) -> Path | None:
 
 
 def build_rollout(
-    config: Config, model: Model, ends: Iterable[int], tokenizer: Any, world: World
+    config: Config, model: Model, ends: Iterable[int], tokenizer: Tokenizer, world: World
 ) -> tuple[parallel.TPGroups, Engine, ParallelismPlanner]:
     """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
     free = min(parallel.gather_objects(world, kv_budget(config.rollout, world.device)))  # ranks need equally many pages

@@ -1,14 +1,13 @@
 """From graded groups to updates: advantages, what there is to learn, and the rest of the buffer on all ranks."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from buffer import SampleBuffer
 from core import Example, Group, Prompt, Sample, SampleId
 from loss import ADVANTAGES, LossConfig
-from metrics import quantiles
+from metrics import Record, quantiles
 from reward import RewardConfig, by_grader, shaped_reward
 from trainer import Trainer
 
@@ -67,7 +66,7 @@ def learn(trainer: Trainer, buffer: SampleBuffer) -> list[dict]:
 
 def audit_report(
     accepted: Sequence[SampleId], responses: Mapping[SampleId, tuple[int, float]], loss: LossConfig
-) -> dict[str, Any]:
+) -> Record:
     """Compare what a race keeps with what it leaves out, all having run to their end.
 
     `responses`: (tokens, reward) of every launched response. Advantages are those within all launched responses of a

@@ -11,12 +11,12 @@ one reduction, one division, one update.
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import parallel
 from buffer import Batch, SampleBuffer
 from core import Finished, Reward, RoundPlan, Sample, SampleId, VisitId
 from learning import advantages_of, examples_of
+from metrics import Record
 from parallel import World
 from policies.overlap import DecodeTimes, Progress, ScaleDown, StreamConfig, StreamPolicy, replicas_together
 from reward import RewardConfig
@@ -81,11 +81,11 @@ class StreamTraining:
         self.policy.shard_replicas = replicas_together(self.trainer.config.shard, size)
         return StreamedRound(self, plan, buffer) if self.policy.begin(plan.kind) else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         times = {n: list(known.windows) for n, known in self.times.items()}
         return {"policy": self.policy.state_dict(), "times": times, "rate": self.rate}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         self.policy.load_state_dict(state["policy"])
         self.times |= {n: DecodeTimes(self.times[n].capacity, w) for n, w in state["times"].items() if n in self.times}
         self.rate = state["rate"]
@@ -106,7 +106,7 @@ class StreamedRound:
         self.missed: list[Sequence[Finished]] = []  # by those who have left, window by window
         self.sent: dict[int, int] = {}  # tokens, to each rank that this one feeds
         self.outcome = Outcome()
-        self.record: dict[str, Any] = {"samples": 0}
+        self.record: Record = {"samples": 0}
 
     def play(self, r: Round, referee: Referee) -> None:
         """Play the round to its end, on the ranks that do not leave it. Collective."""
@@ -199,7 +199,9 @@ class StreamedRound:
             self.run.stream.open_from((self.world.rank - first_freed) % replicas * size)
         else:
             self._take_over(everyone[first_freed::size], replicas)
-            r.world = self.run.decoding[first_freed]
+            decoding = self.run.decoding[first_freed]
+            assert decoding, "this rank goes on decoding"
+            r.world = decoding
             freed = range(first_freed, self.world.size)
             fed = [rank for rank in freed if (rank - first_freed) % replicas * size == self.world.rank]
             self.sent = dict.fromkeys(fed, 0)

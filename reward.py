@@ -7,12 +7,14 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from config import ConfigError, option
 from core import Reward, Sample
 
 LARGEST_REWARD = 1e9  # float32 squares it and sums over all weights
 LARGEST_WEIGHT = 1e5  # of advantages: float32 squares its product with a reward, too
+Graded = tuple[Any, Reward]  # a reward, after the key that `submit` was given
 
 
 @dataclass(frozen=True)

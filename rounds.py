@@ -6,14 +6,14 @@ own copy of the policy in the same order, and carry out the same decision. Nobod
 
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import parallel
 from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Visit, VisitId
 from engine.sequence import sequences_for
-from metrics import Clock
+from metrics import Clock, Record
 from parallel import World
 from policies.placement import Placement
 from reward import shaped_reward
@@ -35,15 +35,15 @@ class Graders(Protocol):
     @property
     def num_pending(self) -> int: ...
 
-    def submit(self, key: Hashable, task: str, response: str, answer: str, row: dict) -> None: ...
+    def submit(self, key: SampleId, task: str, response: str, answer: str, row: dict) -> None: ...
 
-    def poll(self) -> list[tuple[Any, Reward]]: ...
+    def poll(self) -> list[tuple[SampleId, Reward]]: ...
 
-    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Any, Reward]]: ...
+    def wait(self, keys: Iterable[SampleId]) -> list[tuple[SampleId, Reward]]: ...
 
-    def drain(self) -> list[tuple[Any, Reward]]: ...
+    def drain(self) -> list[tuple[SampleId, Reward]]: ...
 
-    def forget(self, keep: Iterable[Hashable]) -> None: ...
+    def forget(self, keep: Iterable[SampleId]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Round:
         self.decision = Decision()  # after the newest window
         self.decode_steps = self.decode_tokens = 0  # steps without prefill, and the tokens that they drew
         self.decode_seconds = self.prefill_seconds = 0.0
-        self.record: dict[str, Any] = {}
+        self.record: Record = {}
         self.audited: dict[SampleId, tuple[int, float]] = {}
 
     # ---- the round -------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Round:
         self.iteration += steps if iterations == math.inf else int(iterations)
         return events
 
-    def exchange(self, events: Sequence[Finished], note: Any = None) -> Window:
+    def exchange(self, events: Sequence[Finished], note: object = None) -> Window:
         """Tell all ranks the events of a window, and a note; carry out what the referee decides."""
         rewards = self._rewards_of(self.decision.grade)
         with self.clock.span("idle" if self.engine.is_idle else "window_wait"):

@@ -6,7 +6,7 @@ reduces, divides and steps: the result is the gradient of the plain, unpacked, s
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -254,7 +254,7 @@ class Trainer:
             self.learner.set_requires_all_reduce(True)
             self._add_nothing()
             self.learner.set_requires_all_reduce(False)
-        gradients = [master.grad for master in self.masters]
+        gradients = [_gradient(master) for master in self.masters]
         parallel.sum_tensors(self.world, [self.sums] if self.mesh else [*gradients, self.sums])
         parallel.max_tensor(self.world, self.worst_diff)
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
@@ -360,9 +360,14 @@ class Trainer:
         return [m for p, m in zip(self.params, self.masters, strict=True) if p.dtype != m.dtype]
 
 
-def _add_to(master: Tensor):
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None, "`accumulate` has made it"
+    return tensor.grad
+
+
+def _add_to(master: Tensor) -> Callable[[Tensor], None]:
     def hook(param: Tensor) -> None:
-        master.grad.add_(param.grad)
+        _gradient(master).add_(_gradient(param))
         param.grad = None
 
     return hook

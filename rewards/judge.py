@@ -26,14 +26,12 @@ from core import Reward, Tokenizer
 from data import converse
 from engine.graphs import upload
 from model import Model, Split, rms_norm, run_layer
-from reward import RewardConfig, add_up, by_grader
+from reward import Graded, RewardConfig, add_up, by_grader
 from rewards.graders import TASK_OF_JUDGE
 from rewards.gradings import PoolStats
 from rewards.offload import Layers, num_resident, token_bytes
 from rewards.pool import RewardPool
 from rewards.timeouts import AdaptiveTimeouts
-
-Graded = tuple[Any, Reward]  # the key of `submit` comes back
 
 TEMPLATE = """Question:
 {question}

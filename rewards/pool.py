@@ -25,7 +25,7 @@ from typing import IO
 
 from config import ConfigError
 from core import Prompt, Reward
-from reward import RewardConfig, by_grader
+from reward import Graded, RewardConfig, by_grader
 from rewards import remote, sandbox
 from rewards.graders import GRADERS, INLINE, check_grader, grade
 from rewards.gradings import Grading, GradingQueue, PoolStats
@@ -33,7 +33,7 @@ from rewards.timeouts import AdaptiveTimeouts, CasePlan
 
 KEEPER_SECONDS = 10.0  # the longest wait for a worker's keeper to end all processes below it
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
-Graded = tuple[Grading, CasePlan | None, Reward, bool]  # True: the worker or service failed
+Result = tuple[Grading, CasePlan | None, Reward, bool]  # True: the worker or service failed
 
 
 class GraderError(RuntimeError):
@@ -59,7 +59,7 @@ class RewardPool:
         self._stats, self._failures = PoolStats(), Counter[str]()
         self._ids = itertools.count(1)
         self._queue, self._remote_queue = (GradingQueue(config.max_queue, concurrency) for _ in range(2))
-        self._results: queue.SimpleQueue[Graded | Exception] = queue.SimpleQueue()  # an exception ended a thread
+        self._results: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()  # an exception ended a thread
         self._closing = threading.Event()
         self._threads = []
         worker_tasks = sorted(task for task in self._tasks - INLINE if not remote.is_address(task))
@@ -109,15 +109,15 @@ class RewardPool:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def poll(self) -> list[tuple[Hashable, Reward]]:
+    def poll(self) -> list[Graded]:
         """Return the rewards that have arrived since the last call. Never waits."""
         return self._collect(lambda: False)
 
-    def drain(self) -> list[tuple[Hashable, Reward]]:
+    def drain(self) -> list[Graded]:
         """Wait for every pending grading and return the rewards. The time limits bound the wait."""
         return self._collect(lambda: True)
 
-    def wait(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, Reward]]:
+    def wait(self, keys: Iterable[Hashable]) -> list[Graded]:
         """Wait for the pending gradings of `keys`; return them and all others that have ended by then."""
         keys = set(keys)
         wanted = {id for id, key in self._pending.items() if key in keys}
@@ -146,7 +146,7 @@ class RewardPool:
             thread.join()
         self._pending.clear()
 
-    def _collect(self, must_wait: Callable[[], bool]) -> list[tuple[Hashable, Reward]]:
+    def _collect(self, must_wait: Callable[[], bool]) -> list[Graded]:
         graded = []
         while self._pending:
             try:
