@@ -188,7 +188,7 @@ def check_sampling(s: Section) -> None:
 # ---- attention over packed sequences ----------------------------------------------------------------------------
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[list[int], list[int]]) -> Tensor:
+def plain_attention(lengths: tuple[list[int], list[int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same by softmax over whole rows, one sequence at a time, in the dtype of the inputs."""
     parts, groups = [], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
@@ -207,15 +207,16 @@ def section_varlen(s: Section) -> None:
     if not s.on_gpu:
         whole, chunks = ([9, 1, 20], [9, 1, 20]), ([3, 1, 12], [11, 8, 12])
     dtype = torch.bfloat16 if s.on_gpu else torch.float32
-    for (heads, kv, size), lengths in s.in_time([(shape, lengths) for shape in shapes for lengths in (whole, chunks)]):
+    cases = [(shape, lengths) for shape in shapes for lengths in (whole, chunks)]
+    for (heads, kv, size), lengths in s.in_time(cases):
         name = f"{heads}/{kv}x{size} {'whole' if lengths is whole else 'chunks'}"
         with s.guard(name):
             q = torch.randn(sum(lengths[0]), heads, size, device=s.device).to(dtype).requires_grad_()
             k = torch.randn(sum(lengths[1]), kv, size, device=s.device).to(dtype).requires_grad_()
             v = torch.randn_like(k).requires_grad_()
-            out = VarlenAttention(*lengths, s.device)(q, k, v)
+            out = VarlenAttention(lengths[0], lengths[1], s.device)(q, k, v)
             exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-            expected = plain_attention(*exact, lengths)
+            expected = plain_attention(lengths, *exact)
             towards = torch.randn_like(expected)
             grads = torch.autograd.grad(out, (q, k, v), towards.to(dtype))
             exact_grads = torch.autograd.grad(expected, exact, towards)

@@ -134,8 +134,10 @@ def step(
         put_groups(buffer, groups, advantages, trainer.loss.mask_truncated)
         learn(trainer, buffer)
     seconds, added = zip(*parallel.gather_objects(world, (clock.take(), trainer.added)), strict=True)
-    slowest = [max(s[name] for s in seconds) for name in ("rollout", "train")]
-    return Played(*slowest, streamed.record if streamed else {}, abs(sum(len(g.samples) for g in groups) - sum(added)))
+    rollout, train = (max(s[name] for s in seconds) for name in ("rollout", "train"))
+    return Played(
+        rollout, train, streamed.record if streamed else {}, abs(sum(len(g.samples) for g in groups) - sum(added))
+    )
 
 
 def measure(shape: Shape, num_rounds: int, spans: str, world: World) -> tuple[list[Side], float, int]:

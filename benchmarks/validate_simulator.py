@@ -46,6 +46,7 @@ from scheduler import Race
 from settings import MODELS, Config
 from simulate import ClusterConfig, GradingConfig, ModelFile, SimulatedRound, Simulation, SimulationConfig
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Shape
+from simulation.workload import Lengths
 from warm_start import ensure_model
 
 SETTINGS = [
@@ -314,9 +315,12 @@ def play(world: World, arguments: argparse.Namespace) -> dict[str, Any]:
 class Uneven(Simulation):
     """A simulation whose replicas are as fast as the ranks that they stand for."""
 
-    def __init__(self, machine: Machine, *arguments: Any):
-        self.own = [Simulation(*arguments, Profile({}, sizes)).costs_of for sizes in machine.ranks]
-        super().__init__(*arguments, Profile({}, mean_profile(machine.ranks)))
+    def __init__(
+        self, machine: Machine, config: SimulationConfig, model: ModelFile, hardware: Hardware, workload: Lengths
+    ):
+        given = config, model, hardware, workload
+        self.own = [Simulation(*given, Profile({}, sizes)).costs_of for sizes in machine.ranks]
+        super().__init__(*given, Profile({}, mean_profile(machine.ranks)))
 
     def costs_at(self, replica: int, size: int) -> Costs:
         return self.own[replica * size][size]

@@ -25,7 +25,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(heads, 1)
 
 
-def attend_each(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+def attend_each(lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([attend_one(*part) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)])
 
 
@@ -48,13 +48,13 @@ def test_packed_equals_one_sequence_at_a_time(seed: int, dtype: torch.dtype) -> 
     shapes = [(total, heads, size) for heads in (num_heads, num_kv, num_kv, num_heads)]
     *qkv, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     exact = [x.clone().requires_grad_() for x in qkv]
-    (attend_each(*exact, lengths) * weight).sum().backward()
+    (attend_each(lengths, *exact) * weight).sum().backward()
     ours = [x.to(dtype).requires_grad_() for x in qkv]
     out = PackedAttention(lengths, CPU)(0, *ours)
     (out * weight.to(dtype)).sum().backward()
     assert out.shape == (total, num_heads, size) and out.dtype == dtype
     close = {"rtol": 0, "atol": TOLERANCE[dtype] * 10}
-    torch.testing.assert_close(out.double(), attend_each(*qkv, lengths), **close)
+    torch.testing.assert_close(out.double(), attend_each(lengths, *qkv), **close)
     for mine, theirs in zip(ours, exact, strict=True):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)
 

@@ -248,7 +248,7 @@ def test_rope_and_write_equals_loops(case: tuple, normalised: bool, dtype: torch
     x = randn(rng, len(positions), heads, groups + 2, size, dtype=dtype)
     angles = torch.arange(128, dtype=torch.float64)[:, None] * 100.0 ** -(torch.arange(size // 2) * 2 / size)
     cos, sin = (t.to(DEVICE, torch.float32 if normalised else dtype) for t in (angles.cos(), angles.sin()))
-    norms = tuple(randn(rng, size, dtype=dtype) for _ in range(2)) if normalised else (None, None)
+    norms = (randn(rng, size, dtype=dtype), randn(rng, size, dtype=dtype)) if normalised else (None, None)
 
     expected, exact = kv_pages.double(), torch.zeros(len(positions), heads * groups, size, dtype=torch.float64)
     for i, position in enumerate(positions):
@@ -385,7 +385,7 @@ def test_compiles_for_an_h100(
     x, table = torch.zeros(2, 4 * (groups + 2) * size, dtype=dtype), torch.zeros(64, size // 2)
     kernels.paged_decode(*args)
     norms = (x[0, :size], x[0, :size]) if size == 256 else (None, None)
-    kernels.rope_and_write(x, table, table, args[4], args[3], *args[1:3], 4 * groups, 4, *norms)
+    kernels.rope_and_write(x, table, table, args[4], args[3], args[1], args[2], 4 * groups, 4, *norms)
     kernels.add_rms_norm(x, x, x[0], 1e-6)
     kernels.silu_mul(x, 2)
     kernels.sample_inverse_cdf(x, torch.zeros(2, dtype=torch.float64), 1.0)
