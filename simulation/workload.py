@@ -88,13 +88,13 @@ class Recorded:
             for file in files:
                 for line in file.read_text(encoding="utf-8").splitlines():
                     self._add(json.loads(line))
-            told = tomllib.loads(Path(folder, "config.toml").read_text(encoding="utf-8"))
-            rollout = {key: told["rollout"][key] for key in ("tensor_parallel", "max_running", "page_size")}
-            parts = {"scheduler": told["scheduler"], "cluster": rollout, "planner": {"rule": told["planner"]["rule"]}}
+            saved = tomllib.loads(Path(folder, "config.toml").read_text(encoding="utf-8"))
+            rollout = {key: saved["rollout"][key] for key in ("tensor_parallel", "max_running", "page_size")}
+            parts = {"scheduler": saved["scheduler"], "cluster": rollout, "planner": {"rule": saved["planner"]["rule"]}}
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: not a run folder of train.py ({error!r})") from None
         self.limit = max(max(lengths) for lengths in self.groups.values())
-        parts["stream"] = told.get("stream", {"policy": "off"})
+        parts["stream"] = saved.get("stream", {"policy": "off"})
         self.settings = [f"--{s}.{k}={_text(v)}" for s, values in parts.items() for k, v in values.items()]
 
     def _add(self, group: dict) -> None:
