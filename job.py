@@ -18,12 +18,12 @@ from metrics import Clock, Record, Recorder, peak_memory, write_transcripts
 from model import Model
 from overlap import StreamedRound, StreamTraining
 from parallel import World
-from policies.planner import Choice, Launch, Limits, ParallelismPlanner, Report
+from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
 from records import RankReport, evaluation_record, generate_seconds, planner_record, preemptions
 from rewards import sandbox
 from rewards.gradings import PoolStats
 from rewards.judge import open_graders
-from rollout import Engine, EngineStats, kv_budget
+from rollout import Engine, kv_budget
 from rounds import Referee, Round
 from scheduler import POLICIES, Race
 from settings import MODELS, Config, model_dtype, rollout_profile, rollout_sizes
@@ -176,10 +176,9 @@ class Job:
 
     def take_reports(self) -> list[RankReport]:
         """Return what each rank has counted since the last call, and count from zero. Collective."""
-        stats, self.engine.stats = self.engine.stats, EngineStats()
         pool, judge = self.graders.take_stats()
         own = RankReport(
-            engine=stats,
+            engine=self.engine.stats.take(),
             tensor_parallel=self.engine.parallel.size,
             num_pages=self.engine.pages.size,
             seconds=self.clock.take(),
@@ -215,7 +214,7 @@ class Job:
         prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
         plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
         groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
-        self.engine.stats = EngineStats()  # the next step counts from zero
+        self.engine.stats.take()  # the next step counts from zero
         self.share_timeouts(pool for pool, _ in parallel.gather_objects(self.world, self.graders.take_stats()))
         if self.world.is_main:
             write_transcripts(self.folder / "samples" / f"step_{self.step:06d}.txt", groups, self.tokenizer)
@@ -306,5 +305,5 @@ def build_rollout(
     tp_groups, own = parallel.TPGroups(world, sizes), rollout.tensor_parallel
     engine = Engine(model, rollout, config.sampling, ends, tokenizer, tp_groups[own], sizes)
     sizes_of = rollout.page_size, rollout.max_running, rollout.max_response_tokens
-    limits = Limits(world.size, engine.num_pages, *sizes_of, shares_prompts=not engine.pages.dense)
+    limits = EngineLimits(world.size, engine.num_pages, *sizes_of, shares_prompts=engine.pages.shares)
     return tp_groups, engine, ParallelismPlanner(config.planner, limits, own, profile)

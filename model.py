@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
 from engine import kernels
-from parallel import TensorParallel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]
 FusedAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (qkv [n, (H+2K)D], q_norm, k_norm) -> [n,H,D]
@@ -251,7 +250,7 @@ def can_split(shape: ModelShape, size: int) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, inference: bool) -> Tensor:
     """Normalise the last dimension. [..., n], [n] -> [..., n]"""
     if inference and x.dim() == 2:
-        return kernels.rms_norm(x, weight, eps)
+        return kernels.add_rms_norm(x, None, weight, eps)[0]
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -449,109 +448,3 @@ class Model(nn.Module):
 
 def _whole(name: str, parameter: Tensor) -> tuple[str, Tensor, tuple[int, ...]]:
     return name, parameter.data, tuple(parameter.shape)
-
-
-class Packed:
-    """A weight in oneDNN's own layout, for a CPU: 1.2 to 5 times faster than `F.linear`, but for small products.
-
-    A copy beside the weight. The operations are private to torch, hence `can_pack`.
-    """
-
-    MIN_WORK = 3 * 2**18  # multiplications, below which a call costs more than the layout gains
-
-    def __init__(self, weight: Tensor):
-        self.pack(weight)
-
-    def pack(self, weight: Tensor) -> None:
-        self.plain = weight
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if x.shape[0] * self.plain.numel() < self.MIN_WORK:
-            return F.linear(x, self.plain, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-
-    @classmethod
-    def can_pack(cls, weight: Tensor) -> bool:
-        ours = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
-        return ours and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-class Shard:
-    """What an engine decodes with: one tensor-parallel rank's part of a model, as plain tensors."""
-
-    # Packed copies aside, its tensors keep their places when the weights change, as CUDA graphs need it.
-
-    def __init__(self, model: Model, parallel: TensorParallel, prepack: bool = True):
-        self.model, self.shape, self.parallel = model, model.shape, parallel
-        self.split = Split(model.shape, parallel.rank, parallel.size)
-        pack = _packed if prepack else _alone
-        names = ("qkv", "out", "gate_up", "down")
-        shards = (layer.shard(self.split) for layer in model.layers)  # one at a time: packing drops what it copies
-        self.layers = [w._replace(**{n: pack(getattr(w, n)) for n in names}) for w in shards]
-        head = self._own_head()
-        self.missing = -(-self.shape.vocab_size // parallel.size) - len(head)
-        self.head = pack(head)
-        own = {_start(p) for p in model.parameters()}
-        tensors = [t for w in self.layers for t in w if t is not None] + [self.head]
-        #: Bytes that are not views of the model's weights: what making or refreshing this shard copies.
-        self.copied_bytes = sum(t.plain.nbytes for t in tensors if isinstance(t, Packed))
-        self.copied_bytes += sum(t.nbytes for t in tensors if isinstance(t, Tensor) and _start(t) not in own)
-
-    def refresh(self) -> None:
-        """Follow the model's newest weights: views need nothing, copies are made again where they are."""
-        for layer, own in zip(self.model.layers, self.layers, strict=True):
-            for old, new in zip(own, layer.shard(self.split), strict=True):
-                if isinstance(old, Packed):
-                    old.pack(new)
-                elif old is not None and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-        if isinstance(self.head, Packed):
-            self.head.pack(self._own_head())
-
-    def _own_head(self) -> Tensor:
-        rows = -(-self.shape.vocab_size // self.parallel.size)  # of the vocabulary; the last rank may have fewer
-        return self.model.head_weight.detach()[self.parallel.rank * rows : (self.parallel.rank + 1) * rows]
-
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """As `Model.forward`. Every rank of the group calls it with the same arguments."""
-        cos, sin = self.model.rope(positions)
-        x = F.embedding(token_ids, self.model.embed.weight)
-        for index, weights in enumerate(self.layers):
-            x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce, inference=True)
-        return rms_norm(x, self.model.norm.weight.detach(), self.shape.norm_eps, inference=True)
-
-    def decode(self, token_ids: Tensor, positions: Tensor, table: Tensor, kv_pages: Tensor) -> Tensor:
-        """Return hidden states of one new token per row, its keys and values written to the row's pages. GPU path.
-
-        token_ids, positions [n]; a negative position is a padding row; table [n, max_pages] int32; kv_pages
-        [layers, 2, pages, K, page, D] -> [n, hidden_size]. Depends on shapes only, so a CUDA graph can hold it.
-        """
-        cos, sin = (x[:, 0, 0] for x in self.model.rope_tables())
-        s, heads, kv_heads = self.shape, self.split.groups * self.split.num_kv_heads, self.split.num_kv_heads
-        lengths, x, residual = (positions + 1).int(), F.embedding(token_ids, self.model.embed.weight), None
-        for index, weights in enumerate(self.layers):
-            k_pages, v_pages = kv_pages[index]
-
-            def attend(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, k_pages=k_pages, v_pages=v_pages):
-                q = kernels.rope_and_write(
-                    qkv, cos, sin, positions, table, k_pages, v_pages, heads, kv_heads, q_norm, k_norm, s.norm_eps
-                )
-                return kernels.paged_decode(q, k_pages, v_pages, table, lengths)
-
-            x, residual = run_layer_fused(weights, self.split, x, residual, attend, self.parallel.reduce)
-        return kernels.add_rms_norm(x, residual, self.model.norm.weight.detach(), s.norm_eps)[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, vocab_size] on every rank"""
-        part = linear(hidden, self.head, None)
-        part = F.pad(part, (0, self.missing)) if self.missing else part
-        return self.parallel.gather(part)[:, : self.shape.vocab_size]
-
-
-def _start(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _packed(weight: Tensor) -> Any:
-    return Packed(weight) if Packed.can_pack(weight) else weight

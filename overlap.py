@@ -18,7 +18,8 @@ from core import Finished, Reward, RoundPlan, Sample, SampleId, VisitId
 from learning import advantages_of, examples_of
 from metrics import Record
 from parallel import World
-from policies.overlap import DecodeTimes, Progress, ScaleDown, StreamConfig, StreamPolicy, replicas_together
+from policies.overlap import Progress, ScaleDown, StreamConfig, StreamPolicy, replicas_together
+from policies.step_times import FittedTimes
 from reward import RewardConfig
 from rollout import Engine
 from rounds import Referee, Round
@@ -69,7 +70,7 @@ class StreamTraining:
         self.decoding = dict(zip(kept, parallel.subsets(world, [range(n) for n in kept]), strict=True))
         self.stream = parallel.SampleStream(world, world.timeout_seconds)
         page = engine.config.page_size
-        self.times = {n: DecodeTimes(pages * page) for n, pages in engine.num_pages.items()}
+        self.times = {n: FittedTimes(pages * page) for n, pages in engine.num_pages.items()}
         self.rate = 0.0  # seconds in which one rank trains a token; 0: unknown
         limit = engine.config.max_response_tokens
         self.policy = StreamPolicy(config, self.times[engine.parallel.size], limit, switch=0.0)
@@ -77,7 +78,7 @@ class StreamTraining:
     def begin(self, plan: RoundPlan, buffer: SampleBuffer) -> "StreamedRound | None":
         """Be ready for a round that ranks may leave: one that waits for every response. None for any other."""
         size = self.engine.parallel.size
-        self.policy.profile = self.times[size]
+        self.policy.times = self.times[size]
         self.policy.shard_replicas = replicas_together(self.trainer.config.shard, size)
         return StreamedRound(self, plan, buffer) if self.policy.begin(plan.kind) else None
 
@@ -87,7 +88,7 @@ class StreamTraining:
 
     def load_state_dict(self, state: Record) -> None:
         self.policy.load_state_dict(state["policy"])
-        self.times |= {n: DecodeTimes(self.times[n].capacity, w) for n, w in state["times"].items() if n in self.times}
+        self.times |= {n: FittedTimes(self.times[n].capacity, w) for n, w in state["times"].items() if n in self.times}
         self.rate = state["rate"]
 
 
@@ -129,11 +130,11 @@ class StreamedRound:
 
     def _report(self) -> WindowReport:
         r, engine = self.round, self.round.engine
-        context = engine.pages_used * engine.config.page_size
+        context = engine.pages.used * engine.config.page_size
         steps, drawn, seconds = r.take_decode_times()
         step = (drawn / steps, context, seconds / steps) if steps and drawn else None
         graded = {id: r.shaped(id) for id in r.rewards if id not in self.rewards and id in r.samples}
-        live = tuple(n for _, n in sorted(engine.live_tokens().items())) if r.is_first else ()
+        live = tuple(n for _, n in sorted(engine.batcher.live_tokens().items())) if r.is_first else ()
         return WindowReport(graded, live, context if r.is_first else 0, step, self.run.trainer.take_times())
 
     def _observe(self, finished: Sequence[Finished], reports: Sequence[WindowReport], is_last: bool) -> bool:
@@ -311,7 +312,7 @@ class StreamedRound:
         missed, windows, rates, outcomes, taken = zip(*parallel.gather_objects(self.world, own), strict=True)
         self.buffer.agree(taken)
         # Those who left have missed windows, and all must project the same from now on.
-        run.times[size], run.rate = DecodeTimes(run.times[size].capacity, windows[0]), rates[0]
+        run.times[size], run.rate = FittedTimes(run.times[size].capacity, windows[0]), rates[0]
         for finished in missed[0] if left else ():
             r.referee.observe(finished, {})
             self.lengths.update({event.id: event.num_tokens for event in finished})

@@ -5,16 +5,13 @@ here is collective over the world that it gets unless it says otherwise, and eve
 Tensors travel by NCCL on GPUs and gloo on CPU; Python values always by gloo.
 """
 
-import ctypes
 import math
 import os
 import pickle
 import platform
 import queue
 import re
-import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import ConfigError
+from engine.cpu import SharedMemory, keep_memory
 from policies.placement import group_sizes
 
 BUCKET_BYTES = 64 * 2**20
 FRAME_BYTES, HEAD_BYTES = 8 * 2**10, 8  # of the first collective of `gather_objects`, and its count of bytes
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 T = TypeVar("T")
 
 
@@ -50,18 +47,6 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-
-def keep_memory() -> None:
-    """Have glibc keep freed memory for the next tensors, unless the user has set MALLOC_... variables.
-
-    Else glibc takes each large tensor from the system, page fault by page fault: up to a third of a large update (7,400
-    tokens, 6M parameters). The price: between steps a process holds as much memory as at its peak.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version") and not any(name.startswith("MALLOC_") for name in os.environ):
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def start(device: str, timeout_seconds: float) -> World:
@@ -404,61 +389,3 @@ class TensorParallel:
             parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
             dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, -1)
-
-
-class SharedMemory:
-    """Exchange of small tensors between processes of one machine: write a slot, raise a counter, wait for all counters.
-
-    Slots alternate. A rank that has seen all counters of round k knows that all ranks have left round k - 1, so it may
-    overwrite that round's slot in round k + 1. x86 makes stores visible in order: data before the counter.
-    """
-
-    SLOT_BYTES = 4 * 2**20
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, timeout_seconds: float):
-        self.rank, self.size, self.timeout_seconds, self.round = rank, size, timeout_seconds, 0
-        total = 64 * size + 2 * size * self.SLOT_BYTES
-        path, self.memory = [self._make(total) if rank == 0 else ""], None
-        dist.broadcast_object_list(path, group=group, group_src=0)
-        if not path[0]:
-            return
-        self.memory = torch.from_file(path[0], shared=True, size=total, dtype=torch.uint8)
-        dist.barrier(group=group)
-        if rank == 0:
-            os.unlink(path[0])  # the memory stays until the last process has ended
-        self.counters = self.memory[: 64 * size].view(torch.int64).numpy()[::8]  # a cache line each
-        self.slots = self.memory[64 * size :].view(2, size, self.SLOT_BYTES)
-
-    @staticmethod
-    def _make(total: int) -> str:
-        """Return the path of a file of `total` bytes of memory; "" without room, as in a small container."""
-        handle, path = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        try:
-            os.posix_fallocate(handle, 0, total)  # a file that is only truncated kills a writer for want of room
-            return path
-        except OSError as error:
-            os.unlink(path)
-            print(f"tensor-parallel ranks use gloo, which is slower: {os.path.dirname(path)}: {error.strerror}")
-            return ""
-        finally:
-            os.close(handle)
-
-    def exchange(self, x: Tensor) -> Tensor:
-        """Return all ranks' `x`, [size, *x.shape], valid until the call after the next."""
-        slot = self.slots[self.round % 2, :, : x.nbytes].view(x.dtype).view(self.size, *x.shape)
-        slot[self.rank] = x
-        self.round += 1
-        self.counters[self.rank] = self.round
-        spins = 0
-        while self.counters.min() < self.round:
-            spins += 1
-            if spins > 1000:  # a rank is far behind, perhaps for want of a core
-                if spins == 1001:
-                    deadline = time.monotonic() + self.timeout_seconds
-                os.sched_yield()
-                if time.monotonic() > deadline:
-                    late = [r for r in range(self.size) if self.counters[r] < self.round]
-                    raise TimeoutError(
-                        f"rank {self.rank} of a tensor-parallel group waited {self.timeout_seconds:g} s for {late}"
-                    )
-        return slot

@@ -24,7 +24,7 @@ from core import SampleId
 from engine.pages import has_room
 from engine.sequence import Sequence
 from parallel import TPGroups, World
-from policies.planner import Profile, SizeProfile
+from policies.step_times import Profile, SizeProfile
 from process import launcher
 from rollout import Engine
 from settings import MODELS, Config, model_dtype, model_source, profile_conditions, profile_path, rollout_sizes
@@ -72,7 +72,7 @@ def measure(
             )
         decode, prefill = [], {}
         for point in tqdm(points, desc=f"tensor parallel {size}", disable=None if world.is_main else True):
-            for _ in range(2 if engine.graphs else 1):  # the first time captures graphs
+            for _ in range(2 if engine.runner.graphs else 1):  # the first time captures graphs
                 seconds = parallel.gather_objects(world, point.measure(world))
             prefill[point.nominal] = point.context, of_ranks([s for s, _ in seconds])
             decode.append((point.batch, point.context, of_ranks([s for _, s in seconds])))
@@ -107,7 +107,7 @@ class Point:
             engine.add(Sequence(i, 0, 0, prompt, i, len(given) + self.new_tokens, True, (), given, [0.0] * len(given)))
         parallel.barrier(world)
         start = time.perf_counter()
-        while len(engine.running) < self.batch:
+        while len(engine.batcher.running) < self.batch:
             engine.step()
         prefill = (_now(world) - start) / (self.batch * self.context)
         blocks = []

@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 import parallel
 from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Visit, VisitId
-from engine.sequence import sequences_for
 from metrics import Clock, Record
 from parallel import World
 from policies.placement import Placement
 from reward import shaped_reward
-from rollout import Engine
+from rollout import Engine, sequences_for
 from scheduler import SchedulerConfig, window
 
 
@@ -171,7 +170,7 @@ class Round:
             self.decode_tokens += stats.decoded_tokens - decoded
             self.decode_seconds += end - start
         self.clock.add(stage, start, end)
-        self.clock.count(running=len(self.engine.running), waiting=len(self.engine.waiting))
+        self.clock.count(running=len(self.engine.batcher.running), waiting=len(self.engine.batcher.waiting))
         self.progress("generated", len(self.samples), len(self.prompts) * self.plan.num_responses)
         return samples
 

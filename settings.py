@@ -14,7 +14,8 @@ from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
 from parallel import check_group_size, group_sizes, own_node_size
 from policies.overlap import StreamConfig, half, replicas_together
-from policies.planner import PROFILE_NAME, PlannerConfig, Profile, load_profile
+from policies.planner import PlannerConfig
+from policies.step_times import PROFILE_NAME, Profile, load_profile
 from reward import RewardConfig, by_grader
 from rewards.graders import TASK_OF_JUDGE, check_rewards
 from rewards.judge import JudgeConfig, check_judge

@@ -24,19 +24,11 @@ from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
-from policies.overlap import DecodeTimes, ScaleDown, StreamConfig, StreamPolicy
+from policies.overlap import ScaleDown, StreamConfig, StreamPolicy
 from policies.placement import Placement, group_sizes
-from policies.planner import (
-    Launch,
-    Limits,
-    ParallelismPlanner,
-    PlannerConfig,
-    Profile,
-    Report,
-    SizeProfile,
-    read_profile,
-)
+from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report
 from policies.replica import Replica, Response
+from policies.step_times import FittedTimes, Profile, SizeProfile, read_profile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
 from scheduler import POLICIES, RoundPolicy, SchedulerConfig, window
@@ -271,7 +263,7 @@ class Simulation:
         self.longest = max(len(prompt.token_ids) for prompt in prompts) + self.limit
         self.costs_of = self._costs()
         self.costs = self.costs_of[c.tensor_parallel]
-        self.times = {n: DecodeTimes(costs.capacity) for n, costs in self.costs_of.items()}
+        self.times = {n: FittedTimes(costs.capacity) for n, costs in self.costs_of.items()}
         self.stream = None
         if config.stream.policy != "off":
             self.stream = StreamPolicy(config.stream, self.times[c.tensor_parallel], self.limit)
@@ -332,7 +324,7 @@ class Simulation:
         if self.profile:
             sizes = {n: self.profile.sizes[n] for n in sizes}
         pages = {n: costs.pages for n, costs in self.costs_of.items()}
-        limits = Limits(c.gpus, pages, c.page_size, c.max_running, self.limit, c.shared_prompts)
+        limits = EngineLimits(c.gpus, pages, c.page_size, c.max_running, self.limit, c.shared_prompts)
         # The paper's rule starts from `tensor_parallel`, without a profile.
         profile = Profile({}, sizes) if self.config.planner.rule == "predict" else None
         return ParallelismPlanner(self.config.planner, limits, c.tensor_parallel, profile)
@@ -346,7 +338,7 @@ class Simulation:
     def stream_for(self, plan: RoundPlan, size: int) -> StreamPolicy | None:
         """Return the stream policy, if replicas of this size may leave the round that begins."""
         if self.stream:
-            self.stream.profile = self.times[size]
+            self.stream.times = self.times[size]
         return self.stream if self.stream and self.stream.begin(plan.kind) else None
 
     def costs_at(self, replica: int, size: int) -> Costs:

@@ -32,9 +32,10 @@ import parallel
 from engine.sequence import Sequence
 from model import Model, parse_shape
 from parallel import TPGroups, World
-from policies.planner import Launch, Limits, ParallelismPlanner, PlannerConfig, Profile, Report
+from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report
+from policies.step_times import Profile
 from profiler import measure
-from rollout import Engine, EngineStats, RolloutConfig
+from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 
 PROMPT = 16  # tokens
@@ -118,7 +119,7 @@ def rounds(scale: Scale, ranks: int) -> list[Round]:
 def play(contender: Contender, engine: Engine, tp_groups: TPGroups, world: World, current: Round) -> None:
     """Let a contender choose its size and decode a round. Collective."""
     move(engine, tp_groups, contender.size)
-    engine.stats = EngineStats()
+    engine.stats.take()
     parallel.barrier(world)
     start = time.perf_counter()
     size = contender.planner.choose(current.kind, current.launch).size
@@ -193,7 +194,7 @@ def build(longest: int, world: World) -> tuple[Engine, TPGroups]:
     return Engine(model, config, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups.by_size), tp_groups
 
 
-def contenders(limits: Limits, profile: Profile) -> list[Contender]:
+def contenders(limits: EngineLimits, profile: Profile) -> list[Contender]:
     """Return every fixed size and both rules, which start at size 1; `paper` without a profile."""
     rules = [(f"fixed {n}", "fixed", n, None) for n in limits.pages]
     rules += [("paper", "paper", 1, None), ("predict", "predict", 1, profile)]
@@ -207,7 +208,7 @@ def run(scale: Scale, world: World) -> None:
     engine, tp_groups = build(scale.longest, world)
     config, model, work = engine.config, engine.weights.model, rounds(scale, world.size)
     profile = Profile({}, measure(engine, tp_groups, world))
-    limits = Limits(world.size, engine.num_pages, config.page_size, config.max_running, scale.longest)
+    limits = EngineLimits(world.size, engine.num_pages, config.page_size, config.max_running, scale.longest)
     turns = [contenders(limits, profile) for _ in range(scale.turns)]
     total = scale.turns * len(work) * len(turns[0])
     with progress_bar("elastic", total, world) as bar:

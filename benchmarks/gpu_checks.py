@@ -289,7 +289,7 @@ def drain(engine: Engine, sequences: Iterable[Sequence] = ()) -> dict[int, Sampl
     samples = {}
     while not engine.is_idle:
         samples |= {sample.prompt_index: sample for sample in engine.step()}
-    assert engine.pages_used == 0, f"{engine.pages_used} pages leaked"
+    assert engine.pages.used == 0, f"{engine.pages.used} pages leaked"
     return samples
 
 
@@ -300,8 +300,8 @@ def tokens_of(samples: dict[int, Sample]) -> dict[int, tuple[int, ...]]:
 def by_other_path(s: Section, model: Model, sampling: SamplingConfig) -> Engine:
     """Return an engine that computes the same otherwise: without graphs; on a CPU, without fused kernels."""
     engine = make_engine(model, sampling, FusedEngine if s.on_gpu else Engine)
-    if engine.graphs:
-        engine.graphs.captures = False
+    if engine.runner.graphs:
+        engine.runner.graphs.captures = False
     return engine
 
 
@@ -361,7 +361,7 @@ def check_paths(s: Section, name: str, model: Model, sampling: SamplingConfig, c
     sequences = make_sequences(count, vocab)
     engine = make_engine(model, sampling)
     mine, other = drain(engine, sequences), drain(by_other_path(s, model, sampling), make_sequences(count, vocab))
-    captured = f", {len(engine.graphs.graphs)} graphs" if s.on_gpu else ""
+    captured = f", {len(engine.runner.graphs.graphs)} graphs" if s.on_gpu else ""
     paths = "graphs = eager" if s.on_gpu else "fused = plain"
     same(s, f"{paths}, {name} {'fp32' if exact else 'bf16'}", tokens_of(mine), tokens_of(other), captured)
     if exact:
@@ -488,7 +488,7 @@ def check_memory(s: Section, model: Model) -> None:
         after.append(torch.cuda.memory_allocated())
     growth = [(x - first) / 2**20 for x in after]
     driver = (used - torch.cuda.mem_get_info()[0]) / 2**20
-    later, graphs = growth[2] - growth[0], len(engine.graphs.graphs)
+    later, graphs = growth[2] - growth[0], len(engine.runner.graphs.graphs)
     text = f"{graphs} graphs: {growth[0]:.0f} MiB allocated, {driver:.0f} MiB taken from the device"
     metrics = {"graphs_allocated_mib": round(growth[0]), "graphs_device_mib": round(driver)}
     s.row("memory of three rounds", f"{text}; later rounds {later:+.1f} MiB", abs(later) < 1, "flat", **metrics)

@@ -30,19 +30,19 @@ def decode_engine(model: Model, pages: int, rows: int, context: int, sampling: S
 
 def occupy(engine: Engine, rows: int, context: int) -> None:
     """Have `rows` sequences decode, up to `context` tokens, without prefill: time does not ask what the cache holds."""
-    engine.abort([s.id for s in engine.running])  # of a case that failed
+    engine.abort([s.id for s in engine.batcher.running])  # of a case that failed
     prompt = (5,) * (context - LIMIT)
     sequences = [Sequence(i, 0, 0, prompt, sample_key(i), LIMIT, ignore_eos=True) for i in range(rows)]
     for s in sequences:
         for _ in range(engine.pages.needed(len(prompt))):
             engine.pages.take(s)
-        s.admitted, engine.admissions = engine.admissions, engine.admissions + 1
-    engine._load_rows(sequences)
+    engine.batcher.seat(sequences)
+    engine.runner.rows.load(sequences)
 
 
 def vacate(engine: Engine) -> None:
-    engine.abort([s.id for s in engine.running])
-    assert engine.pages_used == 0
+    engine.abort([s.id for s in engine.batcher.running])
+    assert engine.pages.used == 0
 
 
 def release(s: Section) -> None:
@@ -63,13 +63,13 @@ def step_seconds(engine: Engine, steps: int) -> float:
 
 def graph_seconds(engine: Engine) -> float:
     """Seconds of the step on the device alone. Spoils the state of the rows."""
-    n = len(engine.running)
-    width = int(engine.host_pages[:n].max())
+    n = len(engine.batcher.running)
+    width = int(engine.batcher.num_pages[:n].max())
 
     @torch.inference_mode()
     def five() -> None:
         for _ in range(5):
-            engine.graphs.run(engine._decode_step, n, width)
+            engine.runner.graphs.run(engine.runner.decode_step, n, width)
 
     return seconds_of(five, engine.device, turns=1) / 5
 
@@ -228,7 +228,7 @@ def decode_case(s: Section, name: str, engine: Engine, rows: int, context: int, 
     seconds = min(step_seconds(engine, 10) for _ in range(3))
     device = f", device {1000 * graph_seconds(engine):.3f}"
     weights = sum(p.nbytes for p in model.parameters()) - (0 if model.head is None else model.embed.weight.nbytes)
-    token = kv_page_bytes(engine.config, model.shape, engine.pool.dtype) / engine.config.page_size
+    token = kv_page_bytes(engine.config, model.shape, engine.runner.memory.dtype) / engine.config.page_size
     share = (weights + rows * (context - LIMIT + 20) * token) / seconds / bandwidth
     text = f"{1000 * seconds:.3f} ms/step{device}, {rows / seconds:,.0f} tokens/s, {share:.0%} of the bandwidth"
     key = f"{name}_b{rows}_c{context}"

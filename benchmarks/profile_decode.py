@@ -4,13 +4,20 @@ python benchmarks/profile_decode.py [--quick]
 """
 
 import argparse
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import torch
 from torch.profiler import profile
 from tqdm import tqdm
 
-import engine as bench  # first: it sets the number of threads
+# First: it sets the number of threads. By its path, for the engine's folder has its name.
+spec = importlib.util.spec_from_file_location("bench", Path(__file__).with_name("engine.py"))
+sys.modules["bench"] = bench = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bench)
+
 from engine.sequence import Sequence
 from rollout import Engine
 

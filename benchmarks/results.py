@@ -40,7 +40,7 @@ ENGINE = ("rollout.py", "engine/*.py", "attention.py", "sampling.py", "model.py"
 ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "parallel.py")
 TRAINING = ("trainer.py", "loss.py", "learning.py")
 REWARDS = ("reward.py", "rewards/*.py")
-STREAM = ("policies/overlap.py", "overlap.py")
+STREAM = ("policies/overlap.py", "policies/step_times.py", "overlap.py")
 SIMULATOR = ("simulate.py", "simulation/*.py", "policies/*.py", "engine/pages.py", "rewards/timeouts.py")
 SIMULATOR += ("scheduler.py", "configs/simulate/*.toml")
 RUN = ("train.py", "job.py")
@@ -99,7 +99,7 @@ BENCHMARKS = {
     ),
     "elastic_tp": Benchmark(
         "benchmarks/elastic_tp.py",
-        (*ENGINE, "policies/planner.py", "parallel.py"),
+        (*ENGINE, "policies/planner.py", "policies/replica.py", "policies/step_times.py", "parallel.py"),
         "the tensor-parallel size of each round chosen by `predict`, {ranks} ranks on {cores} cores: "
         "{regret_vs_best_fixed:+.0%} time against the best fixed size in hindsight",
     ),

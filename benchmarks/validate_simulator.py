@@ -40,7 +40,8 @@ from job import Job
 from metrics import Clock
 from parallel import World
 from policies.placement import assign_by_load
-from policies.planner import Choice, Launch, Profile, Report, SizeProfile
+from policies.planner import Choice, Launch, Report
+from policies.step_times import Profile, SizeProfile
 from profiler import make_profile, measure
 from scheduler import Race
 from settings import MODELS, Config

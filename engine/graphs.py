@@ -4,9 +4,11 @@ The host launches step after step and learns one step late which rows have ended
 once, so the step in between writes nothing for it. Where there is no GPU (the tests), the same step runs eagerly.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +30,9 @@ class DecodeGraphs:
 
     def __init__(self, ended: Tensor, max_rows: int, max_width: int):
         self.ended, self.max_rows, self.max_width = ended, max_rows, max_width
+        self.table = torch.zeros(max_rows, max_width, dtype=torch.int32, device=ended.device)
+        # Two, in turns: the copy of the step before may still be on its way.
+        self.sent = deque(torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=ended.is_cuda) for _ in range(2))
         # Its own: graphs of one stream share a cuBLAS workspace, which the end of any of them frees (pytorch #193402).
         self.stream = torch.cuda.Stream(ended.device) if ended.is_cuda else None
         self.captures = ended.is_cuda  # False: run every step eagerly, to compare
@@ -39,6 +44,12 @@ class DecodeGraphs:
         """Forget all graphs: what they read has moved."""
         self.graphs.clear()
         self.memory = None
+
+    def send(self, table: np.ndarray) -> None:
+        """Copy the page tables of the running rows to the device, without waiting for it. [n, max_width]"""
+        self.sent.rotate()
+        rows = self.sent[0][: len(table)].copy_(torch.from_numpy(table))
+        self.table[: len(table)].copy_(rows, non_blocking=True)
 
     def run(self, step: Callable[[int, int], None], n: int, width: int) -> None:
         """Launch one step over at least n rows whose page tables have at least `width` entries in use.

@@ -176,11 +176,6 @@ def add_rms_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: 
     return F.rms_norm(summed, weight.shape, weight, eps), summed
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return torch's RMSNorm: float32 inside, rounded once. x [n, size], weight [size] -> [n, size]"""
-    return add_rms_norm(x, None, weight, eps)[0]
-
-
 @triton.jit
 def _rope_and_write(qkv, cos, sin, positions, table, k_pages, v_pages, q_norm, k_norm, q, eps,
                     qkv_row, table_row, kv_page, kv_head, G: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,

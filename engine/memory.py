@@ -1,11 +1,14 @@
-"""What the rollout is told, and how many KV pages its memory holds at each tensor-parallel size."""
+"""What the rollout is told; the memory of KV pages, and how many it holds at each tensor-parallel size."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from config import ConfigError, option
+from engine.graphs import upload
 from engine.pages import Cache
 from model import ModelShape
 
@@ -71,3 +74,34 @@ def num_pages_for(
             "or lower rollout.max_response_tokens"
         )
     return num_pages
+
+
+class PageMemory:
+    """One piece of device memory that has the shape of one tensor-parallel size's pages at a time."""
+
+    def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device):
+        self.length, self.dtype, self.device = num_bytes // dtype.itemsize, dtype, device
+        self.address = 0
+        self.whole: Tensor | None = None
+        #: Keys and values [layers, 2, pages, K, page, D]: one tensor, so that a page moves with one copy.
+        self.kv: Tensor | None = None
+
+    @torch.inference_mode(False)  # what is made inside could not be changed outside
+    def take(self, shape: tuple[int, ...]) -> bool:
+        """Give the memory a shape; allocate it if there is none. Returns whether it has another address now."""
+        before = self.address
+        if self.whole is None:
+            self.whole = torch.zeros(self.length, dtype=self.dtype, device=self.device)
+            self.address = self.whole.data_ptr()
+        self.kv = self.whole[: math.prod(shape)].view(shape)
+        return self.address != before
+
+    def free(self) -> None:
+        """Give the memory back, on a CPU to the process only."""
+        self.whole = self.kv = None
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) each. No copy reads what another writes."""
+        if pairs := list(pairs):
+            source, target = upload(pairs, self.device).T
+            self.kv[:, :, target] = self.kv[:, :, source]

@@ -1,12 +1,12 @@
 """KV pages: how many a rank has, who gets in, and who has which. Bookkeeping on the host, no torch.
 
-`num_pages` and `has_room` are the rules of the engine, and of the planner and the simulator that play it.
+`Cache.num_pages` and `Admission` are the rules of the engine, and of the planner and the simulator that play it.
 """
 
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 LAYOUTS = ("whole", "sharded")  # of the rollout's weights over the ranks of a replica; the engine's is "whole"
 
@@ -58,20 +58,59 @@ def has_room(needed: int, free: int, num_pages: int, num_admitted: int) -> bool:
     return needed <= free - (num_pages // 100 if num_admitted else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Who gets in: the rule of the engine's batcher, and of the replicas that play it (policies/replica.py)."""
+
+    num_pages: int
+    page_size: int
+    max_running: int
+    shares_prompts: bool  # responses share the whole pages of their prompt, as on a GPU; on a CPU they copy them
+
+    def admit(
+        self, waiting: deque, num_admitted: int, free: int, donor_of: Callable[[Any], tuple[Any, bool]]
+    ) -> Iterator[tuple[Any, Any, bool, int, int]]:
+        """Take sequences (anything with `num_tokens`) off `waiting`, in order, while rows and pages last.
+
+        Yields (sequence, donor, whether it is late, pages of the donor to share, pages to take). The donor has, or will
+        have, the same context in its pages; late: it was computed in an earlier step. `donor_of` returns both,
+        (None, False) for a context that must be computed; it is asked after the sequence before has got in.
+        """
+        while waiting and num_admitted < self.max_running:
+            tokens = waiting[0].num_tokens
+            needed, shared = pages_needed(tokens, self.page_size), 0
+            if not self.shares_prompts and not has_room(needed, free, self.num_pages, num_admitted):
+                return  # before anybody looks for a donor, step after step
+            donor, is_late = donor_of(waiting[0])
+            if donor and self.shares_prompts:
+                # A late one decodes the prompt's last token again, for its logits: it needs a page of its own for that.
+                shared = (tokens - is_late) // self.page_size
+                needed -= shared
+            if not has_room(needed, free, self.num_pages, num_admitted):
+                return
+            free -= needed
+            num_admitted += 1
+            yield waiting.popleft(), donor, is_late, shared, needed
+
+
+class PageMove(NamedTuple):
+    """What stands on page `source` must be moved to page `target`, which is its holder's page `place` now."""
+
+    source: int
+    target: int
+    holder: Any
+    place: int
+
+
 class Pages:
-    """KV pages, given to holders (anything with a `pages` list) and taken back.
+    """Pages given to holders (anything with a `pages` list) and taken back. A page may have several holders."""
 
-    `dense`: the pages in use are always 0 .. used - 1, each with one holder, as the CPU attention wants them; `release`
-    returns the moves that keep it so. Otherwise pages stay where they are and may be shared.
-    """
+    shares = True  # whether it may
 
-    def __init__(self, num_pages: int, page_size: int, dense: bool):
-        self.size, self.page_size, self.dense = num_pages, page_size, dense
-        self.used = 0
-        self.holder: list[Any] = [None] * num_pages  # dense only: whose page it is
-        self.start = np.zeros(num_pages, np.int64)  # dense only: position of the page's first token in its sequence
-        self.users = np.zeros(num_pages, np.int64)  # not dense: number of holders
-        self.unused = [] if dense else list(range(num_pages - 1, -1, -1))
+    def __init__(self, num_pages: int, page_size: int):
+        self.size, self.page_size, self.used = num_pages, page_size, 0
+        self.users = [0] * num_pages  # number of holders
+        self.unused = list(range(num_pages - 1, -1, -1))
 
     @property
     def free(self) -> int:
@@ -82,38 +121,30 @@ class Pages:
 
     def take(self, holder: Any) -> int:
         """Append a page of its own to `holder.pages` and return it. The caller has made sure that one is free."""
-        page = self.used if self.dense else self.unused.pop()
+        page = self.unused.pop()
         self.used += 1
         self.users[page] = 1
-        self.holder[page], self.start[page] = holder, len(holder.pages) * self.page_size
         holder.pages.append(page)
         return page
 
     def share(self, holder: Any, page: int) -> None:
         """Append somebody else's page to `holder.pages`; it is free again when the last of them has released it."""
-        assert not self.dense
         self.users[page] += 1
         holder.pages.append(page)
 
-    def release(self, holders: list[Any]) -> list[tuple[int, int]]:
-        """Take all pages of `holders` back. Returns the (from, to) moves that the caller must make."""
-        pages = [page for holder in holders for page in holder.pages]
+    def release(self, holders: list[Any]) -> list[PageMove]:
+        """Take all pages of `holders` back. Returns the moves that the caller must make: none, these pages stay."""
         for holder in holders:
-            holder.pages = []
-        if not self.dense:
-            for page in pages:
+            for page in holder.pages:
                 self.users[page] -= 1
                 if not self.users[page]:
                     self.unused.append(page)
                     self.used -= 1
-            return []
-        moves = compact(pages, self.used)
-        self.used -= len(pages)
-        for source, target in moves:
-            holder, start = self.holder[source], self.start[source]
-            holder.pages[start // self.page_size] = target
-            self.holder[target], self.start[target] = holder, start
-        return moves
+            holder.pages = []
+        return []
+
+    def seat(self, holder: Any, row: int) -> None:
+        """Note in which row a holder decodes. Of use to pages that are a batch (engine/cpu.py)."""
 
 
 def compact(freed: list[int], num_used: int) -> list[tuple[int, int]]:

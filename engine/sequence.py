@@ -1,9 +1,9 @@
 """A sample on its way through an engine, and a context on its way into the cache. Plain values, no tensors."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
-from core import SampleId, Visit
-from sampling import sample_key
+from core import SampleId
 
 
 @dataclass(slots=True, eq=False)
@@ -14,7 +14,7 @@ class Sequence:
     response_index: int
     epoch: int
     prompt_ids: tuple[int, ...]
-    key: int  # sampling stream, from `sample_key`
+    key: int  # of its random numbers, from `sampling.sample_key`
     max_new_tokens: int
     ignore_eos: bool = False  # run to `max_new_tokens`: lengths given by a trace
     stop: tuple[str, ...] = ()  # texts that end the response, besides the end token
@@ -32,6 +32,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Prompt and response, but for what a running sequence drew since it was admitted."""
+        return self.prompt_ids + tuple(self.token_ids)
 
     def check(self, max_prompt_tokens: int, max_response_tokens: int, max_positions: int, vocab_size: int) -> None:
         """Raise ValueError when an engine with these limits cannot take the sequence."""
@@ -61,24 +66,6 @@ class Sequence:
             raise ValueError(f'stop = {self.stop!r} must be a tuple of texts, such as stop=("END",)')
 
 
-def sequences_for(
-    visit: Visit, num_responses: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = ()
-) -> list[Sequence]:
-    """Return the sequences of one group. Their sampling streams depend on nothing but their names and `seed`."""
-    return [
-        Sequence(
-            visit.prompt.index,
-            r,
-            visit.epoch,
-            visit.prompt.token_ids,
-            sample_key(seed, *visit.id, r),
-            max_new_tokens,
-            stop=stop,
-        )
-        for r in range(num_responses)
-    ]
-
-
 @dataclass(slots=True, eq=False)
 class Prefill:
     """A context on its way into the cache: the leader's, for all who have the same."""
@@ -89,9 +76,17 @@ class Prefill:
     followers: list[Sequence] = field(default_factory=list)
 
 
+class Chunk(NamedTuple):
+    """The tokens `start` .. `end` of a context, to be computed in one step."""
+
+    prefill: Prefill
+    start: int
+    end: int
+
+
 @dataclass(slots=True)
 class EngineStats:
-    """What happened since the caller put new ones in place."""
+    """What happened since the newest `take`."""
 
     decode_steps: int = 0
     decoded_tokens: int = 0
@@ -100,3 +95,10 @@ class EngineStats:
     peak_pages: int = 0
     shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them
     regroup_bytes: int = 0  # weights copied because the tensor-parallel size changed
+
+    def take(self) -> "EngineStats":
+        """Return what has been counted, and count from zero."""
+        taken = replace(self)
+        for counter in fields(self):
+            setattr(self, counter.name, 0)
+        return taken

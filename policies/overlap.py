@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from config import option
-from policies.planner import fit_decode
+from policies.step_times import StepTimes
 
 HISTORY = 8192  # responses whose lengths are remembered
-WINDOWS = 256  # windows whose step times are remembered
 
 
 @dataclass(frozen=True)
@@ -36,36 +35,6 @@ class StreamConfig:
     last: float = option(0.5, "largest share at which they may leave", min=0, max=1)
     every: float = option(0.05, "step between the shares at which the policy decides", above=0, max=1)
     fixed_share: float = option(0.3, "share of complete responses at which policy = fixed scales down", min=0, max=1)
-
-
-class Profile(Protocol):
-    """What the estimate wants to know of the machine."""
-
-    capacity: int  # tokens in the pages of one replica
-
-    def decode(self, sequences: float, context: float, steps: int = 1) -> float: ...
-
-
-class DecodeTimes:
-    """The profile that a run makes of itself: seconds of a decode step, fitted to what its windows took."""
-
-    def __init__(self, capacity: int, windows: Sequence[Sequence[float]] = ()):
-        self.capacity = capacity
-        self.windows: deque[Sequence[float]] = deque(windows, maxlen=WINDOWS)
-        self._weights: list[float] | None = None
-
-    def observe(self, sequences: float, context: float, seconds: float) -> None:
-        """Take in a window: sequences that decoded together, tokens of context in all, seconds of a step."""
-        self.windows.append((sequences, context, seconds))
-        self._weights = None
-
-    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
-        if not self.windows:
-            return 0.0
-        if self._weights is None:  # a step reads the weights, computes each sequence and reads its context
-            self._weights = fit_decode(self.windows)
-        start, each, read = self._weights
-        return steps * (start + sequences * each + context * read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +75,10 @@ class StreamPolicy:
     """Tries at each milestone, scales down at most once in a step. It is told to `begin` each round."""
 
     def __init__(
-        self, config: StreamConfig, profile: Profile, limit: int, shard_replicas: int = 1, switch: float = 3.0
+        self, config: StreamConfig, times: StepTimes, limit: int, shard_replicas: int = 1, switch: float = 3.0
     ):
         """`limit`: most tokens of a response; `switch`: seconds from the decision to the first gradient."""
-        self.config, self.profile, self.limit = config, profile, limit
+        self.config, self.times, self.limit = config, times, limit
         self.shard_replicas, self.switch = shard_replicas, switch
         self.history: deque[int] = deque(maxlen=HISTORY)
         self._sorted: list[int] = []
@@ -172,7 +141,7 @@ class StreamPolicy:
             return None
         peak = sum(self.expected(tokens) + p.prompt_tokens for tokens in p.live)
         rest, saved = self.project(p, keep)
-        fits = peak <= keep * self.profile.capacity
+        fits = peak <= keep * self.times.capacity
         if self.config.policy != "fixed" and not fits:
             return None
         if self.config.policy == "estimate" and (saved <= 0 or not self.history):  # with no lengths it is a guess
@@ -201,7 +170,7 @@ class StreamPolicy:
                 break
             each = max(running / replicas, 1.0)
             mean = sum(progress.live) / max(len(progress.live), 1) + progress.prompt_tokens + step
-            seconds += self.profile.decode(each, each * mean, size)
+            seconds += size * self.times.decode(each, each * mean)
             step, size = step + size, size * 2 if size < 1024 else size
         return seconds
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from core import SampleId, VisitId
 
-SIZES = (1, 2, 4, 8)  # of tensor-parallel groups
+GROUP_SIZES = (1, 2, 4, 8)  # of tensor-parallel groups
 MARGIN = 8  # sequences; fewer are not worth the recomputation that a move costs
 
 
@@ -13,7 +13,7 @@ def group_sizes(num_ranks: int, node_size: int) -> list[int]:
 
     `node_size` 0, which is unknown, leaves 1: a group that crosses machines would run at the speed of the network.
     """
-    return [n for n in SIZES if num_ranks % n == 0 and (n == 1 or (node_size and node_size % n == 0))]
+    return [n for n in GROUP_SIZES if num_ranks % n == 0 and (n == 1 or (node_size and node_size % n == 0))]
 
 
 def assign_by_load(loads: Sequence[float], num_ranks: int, held: Sequence[float] = ()) -> list[list[int]]:

@@ -10,30 +10,26 @@ One entry in RULES for each rule. State is kept apart for short and long rounds:
 wait for their longest response.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from config import ConfigError, entry, option, regular
+from config import entry, option
 from core import RoundPlan, SampleId
 from policies.replica import Replica, Response
+from policies.step_times import PROFILE_NAME, FittedTimes, Profile, StepTimes
 
 RISE = 1.05  # a rise of preemptions over this doubles (section 4.2)
 QUIET_ROUNDS = 4  # so many rounds without preemption halve (section 4.2)
-HISTORY = 3  # rounds of one kind whose lengths, and of one size whose measured over predicted times, count
+RECENT_ROUNDS = 3  # rounds of one kind whose lengths, and of one size whose measured over predicted times, count
 PATIENCE = 20  # rounds at one size until others get the benefit of the doubt
-PROFILE_NAME = "rollout_profile.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the rollout has."""
 
     num_ranks: int
@@ -76,114 +72,16 @@ class Choice:
     predicted: dict[int, float] = field(default_factory=dict)  # seconds of the round, by size
 
 
-# ---- the offline profile -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SizeProfile:
-    """What one replica of a tensor-parallel size can do, as measured."""
-
-    pages: int
-    decode: tuple[tuple[int, int, float], ...]  # (sequences, tokens of context each, seconds of a step)
-    prefill: tuple[tuple[int, float], ...]  # (tokens of context, seconds of a token)
-
-    @property
-    def decode_windows(self) -> list[tuple[float, float, float]]:
-        """(sequences, tokens of context in all, seconds of a step)"""
-        return [(n, n * context, seconds) for n, context, seconds in self.decode]
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Measured prefill and decode times of a model on a machine, by tensor-parallel size."""
-
-    made_on: dict[str, Any]  # what the times depend on: model, device, number of ranks, page size
-    sizes: dict[int, SizeProfile]
-
-    def save(self, path: Path) -> None:
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
-
-
-REMEDY = "make it by profiler.py, started as this run is: with its settings and its ranks, by python or by torchrun"
-
-
-def load_profile(path: Path, made_on: dict[str, Any], sizes: Sequence[int]) -> Profile:
-    """Read a profile. Raises ConfigError when there is none, or one of other conditions."""
-    profile = read_profile(path)
-    if profile.made_on != made_on:
-        raise ConfigError(f"{path}: made on {profile.made_on}, this run is on {made_on}; {REMEDY}")
-    if missing := set(sizes) - profile.sizes.keys():
-        raise ConfigError(f"{path}: no times for tensor-parallel sizes {sorted(missing)}; {REMEDY}")
-    return profile
-
-
-def read_profile(path: Path) -> Profile:
-    """Read a profile, whatever it was made on. Raises ConfigError when there is none."""
-    try:
-        raw = json.loads(regular(path).read_text(encoding="utf-8"))
-        by_size = {
-            int(n): SizeProfile(p["pages"], tuple(map(tuple, p["decode"])), tuple(map(tuple, p["prefill"])))
-            for n, p in raw["sizes"].items()
-        }
-        return Profile(dict(raw["made_on"]), by_size)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the rollout profile ({error.strerror}); {REMEDY}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a rollout profile ({error}); {REMEDY}") from None
-
-
-class Simulator:
-    """Predicts how long one replica of a size takes: the engine, played with the profile's times."""
-
-    response_seconds = 0.0
-
-    def __init__(self, profile: SizeProfile, limits: Limits, pages: int):
-        self.pages, self.limits = pages, limits
-        self.weights, self.prefill_weights = fit_decode(profile.decode_windows), fit_prefill(profile.prefill)
-
-    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
-        start, each, read = self.weights
-        return steps * (start + sequences * each + read * (context + sequences * (steps - 1) / 2))
-
-    def prefill(self, tokens: int) -> float:
-        token, attend = self.prefill_weights
-        return tokens * (token + tokens * attend)
-
-    def run(self, launch: Launch, lengths: Sequence[int]) -> tuple[float, int]:
-        """Return (seconds, preemptions) of decoding responses of `lengths`, a prompt's one after the other."""
-        c, prompt = self.limits, round(launch.prompt_tokens)
-        replica = Replica(self, self.pages, c.page_size, c.max_running, c.shares_prompts)
-        for i, length in enumerate(lengths):
-            replica.add(Response(SampleId(0, *divmod(i, launch.num_responses)), prompt, length))
-        replica.run_until(math.inf)
-        return replica.clock, replica.preemptions
-
-
-def fit_decode(windows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the seconds of a decode step, for each sequence in it, and for each token that it reads.
-
-    `windows`: (sequences, tokens of context in all, seconds of a step).
-    """
-    return fit([(1, n, tokens) for n, tokens, _ in windows], [seconds for *_, seconds in windows])
-
-
-def fit_prefill(points: Sequence[tuple[int, float]]) -> list[float]:
-    """Return the seconds of a token, and of each token of its context. `points`: (context, seconds of a token)."""
-    return fit([(1, context) for context, _ in points], [seconds for _, seconds in points])
-
-
-def fit(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
-    """Return a weight of at least 0 for each feature: least squares of the relative error, so that noise cancels."""
-    x, used = np.array(features, np.float64) / np.array(seconds)[:, None], list(range(len(features[0])))
-    while True:
-        scale = np.abs(x[:, used]).max(0)
-        weights = np.linalg.lstsq(x[:, used] / scale, np.ones(len(x)), rcond=None)[0] / scale
-        if weights.min() >= 0:
-            found = dict(zip(used, weights.tolist()))
-            return [found.get(i, 0.0) for i in range(len(features[0]))]
-        del used[int(np.argmin(weights * scale))]  # time does not fall with work: that was noise
+def simulate_replica(
+    times: StepTimes, pages: int, limits: EngineLimits, launch: Launch, lengths: Sequence[int]
+) -> tuple[float, int]:
+    """Return (seconds, preemptions) of a replica that decodes `lengths`, a prompt's one after the other."""
+    c, prompt = limits, round(launch.prompt_tokens)
+    replica = Replica(times, pages, c.page_size, c.max_running, c.shares_prompts)
+    for i, length in enumerate(lengths):
+        replica.add(Response(SampleId(0, *divmod(i, launch.num_responses)), prompt, length))
+    replica.run_until(math.inf)
+    return replica.clock, replica.preemptions
 
 
 # ---- the planner -------------------------------------------------------------------------------------------------
@@ -208,13 +106,13 @@ class ParallelismPlanner:
     without it from `start`.
     """
 
-    def __init__(self, config: "PlannerConfig", limits: Limits, start: int, profile: Profile | None = None):
+    def __init__(self, config: "PlannerConfig", limits: EngineLimits, start: int, profile: Profile | None = None):
         assert start in limits.pages and (profile or config.rule != "predict")
         self.config, self.limits, self.start, self.sizes = config, limits, start, sorted(limits.pages)
         # Nothing is known of lengths at first: any is as likely.
         self.guess = [max(limits.max_response_tokens * i // 16, 1) for i in range(1, 17)]
-        known = limits.pages.items() if profile else ()
-        self.simulators = {n: Simulator(profile.sizes[n], limits, pages) for n, pages in known}
+        sizes = {n: profile.sizes[n] for n in limits.pages} if profile else {}
+        self.times = {n: FittedTimes.of(measured, limits.page_size) for n, measured in sizes.items()}
         self.tracks: dict[str, Track] = {}
         self.asked: Launch | None = None  # by the newest `choose`
 
@@ -236,8 +134,8 @@ class ParallelismPlanner:
         track.rose_from = before if before is not None and now > RISE * before else None
         track.preemptions, track.quiet = now, 0 if now else track.quiet + 1
         lengths = sorted(report.lengths)  # each rank lists what was aborted in an order of its own
-        track.lengths = [*track.lengths, lengths][-HISTORY:]
-        if self.simulators:
+        track.lengths = [*track.lengths, lengths][-RECENT_ROUNDS:]
+        if self.times:
             expected = self._seconds(track.size, self.asked, lengths)
             known = track.slowness.setdefault(track.size, [])
             known[:] = [*known, max(report.seconds, 1e-9) / max(expected, 1e-9)][-PATIENCE:]
@@ -245,7 +143,7 @@ class ParallelismPlanner:
     def predict(self, kind: str, launch: Launch) -> dict[int, float]:
         """Return the seconds that a round would take, by size: simulated, times how wrong that was before.
 
-        A size has a correction of its own after HISTORY rounds, half of it (in logarithms) before: one slow round is
+        A size has a correction of its own after RECENT_ROUNDS, half of it (in logarithms) before: one slow round is
         little reason to leave it. The rest is what was measured everywhere, for most errors are the machine's. After
         PATIENCE rounds at one size half of an error is taken to be that size's own, to the others' good: so a wrong
         profile is found out, by trying.
@@ -260,8 +158,8 @@ class ParallelismPlanner:
         seconds = {}
         for n in self.sizes:
             known = track.slowness.get(n, [])
-            own = median(known[-HISTORY:]) if known else others
-            slowness = own if len(known) >= HISTORY else (own * others) ** 0.5
+            own = median(known[-RECENT_ROUNDS:]) if known else others
+            slowness = own if len(known) >= RECENT_ROUNDS else (own * others) ** 0.5
             seconds[n] = slowness * self._seconds(n, launch, lengths)
         return seconds
 
@@ -270,7 +168,8 @@ class ParallelismPlanner:
         dealt, replicas = Random(0).sample(list(lengths), len(lengths)), self.limits.num_ranks // size
         shares = [share for i in range(replicas) if (share := dealt[i::replicas])]
         slowest = {shares.index(max(shares, key=sum)), shares.index(max(shares, key=max))}
-        return max(self.simulators[size].run(launch, shares[i])[0] for i in slowest)
+        given = self.times[size], self.limits.pages[size], self.limits, launch
+        return max(simulate_replica(*given, shares[i])[0] for i in slowest)
 
     def state_dict(self) -> dict[str, Any]:
         return {kind: asdict(track) for kind, track in self.tracks.items()}
@@ -298,7 +197,7 @@ def fixed(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool
 
 def paper(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool) -> Choice:
     """Double when preemptions rise by more than RISE, halve after QUIET_ROUNDS without any. (section 4.2)"""
-    if is_first and planner.simulators:
+    if is_first and planner.times:
         predicted = planner.predict(kind, launch)
         return Choice(min(predicted, key=predicted.get), "start: the profile's best", predicted)
     track, sizes = planner.tracks[kind], planner.sizes

@@ -1,8 +1,9 @@
 """An engine that is played, not run: admission, decoding, preemption, from event to event. Pure, no torch.
 
 The simulator's replicas and the planner's predictions are both this class. It keeps to the page what `rollout.Engine`
-does before and in each step, by the same rules (pages.py); a test holds both to the same preemptions and steps. Between
-two events the set of decoding sequences does not change, so any number of decode steps is one closed-form sum.
+does before and in each step, and admits by the same code (engine/pages.py); tests hold both to the same preemptions and
+steps. Between two events the set of decoding sequences does not change, so any number of decode steps is one
+closed-form sum.
 """
 
 import math
@@ -10,27 +11,12 @@ from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Protocol
 
 import numpy as np
 
 from core import Finished, SampleId, VisitId
-from engine.pages import has_room, pages_needed
-
-
-class Times(Protocol):
-    """What work takes."""
-
-    @property
-    def response_seconds(self) -> float: ...  # of each response, whatever its length
-
-    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
-        """Return the seconds of `steps` decode steps of the same sequences, with `context` tokens cached at first."""
-        ...
-
-    def prefill(self, tokens: int) -> float:
-        """Return the seconds of computing `tokens` of context; the first token to follow is drawn by that."""
-        ...
+from engine.pages import Admission, pages_needed
+from policies.step_times import StepTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -50,24 +36,24 @@ class Response:
         return self.start + self.length - self.done
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return self.prompt_tokens + self.done
 
     @property
     def base(self) -> int:
         """Tokens in the cache after iteration i, less i. The newest token is not in the cache."""
-        return self.tokens - 1 - self.start
+        return self.num_tokens - 1 - self.start
 
 
 class Replica:
     """One engine: admits while rows and pages last, decodes, preempts the newest when pages run out."""
 
     def __init__(
-        self, times: Times, num_pages: int, page_size: int = 64, max_running: int = 256, shares_prompts: bool = True
+        self, times: StepTimes, num_pages: int, page_size: int = 64, max_running: int = 256, shares_prompts: bool = True
     ):
         """`shares_prompts`: the responses of a group share their prompt's pages, as on a GPU; a CPU copies them."""
         self.times, self.num_pages, self.page_size = times, num_pages, page_size
-        self.max_running, self.shares_prompts = max_running, shares_prompts
+        self.admission = Admission(num_pages, page_size, max_running, shares_prompts)
         self.clock = 0.0
         self.iteration = 0
         self.running: dict[SampleId, Response] = {}  # in order of admission
@@ -100,7 +86,7 @@ class Replica:
         return gone
 
     def next_event(self) -> float:
-        """Return the iteration at whose end something may happen: a response ends, or pages run out."""
+        """Return the iteration at whose end something may happen: a response ends, pages run out, somebody gets in."""
         if not self.has_begun:
             self._begin()
             self.event = self._next_event()
@@ -123,6 +109,10 @@ class Replica:
     def _next_event(self) -> float:
         if not self.running:
             return math.inf
+        # A resumed response's prompt can be shared once it has been computed: the first in the queue may then fit.
+        first = self.waiting[0] if self.waiting and self.admission.shares_prompts else None
+        if first and not first.done and any(s.done and s.id.visit == first.id.visit for s in self.new):
+            return self.iteration + 1
         while not self._is_current(*self.ending[0]):
             heappop(self.ending)
         end = self.ending[0][0]
@@ -177,21 +167,11 @@ class Replica:
         """Start waiting sequences, in order. A prompt is computed once for all its responses."""
         if not self.waiting:
             return
-        free = self.num_pages - self._pages_at(self.iteration)
-        while self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting[0]
-            donor, is_late = self._donor(sequence)
-            # A late one decodes the prompt's last token again, so it needs a page of its own for that.
-            whole = (sequence.prompt_tokens - is_late) // self.page_size if self.shares_prompts else 0
-            needed = pages_needed(sequence.tokens, self.page_size) - (whole if donor else 0)
-            if not has_room(needed, free, self.num_pages, len(self.running)):
-                assert self.running, "one sequence does not fit"
-                return
-            free -= needed
-            self.waiting.popleft()
+        rows, free = len(self.running), self.num_pages - self._pages_at(self.iteration)
+        for sequence, donor, is_late, shared, _ in self.admission.admit(self.waiting, rows, free, self._donor):
             self.events += 1
-            sequence.start, sequence.shared = self.iteration, whole
-            sequence.sharers = donor.sharers if donor else []
+            sequence.start, sequence.sharers = self.iteration, donor.sharers if donor else []
+            sequence.shared = shared if donor else sequence.prompt_tokens // self.page_size
             self.running[sequence.id] = sequence
             self.prompts.setdefault(sequence.id.visit, []).append(sequence)
             self._hold(sequence, 1)
@@ -200,6 +180,7 @@ class Replica:
             if not is_late:
                 self.new.append(sequence)
             heappush(self.ending, (sequence.ends, sequence.id))
+        assert self.running or not self.waiting, "one sequence does not fit"
 
     def _donor(self, sequence: Response) -> tuple[Response | None, bool]:
         """Return whose prompt a new response takes over, and whether that prompt was computed in an earlier step."""
@@ -221,11 +202,11 @@ class Replica:
             prompts: set[VisitId] = set()
             for s in self.new:
                 if s.done or s.id.visit not in prompts:
-                    self._spend(self.times.prefill(s.tokens))
+                    self._spend(self.times.prefill(s.num_tokens))
                     prompts |= {s.id.visit} if not s.done else set()
             others = rows - len(self.new)
             if others:
-                self._spend(self.times.decode(others, context - sum(s.tokens - 1 for s in self.new)))
+                self._spend(self.times.decode(others, context - sum(s.num_tokens - 1 for s in self.new)))
             self.new.clear()
             steps, context = steps - 1, context + rows
         if steps:

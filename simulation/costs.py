@@ -9,7 +9,7 @@ from bisect import bisect
 from dataclasses import dataclass
 
 from config import option
-from policies.planner import SizeProfile, fit_decode, fit_prefill
+from policies.step_times import FittedTimes, SizeProfile, StepTimes
 
 BYTES = 2  # of a weight or a cached value: bfloat16
 
@@ -68,7 +68,7 @@ class Efficiency:
     )
 
 
-class Costs:
+class Costs(StepTimes):
     """Seconds of the work of one replica of `tp` GPUs, and of all GPUs together."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Costs:
         """`pages`: KV pages of one replica, of `page_size` tokens."""
         h, s, e = hardware, shape, efficiency
         self.hardware, self.shape, self.efficiency, self.tp = h, s, e, tp
-        self.pages, self.page_size = pages, page_size
+        self.pages, self.capacity, self.response_seconds = pages, pages * page_size, e.response_seconds
         reduces = 2 * s.layers if tp > 1 else 0
         self._step = s.layers * e.layer_seconds + reduces * h.link_latency
         self._read = s.parameters * BYTES / (tp * h.bandwidth * e.bandwidth)
@@ -92,20 +92,9 @@ class Costs:
         self._sequence = e.sequence_seconds + reduced
         self._token = s.kv_bytes / (tp * h.bandwidth * e.bandwidth)
 
-    @property
-    def capacity(self) -> int:
-        """Tokens in the pages of one replica."""
-        return self.pages * self.page_size
-
-    @property
-    def response_seconds(self) -> float:
-        return self.efficiency.response_seconds
-
-    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
-        """Return the seconds of `steps` decode steps of the same sequences, which have `context` tokens at first."""
+    def costs(self, sequences: float) -> tuple[float, float]:
         each = self._step + max(self._read, sequences * self._compute) + sequences * self._sequence
-        read = steps * context + sequences * steps * (steps - 1) / 2
-        return steps * each + read * self._token
+        return each, self._token
 
     def prefill(self, tokens: int) -> float:
         """Seconds that computing `tokens` of context adds to the decode steps beside them."""
@@ -135,24 +124,18 @@ class Measured(Costs):
         self, hardware: Hardware, shape: Shape, efficiency: Efficiency, tp: int, profile: SizeProfile, page_size: int
     ):
         super().__init__(hardware, shape, efficiency, tp, profile.pages, page_size)
-        points = profile.decode
-        *_, self._token = fit_decode(profile.decode_windows)
+        self._fitted, points = FittedTimes.of(profile, page_size), profile.decode
+        _, self._token = self._fitted.costs(1)
         self._rows = sorted({n for n, *_ in points})
         # A CPU's step does not grow evenly with its rows, so the rest of its time is interpolated between them.
         rest = {n: [t - n * c * self._token for m, c, t in points if m == n] for n in self._rows}
         self._steps = [sum(times) / len(times) for times in rest.values()]
-        self._prefill = fit_prefill(profile.prefill)
 
-    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
-        read = steps * context + sequences * steps * (steps - 1) / 2
-        return steps * self._step_of(sequences) + read * self._token
-
-    def _step_of(self, sequences: float) -> float:
-        """Return the seconds of a step without its context; beyond the last point the last line goes on."""
+    def costs(self, sequences: float) -> tuple[float, float]:
+        """Beyond the last point the last line goes on."""
         i = min(max(bisect(self._rows, sequences), 1), len(self._rows) - 1)
         (n, m), (a, b) = self._rows[i - 1 : i + 1], self._steps[i - 1 : i + 1]
-        return a + (sequences - n) * (b - a) / (m - n)
+        return a + (sequences - n) * (b - a) / (m - n), self._token
 
     def prefill(self, tokens: int) -> float:
-        token, attend = self._prefill
-        return tokens * (token + tokens * attend)
+        return self._fitted.prefill(tokens)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import PackedAttention, attend_to_prefix, decode_by_page
+from attention import PackedAttention
+from engine.cpu import decode_by_page
 from engine.kernels import paged_decode
+from engine.paged_attention import attend_to_prefix
 
 CPU = torch.device("cpu")
 HEADS = [(4, 4), (4, 2), (6, 2), (3, 1)]  # query heads, key/value heads

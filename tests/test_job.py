@@ -56,16 +56,16 @@ def test_a_released_job_has_given_its_memory_back_and_refuses_to_work(settings) 
         rollout = job.roll_out(plan)
         job.learn(rollout)
         job.sync_weights()
-        trainer, kv_bytes = job.trainer, job.engine.memory.nbytes
+        trainer, kv_bytes = job.trainer, job.engine.runner.memory.whole.nbytes
         assert kv_bytes > 2**26
-        job.engine.memory.fill_(0.0)  # zeros that are not written take no memory
+        job.engine.runner.memory.whole.fill_(0.0)  # zeros that are not written take no memory
         weights = [*trainer.params, *trainer.reference.parameters()]
         held = [*weights, *(p.grad for p in trainer.params), *trainer._moments()]
         values, before = [tensor.clone() for tensor in held], resident_bytes()
         assert len(trainer._moments()) == 2 * len(trainer.params)
 
         job.release()
-        assert before - resident_bytes() > 0.9 * kv_bytes and job.engine.memory is None
+        assert before - resident_bytes() > 0.9 * kv_bytes and job.engine.runner.memory.whole is None
         assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
         refused = [(job.plan,), (job.regroup, plan), (job.roll_out, plan), (job.learn, rollout), (job.sync_weights,)]
         for work, *arguments in (*refused, (job.evaluate,), (job.save,), (job.release,)):

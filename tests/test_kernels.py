@@ -204,7 +204,6 @@ def test_norm_equals_formula(n: int, size: int, dtype: torch.dtype, runner: str)
     assert torch.equal(same, x)
     check(alone, exact_norm(x, weight, eps), rtol=CLOSE[dtype]["rtol"], atol=1e-6)
     if runner == "triton":
-        assert torch.equal(kernels.rms_norm(x, weight, eps), alone)
         differ = (normed != kernels.add_rms_norm_torch(x, residual, weight, eps)[0]).float().mean()
         assert differ < 0.01 or dtype == torch.float32  # rounded where torch rounds
 

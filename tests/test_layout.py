@@ -16,14 +16,12 @@ ROOMS |= {f"{folder}.{path.stem}": path for folder in FOLDERS for path in ROOT.g
 SCRIPTS = ("benchmarks", "docs", "examples", "figures")
 FILES = [*ROOMS.values(), *(path for folder in (*SCRIPTS, "tests") for path in ROOT.glob(f"{folder}/*.py"))]
 OPTIONAL = {"wandb", "datasets"}  # imported when they are asked for, as is TRL, which a benchmark is named like
-NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "buffer", "engine.pages", "simulate"]
+NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "buffer", "engine.pages", "engine.batcher", "simulate"]
 NO_TORCH += [room for room in ROOMS if room.startswith(("policies.", "simulation."))]
 NO_TORCH += [room for room in ROOMS if room.startswith("rewards.") and room not in ("rewards.judge", "rewards.offload")]
 NO_TORCH.remove("rewards.worker")  # a script
 LIMITS = {ast.ClassDef: 300, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}  # lines; a function fits a screen
 LONGER = {  # and why
-    "rollout.Engine": "rows, pages and the batch of a step are one state",
-    "rollout.Engine.__init__": "names each part of that state",
     "trl.trl_worker": "runs where nothing of ours can be imported, so it is one function",
 }
 

@@ -4,22 +4,24 @@ from random import Random
 
 import pytest
 
-from policies.overlap import DecodeTimes, Progress, StreamConfig, StreamPolicy
+from core import VisitId
+from policies.overlap import Progress, StreamConfig, StreamPolicy
 from policies.placement import Placement
+from policies.step_times import FittedTimes, StepTimes
 
 
-class Flat:
+class Flat(StepTimes):
     """A machine on which a step takes 1 second, whatever it decodes, plus `each` seconds a sequence."""
 
     def __init__(self, capacity: int = 10**9, each: float = 0.0):
         self.capacity, self.each = capacity, each
 
-    def decode(self, sequences: float, context: float, steps: int = 1) -> float:
-        return steps * (1.0 + self.each * sequences)
+    def costs(self, sequences: float) -> tuple[float, float]:
+        return 1.0 + self.each * sequences, 0.0
 
 
-def policy(name: str = "paper", profile: Flat | None = None, history=range(1, 101), **changes) -> StreamPolicy:
-    made = StreamPolicy(StreamConfig(name), profile or Flat(), limit=100, **changes)
+def policy(name: str = "paper", times: Flat | None = None, history=range(1, 101), **changes) -> StreamPolicy:
+    made = StreamPolicy(StreamConfig(name), times or Flat(), limit=100, **changes)
     made.close(list(history))
     made.begin("long")
     return made
@@ -54,17 +56,17 @@ def test_nobody_leaves_a_race() -> None:
 
 
 def test_it_tries_once_at_each_milestone() -> None:
-    made = policy(profile=Flat(capacity=1))
+    made = policy(times=Flat(capacity=1))
     assert made.observe(progress(0.22)) is None  # does not fit
-    made.profile = Flat()
+    made.times = Flat()
     assert made.observe(progress(0.24)) is None  # between two milestones
     assert made.observe(progress(0.25)).at == 0.25
 
 
 def test_milestones_that_one_window_jumps_over_are_one_try() -> None:
-    made = policy(profile=Flat(capacity=1))
+    made = policy(times=Flat(capacity=1))
     assert made.observe(progress(0.34)) is None  # over those of 20, 25 and 30 %
-    made.profile = Flat()
+    made.times = Flat()
     assert made.observe(progress(0.34)) is None
     assert made.observe(progress(0.36)).at == 0.36
 
@@ -79,8 +81,8 @@ def test_no_shard_group_is_split(replicas: int, shard: int, kept: int | None) ->
 
 def test_the_projected_peak_has_to_fit() -> None:
     peak = 70 * (sum(range(11, 101)) / 90 + 5)  # 70 responses of 10 tokens, each as long as longer ones were
-    assert policy(profile=Flat(capacity=int(peak / 2) + 1)).observe(progress(0.3)).peak_tokens == pytest.approx(peak)
-    assert policy(profile=Flat(capacity=int(peak / 2) - 1)).observe(progress(0.3)) is None
+    assert policy(times=Flat(capacity=int(peak / 2) + 1)).observe(progress(0.3)).peak_tokens == pytest.approx(peak)
+    assert policy(times=Flat(capacity=int(peak / 2) - 1)).observe(progress(0.3)) is None
 
 
 def test_an_unknown_length_is_taken_to_be_the_limit() -> None:
@@ -120,12 +122,12 @@ def test_without_lengths_the_estimate_does_not_guess() -> None:
 
 
 def test_times_are_those_of_the_windows_and_what_lies_between() -> None:
-    times = DecodeTimes(100)
+    times = FittedTimes(100)
     assert times.decode(4, 100) == 0
     for rows, context in ((1, 50), (4, 100), (8, 900), (16, 300)):
         times.observe(rows, context, 2 + 0.5 * rows + 0.01 * context)
-    assert times.decode(6, 200, 3) == pytest.approx(3 * (2 + 3 + 2))
-    again = DecodeTimes(100, list(times.windows))
+    assert times.decode(6, 200, 3) == pytest.approx(3 * (2 + 3 + 2) + 0.01 * (6 + 12))
+    again = FittedTimes(100, list(times.windows))
     assert again.decode(6, 200) == times.decode(6, 200)
     times.observe(6, 200, 70.0)
     assert times.decode(6, 200) > again.decode(6, 200)
@@ -142,7 +144,7 @@ def test_a_policy_goes_on_from_its_state() -> None:
 
 def test_shrinking_a_placement_moves_every_sequence_of_those_that_leave() -> None:
     placement, rng = Placement(6), Random(0)
-    placement.launch([(0, i) for i in range(20)], 3, [rng.random() for _ in range(20)])
+    placement.launch([VisitId(0, i) for i in range(20)], 3, [rng.random() for _ in range(20)])
     before = {id for live in placement.live for id in live}
     left = [id for live in placement.live[3:] for id in live]
     moves = placement.shrink(3)

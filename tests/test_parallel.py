@@ -19,6 +19,7 @@ from conftest import ALONE, ROOT
 from torch import Tensor
 
 import parallel
+from engine.cpu import SharedMemory
 from parallel import World
 from sharding import shard_mesh
 
@@ -167,7 +168,7 @@ def wait_in_groups(world: World, done: Path) -> None:
     """Rank 0 calls a collective of each kind of group; rank 1 lives on and joins none."""
     world = replace(world, timeout_seconds=0.5)
     collectives = [
-        partial(parallel.TensorParallel(world, 2).reduce, torch.ones(parallel.SharedMemory.SLOT_BYTES)),
+        partial(parallel.TensorParallel(world, 2).reduce, torch.ones(SharedMemory.SLOT_BYTES)),
         partial(dist.all_reduce, torch.ones(3), group=shard_mesh(world, 2).get_group("shard")),
         partial(dist.all_reduce, torch.ones(3), group=shard_mesh(world, 1).get_group("replicate")),
     ]

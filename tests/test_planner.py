@@ -11,17 +11,15 @@ from policies.planner import (
     PATIENCE,
     QUIET_ROUNDS,
     RULES,
+    EngineLimits,
     Launch,
-    Limits,
     ParallelismPlanner,
     PlannerConfig,
-    Profile,
     Report,
-    Simulator,
-    SizeProfile,
     _resample,
-    load_profile,
+    simulate_replica,
 )
+from policies.step_times import FittedTimes, Profile, SizeProfile, load_profile
 
 PAGE = 64
 LAUNCH = Launch(64, 32.0, 8)
@@ -35,7 +33,7 @@ def size_profile(start: float, each: float = 1e-5, read: float = 1e-8, pages: in
 def planner(rule: str, sizes=(1, 2, 4), start: int = 1, profile=None, ranks: int = 4, **limits) -> ParallelismPlanner:
     settings = {"page_size": PAGE, "max_running": 256, "max_response_tokens": 1024} | limits
     pages = settings.pop("pages", {n: 1000 + n for n in sizes})
-    return ParallelismPlanner(PlannerConfig(rule), Limits(ranks, pages, **settings), start, profile)
+    return ParallelismPlanner(PlannerConfig(rule), EngineLimits(ranks, pages, **settings), start, profile)
 
 
 def play(p: ParallelismPlanner, preemptions: list[int], kind: str = "short") -> list[int]:
@@ -113,13 +111,18 @@ def test_fixed_stays() -> None:
 # ---- the simulator -----------------------------------------------------------------------------------------------
 
 
-def simulator(pages: int, max_running: int = 256, **profile: float) -> Simulator:
-    limits = Limits(1, {1: pages}, PAGE, max_running, 1024)
-    return Simulator(size_profile(**{"start": 1.0, "each": 0.0, "read": 0.0, **profile}), limits, pages)
+def times(**costs: float) -> FittedTimes:
+    return FittedTimes.of(size_profile(**{"start": 1.0, "each": 0.0, "read": 0.0, **costs}), PAGE)
+
+
+def simulate(pages: int, launch: Launch, lengths: list[int], max_running: int = 256, **costs: float):
+    """Return the seconds and the preemptions of one replica."""
+    limits = EngineLimits(1, {1: pages}, PAGE, max_running, 1024)
+    return simulate_replica(times(**costs), pages, limits, launch, lengths)
 
 
 def test_the_fit_finds_the_costs_that_made_the_times() -> None:
-    s = simulator(10, start=2e-3, each=3e-5, read=4e-9)
+    s = times(start=2e-3, each=3e-5, read=4e-9)
     assert s.weights == pytest.approx([2e-3, 3e-5, 4e-9], rel=1e-6)
     assert s.decode(100, 100 * 1000) == pytest.approx(2e-3 + 3e-3 + 4e-4, rel=1e-6)
     assert s.decode(100, 0, 3) == pytest.approx(s.decode(100, 0) + s.decode(100, 100) + s.decode(100, 200), rel=1e-6)
@@ -130,34 +133,33 @@ def test_noise_never_makes_more_work_cost_less() -> None:
     for _ in range(50):
         grid = tuple((n, c, rng.uniform(1e-3, 1.1e-3)) for n in (1, 4, 16) for c in (64, 256))
         profile = SizeProfile(10, grid, tuple((c, rng.uniform(1e-5, 2e-5)) for c in (64, 256)))
-        s = Simulator(profile, Limits(1, {1: 10}, PAGE, 8, 64), 10)
+        s = FittedTimes.of(profile, PAGE)
         assert min(*s.weights, *s.prefill_weights) >= 0 and s.decode(8, 64) > 0
 
 
 def test_steps_are_those_of_the_longest_while_all_fit() -> None:
     """The prefill draws the first token, so there is one step fewer than tokens."""
-    assert simulator(1000).run(Launch(8, 10, 8), [5, 100, 300, 17]) == (pytest.approx(299), 0)
-    assert simulator(1000, max_running=2).run(Launch(4, 10, 4), [100, 100, 100, 100]) == (pytest.approx(2 * 99), 0)
+    assert simulate(1000, Launch(8, 10, 8), [5, 100, 300, 17]) == (pytest.approx(299), 0)
+    assert simulate(1000, Launch(4, 10, 4), [100, 100, 100, 100], max_running=2) == (pytest.approx(2 * 99), 0)
 
 
 def test_the_newest_is_preempted_when_pages_run_out() -> None:
     # Two sequences of 10 + 182 tokens need 3 pages each. With 5 the second starts again after the first, from 118 on.
-    seconds, preemptions = simulator(5).run(Launch(2, 10, 1), [182, 182])
+    seconds, preemptions = simulate(5, Launch(2, 10, 1), [182, 182])
     assert preemptions == 1 and seconds == pytest.approx(181 + 181 - 118, abs=1)
-    assert simulator(6).run(Launch(2, 10, 1), [182, 182]) == (pytest.approx(181), 0)
+    assert simulate(6, Launch(2, 10, 1), [182, 182]) == (pytest.approx(181), 0)
 
 
 def test_fewer_pages_are_never_faster() -> None:
     rng = Random(1)
     lengths = [rng.randrange(1, 600) for _ in range(60)]
-    runs = [simulator(pages, each=0.01).run(Launch(60, 20, 4), lengths) for pages in (15, 40, 80, 160, 2000)]
+    runs = [simulate(pages, Launch(60, 20, 4), lengths, each=0.01) for pages in (15, 40, 80, 160, 2000)]
     assert [s for s, _ in runs] == sorted((s for s, _ in runs), reverse=True)
     assert runs[-1][1] == 0 and runs[0][1] > 5
 
 
 def test_a_prompt_is_computed_once_for_all_its_responses() -> None:
-    s = simulator(1000, each=1e-3)
-    assert s.run(Launch(16, 64.0, 8), [1] * 16) == (pytest.approx(2 * 64 * 1e-3, rel=1e-3), 0)
+    assert simulate(1000, Launch(16, 64.0, 8), [1] * 16, each=1e-3) == (pytest.approx(2 * 64 * 1e-3, rel=1e-3), 0)
 
 
 def test_lengths_of_another_number_of_sequences_keep_their_quantiles() -> None:
@@ -182,7 +184,7 @@ def test_the_fastest_size_is_taken_from_the_start() -> None:
 def test_a_gain_under_the_margin_changes_nothing() -> None:
     """Sizes 1 and 2 differ by 3 %, and which is faster depends on the lengths."""
     profile = Profile({}, {1: size_profile(1e-3, each=3e-6, read=0), 2: size_profile(1.03e-3, each=0, read=0)})
-    limits = Limits(2, {1: 1000, 2: 1000}, PAGE, 64, 1024)
+    limits = EngineLimits(2, {1: 1000, 2: 1000}, PAGE, 64, 1024)
     nervous, calm = (ParallelismPlanner(PlannerConfig("predict", margin=m), limits, 1, profile) for m in (0.0, 0.08))
     sizes = {}
     for p in (nervous, calm):
@@ -314,14 +316,15 @@ def replay(rule: str, layout: str, start: int = 1) -> tuple[list[int], float]:
             (b, c, start_seconds + b * (1e-5 + c * 147e3 / n / 3e12)) for b in (1, 64, 512) for c in (256, 4096, 16384)
         ]
         sizes[n] = SizeProfile(pages[n], tuple(grid), ((256, 2e-5 / n), (16384, 2e-5 / n)))
-    limits = Limits(8, pages, PAGE, 1024, 32768)
-    world = ParallelismPlanner(PlannerConfig("predict"), limits, 1, Profile({}, sizes))  # its simulators play the GPUs
+    limits = EngineLimits(8, pages, PAGE, 1024, 32768)
+    world = ParallelismPlanner(PlannerConfig("predict"), limits, 1, Profile({}, sizes))  # its times play the GPUs
     p = ParallelismPlanner(PlannerConfig(rule), limits, start, Profile({}, sizes) if rule == "predict" else None)
     chosen, total, launch = [], 0.0, Launch(1024, 512.0, 8)
     for lengths in growing_rounds():
         size = p.choose("short", launch).size
         replicas = 8 // size
-        runs = [world.simulators[size].run(launch, lengths[i::replicas]) for i in range(replicas)]
+        given = world.times[size], pages[size], limits, launch
+        runs = [simulate_replica(*given, lengths[i::replicas]) for i in range(replicas)]
         seconds, preemptions = max(s for s, _ in runs), sum(n for _, n in runs)
         p.observe("short", Report(preemptions, seconds, lengths))
         chosen.append(size)

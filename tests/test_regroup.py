@@ -21,11 +21,13 @@ from test_tensor_parallel import CONFIG, FAMILIES, SHAPE, random_model
 import profiler
 import train
 from config import ConfigError, load_config
+from engine.cpu import Packed
 from engine.sequence import Sequence
-from model import Model, Packed, parse_shape
+from model import Model, parse_shape
 from parallel import TPGroups, World, check_group_size, group_sizes
 from policies import planner
-from policies.planner import Choice, Launch, Limits, Simulator
+from policies.planner import Choice, EngineLimits, Launch, simulate_replica
+from policies.step_times import PROFILE_NAME, FittedTimes
 from rollout import Engine, RolloutConfig, kv_page_bytes
 from sampling import SamplingConfig, sample_key
 from settings import Config
@@ -52,15 +54,16 @@ def same_tokens_at_every_size(world: World, family: str, kind: type[Engine], pac
     for temperature in (0.0, 1.0):
         sampling = SamplingConfig(temperature)
         engine = kind(model, replace(CONFIG, prepack=packed), sampling, [7], parallel=tp_groups[1], sizes=(1, 2, 4))
-        address, seen = engine.memory.data_ptr(), set()
+        address, seen = engine.runner.memory.address, set()
         for step, size in enumerate(ORDER):
             with torch.no_grad():  # the weights change between rounds, as in training
                 for parameter in model.parameters():
                     parameter.mul_(1.01)
             engine.load_weights(model, step)
             engine.regroup(tp_groups[size])
-            assert engine.pool.data_ptr() == address and engine.pool.shape[2] == engine.num_pages[size]
-            assert engine.pool.shape[3] == max(model.shape.num_kv_heads // size, 1)
+            kv = engine.runner.memory.kv
+            assert kv.data_ptr() == address and kv.shape[2] == engine.num_pages[size]
+            assert kv.shape[3] == max(model.shape.num_kv_heads // size, 1)
             samples = generate(engine)
             assert samples == generate(Engine(model, CONFIG, sampling, [7]))
             seen |= set(samples.values())
@@ -201,7 +204,7 @@ def test_a_profile_is_made_and_used_and_one_of_other_ranks_refused(settings, tor
     done = subprocess.run([*check, *args], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode and "cannot read the rollout profile" in done.stderr
     torchrun(2, *args, script="profiler.py")
-    profile = json.loads((folder / planner.PROFILE_NAME).read_text())
+    profile = json.loads((folder / PROFILE_NAME).read_text())
     assert set(profile["sizes"]) == {"1", "2"} and profile["made_on"]["ranks"] == 2
     for size in profile["sizes"].values():
         assert {n for n, _, _ in size["decode"]} == {1, 4, 16, 64, 256} and size["pages"] > 0
@@ -250,15 +253,15 @@ def test_the_simulator_counts_the_preemptions_of_the_engine(tiny_model) -> None:
             engine.add(Sequence(i, 0, 0, tuple(range(2 + i % 3, 12 + i % 3)) + (i + 2,), i, n, ignore_eos=True))
         while not engine.is_idle:
             engine.step()
-        profile = planner.SizeProfile(num_pages, ((1, 8, 1.0), (32, 64, 1.0)), ((8, 1e-9), (64, 1e-9)))
-        simulator = Simulator(profile, Limits(1, {1: num_pages}, 4, 32, 90), num_pages)
-        steps, preemptions = simulator.run(Launch(40, 11.0, 1), lengths)
+        times = FittedTimes(num_pages * 4, [(1, 8, 1.0), (32, 2048, 1.0)], [(8, 1e-9), (64, 1e-9)])
+        limits = EngineLimits(1, {1: num_pages}, 4, 32, 90)
+        steps, preemptions = simulate_replica(times, num_pages, limits, Launch(40, 11.0, 1), lengths)
         assert preemptions == engine.stats.preemptions, num_pages
         assert steps == pytest.approx(engine.stats.decode_steps, rel=1e-6), num_pages
     assert engine.stats.preemptions == 0
 
 
-def test_points_that_the_pool_cannot_hold_are_left_out(tiny_model) -> None:
+def test_points_that_the_pages_cannot_hold_are_left_out(tiny_model) -> None:
     engine = Engine(tiny_model, replace(CONFIG, max_response_tokens=40, max_running=64), SamplingConfig(), [])
     world = World(0, 1, torch.device("cpu"), node_size=1)
     [profile] = profiler.measure(engine, TPGroups(world, [1]), world).values()

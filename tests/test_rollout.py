@@ -20,10 +20,13 @@ from attention import PackedAttention
 from checkpoint import load_tokenizer, save_model
 from config import ConfigError
 from core import Prompt, Sample, Span, Visit
+from engine.cpu import Packed
 from engine.graphs import row_bucket
-from engine.sequence import Sequence, sequences_for
-from model import Model, Packed, parse_shape
-from rollout import Engine, RolloutConfig, kv_page_bytes, num_pages_for
+from engine.rows import stopped_by_text
+from engine.sequence import Sequence
+from engine.shard import Shard
+from model import Model, parse_shape
+from rollout import Engine, RolloutConfig, kv_page_bytes, num_pages_for, sequences_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
 
 CPU = torch.device("cpu")
@@ -105,13 +108,13 @@ def drain(engine: Engine, check=lambda engine: None) -> dict[tuple, Sample]:
             assert done.id not in samples
             samples[done.id] = done
         check(engine)
-    assert engine.pages_used == 0
+    assert engine.pages.used == 0
     return samples
 
 
 def preempt(engine: Engine, sequence: Sequence) -> None:
     moved = engine.export([sequence.id])
-    engine.waiting.extendleft(moved)
+    engine.batcher.waiting.extendleft(moved)
 
 
 def generate(engine: Engine, sequences: Iterable[Sequence]) -> dict[tuple, Sample]:
@@ -268,7 +271,7 @@ def test_an_end_token_first_of_all_frees_the_row_for_the_next(model, oracle) -> 
     for s in sequences:
         engine.add(s)
     done = [sample for _ in range(3) for sample in engine.step()]  # each ends in its prefill: two a step
-    assert {x.id for x in done} == {s.id for s in sequences} and engine.is_idle and engine.pages_used == 0
+    assert {x.id for x in done} == {s.id for s in sequences} and engine.is_idle and engine.pages.used == 0
     assert all(len(x.token_ids) == 1 and x.finish_reason == "stop" for x in done)
     assert engine.stats.decoded_tokens == 0
 
@@ -295,11 +298,11 @@ def test_abort_frees_running_sequences_at_once_and_counts_their_tokens(model, or
     for _ in range(9):
         engine.step()
     victims = [sequences[i] for i in (0, 3, 4, 9)]
-    held, used = sum(len(s.pages) for s in victims), engine.pages_used
+    held, used = sum(len(s.pages) for s in victims), engine.pages.used
     assert engine.abort([s.id for s in victims]) == dict.fromkeys(
         [s.id for s in victims], 9
     )  # one token of the prefill, eight of decoding
-    assert engine.pages_used == used - held and len(engine.running) == 6
+    assert engine.pages.used == used - held and len(engine.batcher.running) == 6
     check_invariants(engine)
     assert engine.abort([s.id for s in victims]) == {} == engine.abort([])
     samples = drain(engine)
@@ -316,9 +319,9 @@ def test_abort_drops_waiting_sequences_and_counts_the_tokens_of_preempted_ones(m
     for _ in range(5):
         engine.step()
     preempt(engine, sequences[1])
-    used = engine.pages_used
+    used = engine.pages.used
     assert engine.abort([sequences[1].id, sequences[4].id]) == {sequences[1].id: 5, sequences[4].id: 0}
-    assert engine.pages_used == used and len(engine.waiting) == 2
+    assert engine.pages.used == used and len(engine.batcher.waiting) == 2
     samples = drain(engine)
     assert {i: s.token_ids for i, s in samples.items()} == {
         s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for i, s in enumerate(sequences) if i not in (1, 4)
@@ -336,10 +339,12 @@ def test_followers_outlive_a_leader_that_is_aborted_in_its_prefill(model, oracle
     for s in [*group, other]:
         engine.add(s)
     engine.step()
-    assert [p.cached for p in engine.prefills.values()] == [16]
+    assert [p.cached for p in engine.batcher.prefills.values()] == [16]
     assert engine.abort([group[0].id]) == {group[0].id: 0}
     check_invariants(engine)
-    assert list(engine.waiting) == [*group[1:], other] and engine.pages_used == 0  # in their order, ahead of newer ones
+    assert (
+        list(engine.batcher.waiting) == [*group[1:], other] and engine.pages.used == 0
+    )  # in their order, ahead of newer ones
     samples = drain(engine, check_invariants)
     assert {i: s.token_ids for i, s in samples.items()} == {
         s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in [*group[1:], other]
@@ -363,7 +368,7 @@ def test_add_refuses_what_cannot_fit(model) -> None:
         Sequence(1, 0, 0, (5,), 1, LIMIT, token_ids=[6]),
         Sequence(1, 0, 0, (5,), 1, LIMIT, stop="END"),
         Sequence(1, 0, 0, (5,), 1, LIMIT, stop=("",)),
-        engine.waiting[0],
+        engine.batcher.waiting[0],
     ):
         with pytest.raises(ValueError, match=r"\(0, 1, 0\)|stop|is in an engine"):
             engine.add(refused)
@@ -399,16 +404,13 @@ def test_equal_contexts_are_prefilled_once(model, oracle) -> None:
 
 
 @pytest.mark.parametrize("budget, page", [(16, 2), (21, 64), (60, 2)])
-def test_a_forward_keeps_its_token_budget(model, budget: int, page: int) -> None:
-    engine, sizes = make_engine(model, step_tokens=budget, page_size=page), []
-    forward = engine.weights
-    engine.weights = lambda ids, *rest: sizes.append(len(ids)) or forward(ids, *rest)
-    engine.weights.logits = forward.logits
+def test_a_forward_keeps_its_token_budget(model, monkeypatch, budget: int, page: int) -> None:
+    engine, sizes, forward = make_engine(model, step_tokens=budget, page_size=page), [], Shard.__call__
+    monkeypatch.setattr(Shard, "__call__", lambda self, ids, *rest: sizes.append(len(ids)) or forward(self, ids, *rest))
     lengths = [len(s.prompt_ids) for s in make_sequences(12)]
-    engine.weights.shape = forward.shape
     for s in make_sequences(12):
         engine.add(s)
-    while engine.prefills or engine.waiting:
+    while engine.batcher.prefills or engine.batcher.waiting:
         engine.step()
     assert engine.stats.prefilled_tokens == sum(lengths) == sum(sizes) - engine.stats.decoded_tokens
     assert max(sizes) <= budget and len(sizes) <= 2 * sum(lengths) // (budget - 12) + 2
@@ -542,12 +544,11 @@ def test_a_stop_text_is_not_found_in_the_name_of_a_special_token(model, tiny_fol
     tokenizer = load_tokenizer(tiny_folder)
     text = tokenizer.decode([tokenizer.eos_token_id])
     letters = tokenizer.encode(text[2], add_special_tokens=False)
-    engine = SimpleNamespace(device=torch.device("cpu"), tokenizer=tokenizer, _num_drawn=lambda s: 2)
-    asking = [SimpleNamespace(row=row, stop=(text[2],)) for row in (0, 1)]
-    engine.running, engine.tokens = asking, torch.tensor([[letters[0]] * 2, [tokenizer.eos_token_id] * 2])
-    assert Engine._stopped_by_text(engine) == asking[:1]
+    asking = [Sequence(i, 0, 0, (5,), 0, LIMIT, stop=(text[2],), row=i) for i in (0, 1)]
+    drawn = torch.tensor([[letters[0]] * 2, [tokenizer.eos_token_id] * 2])
+    assert stopped_by_text(dict.fromkeys(asking, 2), drawn, tokenizer) == asking[:1]
     asking[0].stop = asking[1].stop = (text, "never")  # a stop text that names it
-    assert Engine._stopped_by_text(engine) == asking[1:]
+    assert stopped_by_text(dict.fromkeys(asking, 2), drawn, tokenizer) == asking[1:]
 
 
 @pytest.mark.parametrize("num_pages", [16, 40])
@@ -592,7 +593,7 @@ def test_a_prompt_that_generate_refuses_leaves_nothing_behind(model) -> None:
     with pytest.raises(ZeroDivisionError):
         engine.generate([[5, 6], [7, 8]])
     del engine.weights.logits
-    assert engine.is_idle and engine.pages_used == 0
+    assert engine.is_idle and engine.pages.used == 0
     assert len(engine.generate([[5, 6]])[0][0].token_ids) == LIMIT
 
 
@@ -629,7 +630,7 @@ def test_what_ended_before_an_abort_is_dropped_with_it_and_kept_without(model) -
     for _ in range(3):
         engine.step()  # two have ended; the host has not heard
     assert engine.abort([gone.id]) == {gone.id: 3}
-    assert engine.pages_used == len(other.pages)
+    assert engine.pages.used == len(other.pages)
     assert set(drain(engine)) == {kept.id, other.id}
 
 
@@ -702,7 +703,7 @@ def test_a_group_shares_the_pages_of_its_prompt(model, length: int, page: int) -
     for s in sequences_for(Visit(0, Prompt(0, tuple(range(2, 2 + length)), "", "", "match")), 6, 0, LIMIT):
         engine.add(s)
     engine.step()
-    assert engine.pages_used == length // page + 6 * (length % page > 0) and engine.stats.prefilled_tokens == length
+    assert engine.pages.used == length // page + 6 * (length % page > 0) and engine.stats.prefilled_tokens == length
 
 
 # ---- pages -------------------------------------------------------------------------------------------------------
@@ -710,27 +711,27 @@ def test_a_group_shares_the_pages_of_its_prompt(model, length: int, page: int) -
 
 def check_invariants(engine: Engine) -> None:
     """The host's books agree with each other and with the device's."""
-    page, n = engine.config.page_size, len(engine.running)
-    owned = [p for s in engine._admitted() for p in s.pages]
-    if engine.pages.dense:
-        assert sorted(owned) == list(range(engine.pages_used))
-        for s in engine.running:
-            assert engine.page_row[s.pages].tolist() == [s.row] * len(s.pages)
+    page, n, rows = engine.config.page_size, len(engine.batcher.running), engine.runner.rows
+    owned = [p for s in engine.batcher.admitted for p in s.pages]
+    if not engine.pages.shares:
+        assert sorted(owned) == list(range(engine.pages.used))
+        for s in engine.batcher.running:
+            assert engine.pages.row[s.pages].tolist() == [s.row] * len(s.pages)
             assert engine.pages.start[s.pages].tolist() == [i * page for i in range(len(s.pages))]
-    assert len(set(owned)) == engine.pages_used <= engine.pages.size
+    assert len(set(owned)) == engine.pages.used <= engine.pages.size
     assert n <= engine.config.max_running
-    assert all(s.row == -1 and not s.pages for s in engine.waiting)
-    for row, s in enumerate(engine.running):
+    assert all(s.row == -1 and not s.pages for s in engine.batcher.waiting)
+    for row, s in enumerate(engine.batcher.running):
         assert s.row == row
-        assert engine.host_pages[row] == len(s.pages)
-        assert engine.table[row, : len(s.pages)].tolist() == s.pages
-        length = int(engine.host_length[row])
-        if engine.ended[row]:
+        assert engine.batcher.num_pages[row] == len(s.pages)
+        assert engine.batcher.table[row, : len(s.pages)].tolist() == s.pages
+        length = int(engine.batcher.length[row])
+        if rows.ended[row]:
             continue  # the host does not know yet
-        assert int(engine.length[row]) == length == len(s.prompt_ids) + int(engine.count[row]) - 1
+        assert int(rows.length[row]) == length == len(s.prompt_ids) + int(rows.count[row]) - 1
         assert -(-length // page) <= len(s.pages) <= length // page + 1
-        assert (int(engine.key[row]), int(engine.limit[row])) == (s.key, s.max_new_tokens)
-        assert int(engine.last_token[row]) == int(engine.tokens[row, engine.count[row] - 1])
+        assert (int(rows.key[row]), int(rows.limit[row])) == (s.key, s.max_new_tokens)
+        assert int(rows.last_token[row]) == int(rows.tokens[row, rows.count[row] - 1])
 
 
 @pytest.mark.parametrize("kind", [Engine, FusedEngine])
@@ -762,8 +763,8 @@ def test_books_stay_in_order_through_random_operations(model, oracle, seed: int,
             ids = {s.id for s in rng.sample(added, min(len(added), 2))}
             aborted |= ids - samples.keys()
             engine.abort(ids)
-        elif operation == "preempt" and engine.running:
-            preempt(engine, rng.choice(engine.running))
+        elif operation == "preempt" and engine.batcher.running:
+            preempt(engine, rng.choice(engine.batcher.running))
             preempted += 1
         check_invariants(engine)
     samples |= drain(engine, check_invariants)

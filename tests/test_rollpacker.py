@@ -11,7 +11,7 @@ from test_judge import TEMPLATE, tiny
 from checkpoint import list_checkpoints
 from config import load_config
 from model import Model
-from policies.planner import Profile, SizeProfile
+from policies.step_times import Profile, SizeProfile
 from settings import Config, profile_conditions
 
 # Whether it pays to let ranks go is a matter of time, which no test may rely on: here it always does.

@@ -18,12 +18,12 @@ from config import ConfigError, dump_toml, load_config
 from core import Group, Prompt, Reward, Sample, SampleId, VisitId
 from data import dump_groups
 from engine.memory import RolloutConfig, num_pages_for
-from engine.sequence import EngineStats
 from job import Job
 from metrics import Clock
 from policies.overlap import StreamConfig
-from policies.planner import Report, SizeProfile
+from policies.planner import Report
 from policies.replica import Replica, Response
+from policies.step_times import SizeProfile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts
 from scheduler import RoundPolicy, SchedulerConfig
@@ -264,7 +264,7 @@ def test_replicas_may_differ_in_speed(slow: set[int]) -> None:
     class Uneven(Simulation):
         def costs_at(self, replica: int, size: int) -> Costs:
             twice = replace(self.hardware, bandwidth=self.hardware.bandwidth / 2)
-            given = twice, SHAPE, self.model.efficiency, size, self.costs.pages, self.costs.page_size
+            given = twice, SHAPE, self.model.efficiency, size, self.costs.pages
             return Costs(*given) if replica in slow else super().costs_at(replica, size)
 
     c = config(steps=1, gpus=2, scheduler={"policy": "synchronous"})
@@ -408,7 +408,7 @@ def test_the_planner_is_told_of_every_sequence_and_preemption() -> None:
     sim.planner.choose = lambda kind, launch: asked.append(launch) or choose(kind, launch)
     sim.planner.observe = lambda kind, report: told.append(report.preemptions) or observe(kind, report)
     for costs in sim.costs_of.values():
-        costs.pages = 1000 // costs.page_size
+        costs.pages = 1000 // 64
     sim.step(0)
     assert told == [sim.newest.preemptions] and told[0] > 0
     assert [(a.num_sequences, a.num_responses, a.prompt_tokens) for a in asked] == [(100, 10, 20)]
@@ -500,7 +500,7 @@ def record_run(world, folder, out, rows: int, size: int, kv_gib: float) -> None:
             judge = Listening(job.policy)
             job.regroup(plan)
             _, played = job.play(plan, judge, Clock())
-            preemptions, job.engine.stats = job.engine.stats.preemptions, EngineStats()
+            preemptions = job.engine.stats.take().preemptions
             decided = job.choice.size, played.migrated, preemptions
             rounds.append((plan, judge.log, job.policy.accepted_ids(), decided))
             job.planner.observe(plan.kind, Report(preemptions, 1.0, tuple(job.policy.race.tokens.values())))

@@ -11,9 +11,11 @@ from conftest import FusedEngine
 import parallel
 from checkpoint import load_model, save_model
 from config import ConfigError
+from engine.cpu import SharedMemory
 from engine.sequence import Sequence
-from model import Model, Shard, Split, check_split, parse_shape
-from parallel import SharedMemory, TensorParallel, World
+from engine.shard import Shard
+from model import Model, Split, check_split, parse_shape
+from parallel import TensorParallel, World
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig, sample_key
 

@@ -1,0 +1,222 @@
+"""Who waits, who is prefilled in which chunks, who decodes in which row, by which pages. Host bookkeeping, no torch.
+
+A sequence waits, is admitted (it has pages for its whole context), is prefilled in chunks beside the decoding rows, and
+runs. Sequences with equal contexts, such as a group's responses, follow one leader through the prefill and take its
+pages over: shared where the attention can read shared pages, copied where it cannot. When pages run out the newest
+leaves, and waits in front.
+
+The engine does on the device what is decided here: copies of pages, moves of pages and of rows.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from core import SampleId
+from engine.pages import Admission, PageMove, Pages, compact
+from engine.sequence import Chunk, EngineStats, Prefill, Sequence
+
+PageCopy = tuple[int, int]  # (from, to)
+
+
+@dataclass(slots=True)
+class Started:
+    """Sequences that begin to decode, in the order of their rows."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)  # to make before
+    predicts: list[int] = field(default_factory=list)  # which token of the chunks draws each one's next
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What must move where sequences have left."""
+
+    pages: list[PageMove]
+    rows: list[tuple[int, int]]  # (from, to)
+    num_rows: int  # that are no longer in use
+
+
+class Batcher:
+    """The books of one engine. Row i decodes `running[i]`; waiting sequences are in order."""
+
+    def __init__(self, max_running: int, step_tokens: int, longest: int):
+        """`step_tokens`: of one forward, at most; `longest`: pages of a sequence, at most."""
+        self.max_running, self.step_tokens = max_running, step_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.prefills: dict[tuple[int, ...], Prefill] = {}  # by context, in order of admission
+        self.running: list[Sequence] = []
+        self.stats = EngineStats()
+        self.num_admissions = self.num_stops = 0  # num_stops: running sequences that have stop texts
+        self.length = np.zeros(max_running, np.int64)  # tokens of a row in the cache
+        self.num_pages = np.zeros(max_running, np.int64)  # of a row
+        self.table = np.zeros((max_running, longest), np.int64)  # the pages of a row
+
+    def use(self, pages: Pages) -> None:
+        """Give out these pages from now on."""
+        self.pages = pages
+        self.admission = Admission(pages.size, pages.page_size, self.max_running, pages.shares)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.running or self.prefills or self.waiting)
+
+    @property
+    def admitted(self) -> list[Sequence]:
+        return self.running + [s for p in self.prefills.values() for s in (p.leader, *p.followers)]
+
+    def num_drawn(self, sequence: Sequence) -> int:
+        """Return the response tokens of a running sequence; the newest is not in the cache."""
+        return int(self.length[sequence.row]) - len(sequence.prompt_ids) + 1
+
+    def live_tokens(self) -> dict[SampleId, int]:
+        """Return how many response tokens each sequence has."""
+        everyone = (*self.admitted, *self.waiting)
+        return {s.id: self.num_drawn(s) if s.row >= 0 else len(s.token_ids) for s in everyone}
+
+    # ---- before a step ---------------------------------------------------------------------------------------
+
+    def admit(self) -> Started:
+        """Give waiting sequences their pages. Those whose prompt is in the cache already begin to decode at once."""
+        late = Started()
+        num_admitted = len(self.admitted)
+        for sequence, donor, is_late, shared, own in self.admission.admit(
+            self.waiting, num_admitted, self.pages.free, self._donor
+        ):
+            for page in donor.pages[:shared] if donor else ():
+                self.pages.share(sequence, page)
+            for _ in range(own):
+                self.pages.take(sequence)
+            context = sequence.context
+            if is_late:
+                late.sequences.append(sequence)
+                late.copies += _copies(donor, sequence)
+            elif donor:
+                self.prefills[context].followers.append(sequence)
+            else:
+                self.prefills[context] = Prefill(sequence, context)
+            self.stats.shared_tokens += len(context) - is_late if donor else 0
+            sequence.admitted = self.num_admissions
+            self.num_admissions += 1
+        self.seat(late.sequences, is_late=True)
+        self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
+        return late
+
+    def _donor(self, sequence: Sequence) -> tuple[Sequence | None, bool]:
+        """Return who computes the same context in this step, or has computed the same prompt: then it is late."""
+        if prefill := self.prefills.get(sequence.context):
+            return prefill.leader, False
+        siblings = () if sequence.token_ids else self.running  # what is resumed is computed again
+        donor = next((s for s in siblings if s.prompt_ids == sequence.prompt_ids), None)
+        return donor, donor is not None
+
+    def full_rows(self) -> list[Sequence]:
+        """Return the sequences whose next token needs a new page."""
+        n = len(self.running)
+        full = self.length[:n] == self.num_pages[:n] * self.pages.page_size
+        return [self.running[row] for row in np.flatnonzero(full)]
+
+    def make_room(self) -> Iterator[Sequence]:
+        """Give a page to every row that has filled its last one. Yields whom the caller must `evict` for that."""
+        for sequence in self.full_rows():
+            while not self.pages.free and sequence.row >= 0:
+                newest = max(self.admitted, key=lambda s: s.admitted)
+                yield newest
+                self.waiting.appendleft(newest)
+                self.stats.preemptions += 1
+            if (row := sequence.row) >= 0:
+                self.table[row, self.num_pages[row]] = self.pages.take(sequence)
+                self.num_pages[row] += 1
+        self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
+
+    def plan_chunks(self) -> list[Chunk]:
+        """Return the pieces of contexts that fit beside the decoding rows, first those that continue a context."""
+        budget = max(self.step_tokens - len(self.running), 1)
+        chunks = []
+        for prefill in self.prefills.values():
+            if budget <= 0:
+                break
+            end = min(len(prefill.context), prefill.cached + budget)
+            chunks.append(Chunk(prefill, prefill.cached, end))
+            budget -= end - prefill.cached
+        return sorted(chunks, key=lambda chunk: chunk.start == 0)
+
+    # ---- after it --------------------------------------------------------------------------------------------
+
+    def count_decoded(self, n: int) -> None:
+        """Note that the first `n` rows have one token more in the cache."""
+        self.length[:n] += 1
+        self.stats.decode_steps += n > 0
+        self.stats.decoded_tokens += n
+
+    def count_prefilled(self, chunks: list[Chunk]) -> Started:
+        """Note that chunks are in the cache. The sequences of contexts that are complete begin to decode."""
+        done, offset = Started(), 0
+        for prefill, start, end in chunks:
+            offset += end - start
+            prefill.cached = end
+            if end < len(prefill.context):
+                continue
+            del self.prefills[prefill.context]
+            done.sequences += [prefill.leader, *prefill.followers]
+            done.predicts += [offset - 1] * (1 + len(prefill.followers))
+            for follower in prefill.followers:
+                done.copies += _copies(prefill.leader, follower)
+        self.stats.prefilled_tokens += offset
+        self.seat(done.sequences)
+        return done
+
+    def seat(self, sequences: list[Sequence], is_late: bool = False) -> None:
+        """Append sequences to the running rows. Their pages hold their context; a late one's all but the last token."""
+        for row, s in enumerate(sequences, len(self.running)):
+            s.row = row
+            self.length[row], self.num_pages[row] = s.num_tokens - is_late, len(s.pages)
+            self.table[row, : len(s.pages)] = s.pages
+            self.pages.seat(s, row)
+            self.num_stops += bool(s.stop)
+        self.running += sequences
+
+    def withdraw(self, ids: set[SampleId]) -> list[Sequence]:
+        """Take sequences that wait out of the queue."""
+        gone = [s for s in self.waiting if s.id in ids]
+        self.waiting = deque(s for s in self.waiting if s.id not in ids)
+        return gone
+
+    def evict(self, sequences: list[Sequence]) -> Removed:
+        """Take admitted sequences out, unfinished. Who followed one through its prefill waits again, in front."""
+        leaderless: list[Sequence] = []
+        for prefill in list(self.prefills.values()):
+            prefill.followers = [s for s in prefill.followers if s not in sequences]
+            if prefill.leader in sequences:
+                del self.prefills[prefill.context]
+                leaderless += prefill.followers
+        removed = self.remove(sequences + leaderless)
+        self.waiting.extendleft(reversed(leaderless))
+        return removed
+
+    def remove(self, sequences: list[Sequence]) -> Removed:
+        """Free the pages and rows of sequences and close the holes that they leave."""
+        page_moves = self.pages.release(sequences)
+        for move in page_moves:
+            if move.holder.row >= 0:
+                self.table[move.holder.row, move.place] = move.target
+        gone = [s.row for s in sequences if s.row >= 0]
+        self.num_stops -= sum(bool(s.stop) for s in sequences if s.row >= 0)
+        row_moves = compact(gone, len(self.running))
+        for s in sequences:
+            s.row = -1
+        for source, target in row_moves:
+            moved = self.running[target] = self.running[source]
+            moved.row = target
+            for array in (self.length, self.num_pages, self.table):
+                array[target] = array[source]
+            self.pages.seat(moved, target)
+        del self.running[len(self.running) - len(gone) :]
+        return Removed(page_moves, row_moves, len(gone))
+
+
+def _copies(donor: Sequence, taker: Sequence) -> list[PageCopy]:
+    """Return the copies of pages that give one sequence another's KV, as far as its pages reach and are not shared."""
+    return [(a, b) for a, b in zip(donor.pages, taker.pages) if a != b]

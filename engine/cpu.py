@@ -1,0 +1,243 @@
+"""Tricks of the CPU path, each with its gain; who reads for GPUs may skip this file.
+
+Pages as a batch: decoding rows attend to all pages in use without a gather. Shared memory: tensor-parallel ranks of one
+machine exchange small tensors without gloo. Packed weights: matrix
+products in oneDNN's layout. Kept memory: freed memory stays for the next tensors.
+
+Shapes: n decoding rows, P pages in use, K key/value heads, H query heads, G = H / K, D head size.
+"""
+
+import ctypes
+import math
+import os
+import tempfile
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.pages import PageMove, Pages, compact
+
+LOG2_E = math.log2(math.e)
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+
+
+# ---- pages as a batch --------------------------------------------------------------------------------------------
+
+
+class BatchedPages(Pages):
+    """Pages in use are always 0 .. used - 1, each with one holder; `release` returns the moves that keep it so."""
+
+    shares = False
+
+    def __init__(self, num_pages: int, page_size: int):
+        self.size, self.page_size, self.used = num_pages, page_size, 0
+        self.holder: list[Any] = [None] * num_pages
+        self.start = np.zeros(num_pages, np.int64)  # position of the page's first token in its sequence
+        self.row = np.zeros(num_pages, np.int64)  # of the holder; -1 while it is prefilled
+
+    def take(self, holder: Any) -> int:
+        page = self.used
+        self.used += 1
+        self.holder[page], self.start[page] = holder, len(holder.pages) * self.page_size
+        self.row[page] = holder.row
+        holder.pages.append(page)
+        return page
+
+    def release(self, holders: list[Any]) -> list[PageMove]:
+        freed = [page for holder in holders for page in holder.pages]
+        for holder in holders:
+            holder.pages = []
+        moves = []
+        for source, target in compact(freed, self.used):
+            move = PageMove(source, target, self.holder[source], int(self.start[source]) // self.page_size)
+            move.holder.pages[move.place] = target
+            self.holder[target] = move.holder
+            self.start[target], self.row[target] = self.start[source], self.row[source]
+            moves.append(move)
+        self.used -= len(freed)
+        return moves
+
+    def seat(self, holder: Any, row: int) -> None:
+        self.row[holder.pages] = row
+
+
+@cache
+def _page_bias(page_size: int, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores of a page of 0, 1 .. `page_size` filled places. [page + 1, page]"""
+    filled = torch.arange(page_size)[None] < torch.arange(page_size + 1)[:, None]
+    return torch.zeros(filled.shape, dtype=dtype).masked_fill_(~filled, -torch.inf)
+
+
+def decode_by_page(q: Tensor, k_pages: Tensor, v_pages: Tensor, owner: Tensor | None, bias: Tensor) -> Tensor:
+    """CPU decode attention without a gather: each page is one batch element, pages are merged by their softmax sums.
+
+    q [n, H, D]; k_pages and v_pages [P, K, page, D], those in use and no others; owner [P] int64, the sequence of each
+    page, or None when page i is all of sequence i; bias [P * K, 1, places], 0 on filled places and -inf elsewhere;
+    later places of all pages are empty -> [n, H, D]
+
+    Two batched products: 2 to 4 times faster than one call of torch's flash attention for so few queries a page.
+    """
+    n, num_heads, size = q.shape
+    pages, num_kv = k_pages.shape[:2]
+    places = bias.shape[2]
+    keys, values = (kv[:, :, :places].flatten(0, 1) for kv in (k_pages, v_pages))  # views [P * K, places, D]
+    groups, scale, of_page = num_heads // num_kv, size**-0.5, (pages, num_heads)
+    flat = q.reshape(n, -1)
+    query = (flat if owner is None else flat.index_select(0, owner)).view(-1, groups, size)
+    if owner is None:  # nothing to merge: a tenth of a small step
+        weights = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale).softmax(-1)
+        return torch.bmm(weights, values).view(n, num_heads, size)
+    # Powers of two: torch's exp2 takes a third of the time of its exp, less still where scores are -inf.
+    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale * LOG2_E)  # [P * K, G, places]
+    peak = torch.full((n, num_heads), -torch.inf, dtype=q.dtype).scatter_reduce_(
+        0, owner[:, None].expand(of_page), scores.amax(-1).view(of_page), "amax"
+    )
+    weights = scores.sub_(peak.index_select(0, owner).view(-1, groups, 1)).exp2_()
+    total = torch.zeros_like(peak).index_add_(0, owner, weights.sum(-1).view(of_page))
+    out = torch.zeros_like(flat).index_add_(0, owner, torch.bmm(weights, values).view(pages, -1))
+    return out.view(n, num_heads, size).div_(total[:, :, None])
+
+
+class PageAttention:
+    """Attention of the decoding rows in one step, with all that is the same for its layers computed once."""
+
+    def __init__(self, pages: BatchedPages, table: np.ndarray, length: np.ndarray, kv: Tensor, beside_prefill: bool):
+        """What stands on the `pages`; `kv` [layers, 2, pages, K, page, D] is their memory.
+
+        table [rows, pages of a sequence]; length [n], the tokens that each row has in the cache so far.
+        `beside_prefill`: some pages belong to contexts that are computed in the same step.
+        """
+        # All but the bias on the host, where these small steps cost a third of what they cost as tensors.
+        n, used, page_size = len(length), pages.used, pages.page_size
+        owner, position = pages.row[:used], length
+        self.write_pages = torch.from_numpy(table[np.arange(n), position // page_size])  # [n], of the new tokens
+        if beside_prefill:  # their pages belong to one row too many, whose result is dropped
+            owner, position = np.where(owner < 0, n, owner), np.append(position, 0)
+        filled = (position[owner] + 1 - pages.start[:used]).clip(1, page_size)
+        is_simple = used == n and bool((owner == np.arange(n)).all())
+        self.used, self.extra, self.n = used, int(beside_prefill), n
+        self.owner = None if is_simple else torch.from_numpy(owner)
+        places = int(filled.max())  # young pages are not read whole
+        bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), :places]
+        self.bias = bias.repeat_interleave(kv.shape[3], 0)[:, None]  # [P * K, 1, places]
+
+    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """q [n, H, D]; k_pages and v_pages [pages, K, page, D] -> [n, H, D]"""
+        q = F.pad(q, (0, 0, 0, 0, 0, self.extra)) if self.extra else q
+        return decode_by_page(q, k_pages[: self.used], v_pages[: self.used], self.owner, self.bias)[: self.n]
+
+
+# ---- between the ranks of one machine ----------------------------------------------------------------------------
+
+
+class SharedMemory:
+    """Exchange of small tensors between processes of one machine: write a slot, raise a counter, wait for all counters.
+
+    Slots alternate. A rank that has seen all counters of round k knows that all ranks have left round k - 1, so it may
+    overwrite that round's slot in round k + 1. x86 makes stores visible in order: data before the counter.
+    """
+
+    SLOT_BYTES = 4 * 2**20
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, timeout_seconds: float):
+        self.rank, self.size, self.timeout_seconds, self.round = rank, size, timeout_seconds, 0
+        total = 64 * size + 2 * size * self.SLOT_BYTES
+        path, self.memory = [self._make(total) if rank == 0 else ""], None
+        dist.broadcast_object_list(path, group=group, group_src=0)
+        if not path[0]:
+            return
+        self.memory = torch.from_file(path[0], shared=True, size=total, dtype=torch.uint8)
+        dist.barrier(group=group)
+        if rank == 0:
+            os.unlink(path[0])  # the memory stays until the last process has ended
+        self.counters = self.memory[: 64 * size].view(torch.int64).numpy()[::8]  # a cache line each
+        self.slots = self.memory[64 * size :].view(2, size, self.SLOT_BYTES)
+
+    @staticmethod
+    def _make(total: int) -> str:
+        """Return the path of a file of `total` bytes of memory; "" without room, as in a small container."""
+        handle, path = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        try:
+            os.posix_fallocate(handle, 0, total)  # a file that is only truncated kills a writer for want of room
+            return path
+        except OSError as error:
+            os.unlink(path)
+            print(f"tensor-parallel ranks use gloo, which is slower: {os.path.dirname(path)}: {error.strerror}")
+            return ""
+        finally:
+            os.close(handle)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Return all ranks' `x`, [size, *x.shape], valid until the call after the next."""
+        slot = self.slots[self.round % 2, :, : x.nbytes].view(x.dtype).view(self.size, *x.shape)
+        slot[self.rank] = x
+        self.round += 1
+        self.counters[self.rank] = self.round
+        spins = 0
+        while self.counters.min() < self.round:
+            spins += 1
+            if spins > 1000:  # a rank is far behind, perhaps for want of a core
+                if spins == 1001:
+                    deadline = time.monotonic() + self.timeout_seconds
+                os.sched_yield()
+                if time.monotonic() > deadline:
+                    late = [r for r in range(self.size) if self.counters[r] < self.round]
+                    raise TimeoutError(
+                        f"rank {self.rank} of a tensor-parallel group waited {self.timeout_seconds:g} s for {late}"
+                    )
+        return slot
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+class Packed:
+    """A weight in oneDNN's own layout, for a CPU: 1.2 to 5 times faster than `F.linear`, but for small products.
+
+    A copy beside the weight. The operations are private to torch, hence `can_pack`.
+    """
+
+    MIN_WORK = 3 * 2**18  # multiplications, below which a call costs more than the layout gains
+
+    def __init__(self, weight: Tensor):
+        self.pack(weight)
+
+    def pack(self, weight: Tensor) -> None:
+        self.plain = weight
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if x.shape[0] * self.plain.numel() < self.MIN_WORK:
+            return F.linear(x, self.plain, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+
+    @classmethod
+    def can_pack(cls, weight: Tensor) -> bool:
+        ours = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
+        return ours and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def packed(weight: Tensor) -> Any:
+    """Return a weight in that layout, where that can be; else as it is."""
+    return Packed(weight) if Packed.can_pack(weight) else weight
+
+
+# ---- the process -------------------------------------------------------------------------------------------------
+
+
+def keep_memory() -> None:
+    """Have glibc keep freed memory for the next tensors, unless the user has set MALLOC_... variables.
+
+    Else glibc takes each large tensor from the system, page fault by page fault: up to a third of a large update (7,400
+    tokens, 6M parameters). The price: between steps a process holds as much memory as at its peak.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version") and not any(name.startswith("MALLOC_") for name in os.environ):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)

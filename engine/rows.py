@@ -1,0 +1,113 @@
+"""The state of the decoding rows on the device: what each has drawn, and what ends it."""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batcher import Removed
+from engine.graphs import upload
+from engine.sequence import Sequence
+from sampling import SamplingConfig, sample, uniforms
+
+
+class Rows:
+    """Row i of each tensor is the i-th running sequence, as in the batcher. Rows behind those are dead."""
+
+    def __init__(
+        self, num_rows: int, max_tokens: int, sampling: SamplingConfig, eos_ids: Iterable[int], device: torch.device
+    ):
+        """`max_tokens`: of a response."""
+
+        def state(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.sampling, self.device = sampling, device
+        self.eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
+        self.last_token = state(num_rows)  # sampled, not yet in the cache
+        self.length = state(num_rows)  # tokens in the cache
+        self.count = state(num_rows)  # response tokens so far
+        self.limit = state(num_rows)
+        self.key = state(num_rows)
+        self.heeds_eos = state(num_rows, dtype=torch.bool)
+        self.ended = state(num_rows) + 1  # 0: the row decodes; else 2 * its tokens + (1: it stopped, 0: at its limit)
+        self.tokens = state(num_rows, max_tokens + 1)  # one more, for what an ended row draws
+        self.logprobs = state(num_rows, max_tokens + 1, dtype=torch.float32)
+        self.all: tuple[Tensor, ...] = (self.last_token, self.length, self.count, self.limit, self.key)
+        self.all += (self.heeds_eos, self.ended, self.tokens, self.logprobs)
+        self.reader = torch.cuda.Stream() if device.type == "cuda" else None
+        self.moved = torch.cuda.Event() if device.type == "cuda" else None  # after the last moves of rows
+
+    def load(self, sequences: list[Sequence], is_late: bool = False) -> None:
+        """Begin to decode sequences, in the rows that the batcher gave them: the next ones."""
+        if not sequences:
+            return
+        rows = slice(sequences[0].row, sequences[-1].row + 1)
+        for tensor, values in (
+            (self.length, [s.num_tokens - is_late for s in sequences]),
+            (self.last_token, [s.prompt_ids[-1] for s in sequences]),
+            (self.count, [len(s.token_ids) for s in sequences]),
+            (self.limit, [s.max_new_tokens for s in sequences]),
+            (self.key, [s.key for s in sequences]),
+            (self.heeds_eos, [not s.ignore_eos for s in sequences]),
+            (self.ended, [0] * len(sequences)),
+        ):
+            tensor[rows] = upload(values, self.device, tensor.dtype)
+        for s in sequences:
+            if s.token_ids:
+                self.tokens[s.row, : len(s.token_ids)] = upload(s.token_ids, self.device)
+                self.logprobs[s.row, : len(s.token_ids)] = upload(s.logprobs, self.device, torch.float32)
+
+    def draw(self, rows: slice, logits: Tensor) -> None:
+        """Draw the next token of each of `rows` that has not ended, record it, mark the rows that it ends. [n, V]"""
+        alive, count = self.ended[rows] == 0, self.count[rows]
+        uniform = uniforms(self.key[rows], count) if self.sampling.temperature else None
+        token, logprob = sample(logits, uniform, self.sampling)
+        self.tokens[rows].scatter_(1, count[:, None], token[:, None])
+        self.logprobs[rows].scatter_(1, count[:, None], logprob[:, None])
+        self.last_token[rows] = token.where(alive, self.last_token[rows])
+        count += alive
+        stopped = (token[:, None] == self.eos_ids).any(1) & self.heeds_eos[rows]
+        self.ended[rows] += (alive & (stopped | (count >= self.limit[rows]))) * (2 * count + stopped)
+
+    def read(self, rows: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Return the tokens and log-probs of rows whose flags have arrived, without waiting for the step under way."""
+        if self.reader:
+            self.reader.wait_event(self.moved)
+        with torch.cuda.stream(self.reader) if self.reader else nullcontext():
+            index = upload(rows, self.device)
+            return self.tokens[index, :longest].tolist(), self.logprobs[index, :longest].tolist()
+
+    def close(self, removed: Removed, num_running: int) -> None:
+        """Move rows into the holes that others left; the rows behind the first `num_running` are dead."""
+        if removed.rows:
+            source, target = upload(removed.rows, self.device).T
+            for tensor in self.all:
+                tensor[target] = tensor[source]
+        self.ended[num_running : num_running + removed.num_rows] = 1
+        if self.moved:
+            self.moved.record()
+
+
+def stopped_by_text(asking: dict[Sequence, int], drawn: Tensor, tokenizer: Any) -> list[Sequence]:
+    """Return the sequences that have one of their stop texts in their newest tokens.
+
+    asking: sequences with stop texts, and how many tokens each has drawn; drawn: the tokens of all rows [rows, limit].
+
+    The text is what graders see, without special tokens; only a stop text that names one finds it.
+    """
+    special, stops = tokenizer.all_special_tokens, {stop for s in asking for stop in s.stop}
+    names_one = {stop: any(name in stop for name in special) for stop in stops}
+    windows = [4 * max(map(len, s.stop)) + 8 for s in asking]  # a character is at most 4 tokens
+    columns = (np.array([*asking.values()])[:, None] - max(windows) + np.arange(max(windows))).clip(0)
+    rows = upload([[s.row] for s in asking], drawn.device)
+    tokens = drawn[rows, upload(columns, drawn.device)].tolist()
+    stopped = []
+    for (s, count), ids, window in zip(asking.items(), tokens, windows, strict=True):
+        newest, kinds = ids[-min(window, count) :], {names_one[stop] for stop in s.stop}
+        texts = {kind: tokenizer.decode(newest, skip_special_tokens=not kind) for kind in kinds}
+        stopped += [s] if count and any(stop in texts[names_one[stop]] for stop in s.stop) else []
+    return stopped

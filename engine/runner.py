@@ -1,0 +1,82 @@
+"""The device's part of an engine: it computes what the batcher has decided, and moves rows and pages where it says."""
+
+from engine.batcher import Batcher, Removed, Started
+from engine.cpu import BatchedPages, PageAttention
+from engine.graphs import DecodeGraphs, upload
+from engine.memory import PageMemory
+from engine.paged_attention import ChunkAttention, StepAttention
+from engine.pages import Pages
+from engine.rows import Rows
+from engine.sequence import Chunk
+from engine.shard import Shard
+
+
+class Runner:
+    """Rows, KV memory and a shard of the weights; `graphs` on a GPU, where decoding is a step of its own."""
+
+    def __init__(self, rows: Rows, memory: PageMemory, graphs: DecodeGraphs | None):
+        self.rows, self.memory, self.graphs = rows, memory, graphs
+        self.weights: Shard | None = None
+
+    def use(self, weights: Shard, pages: Pages) -> None:
+        """Compute with this shard from now on, whose KV stands in these pages."""
+        self.weights, self.pages = weights, pages
+        if self.graphs:
+            self.graphs.layout = weights.split.size
+        self.take_memory()
+
+    def take_memory(self) -> None:
+        """Give the KV memory the shape of the shard's pages, and have it again where it was given back."""
+        if self.memory.take(self.weights.kv_shape(self.pages.size, self.pages.page_size)) and self.graphs:
+            self.graphs.clear()  # they hold the address
+
+    # ---- one forward -----------------------------------------------------------------------------------------
+
+    def launch(self, batcher: Batcher) -> None:
+        """Start one fused decode step over all rows. (GPU path)"""
+        n = len(batcher.running)
+        self.graphs.send(batcher.table[:n])
+        self.graphs.run(self.decode_step, n, int(batcher.num_pages[:n].max()))
+        batcher.count_decoded(n)
+
+    def decode_step(self, n: int, width: int) -> None:
+        """Decode one token in every row that has not ended, on tensors of fixed places, so that a graph can hold it."""
+        rows = self.rows
+        alive = rows.ended[:n] == 0
+        positions = (rows.length[:n] + 1) * alive - 1  # an ended row: -1
+        hidden = self.weights.decode(rows.last_token[:n], positions, self.graphs.table[:n, :width], self.memory.kv)
+        rows.length[:n] += alive
+        rows.draw(slice(0, n), self.weights.logits(hidden))
+
+    def forward(self, batcher: Batcher, chunks: list[Chunk]) -> None:
+        """Compute `chunks`, on a CPU the decoding rows beside them; draw a token for every row that is due one."""
+        rows, kv, num_running = self.rows, self.memory.kv, len(batcher.running)
+        n = 0 if self.graphs else num_running  # rows that decode in this forward
+        decode = prefill = None
+        if n:
+            assert isinstance(self.pages, BatchedPages)
+            decode = PageAttention(self.pages, batcher.table, batcher.length[:n], kv, bool(chunks))
+        if chunks:
+            prefill = ChunkAttention(chunks, self.pages.page_size, kv.device, gather=self.graphs is not None)
+        attention = StepAttention(kv, decode, (rows.last_token[:n], rows.length[:n]), prefill)
+        hidden = self.weights(attention.token_ids, attention.positions, attention)
+        rows.length[:n] += 1
+        batcher.count_decoded(n)
+        if chunks:
+            started = batcher.count_prefilled(chunks)
+            self.start(started)
+            hidden = hidden[upload([*range(n), *(n + token for token in started.predicts)], kv.device)]
+        if len(hidden):
+            rows.draw(slice(num_running - n, len(batcher.running)), self.weights.logits(hidden))
+
+    # ---- what the batcher asks for ---------------------------------------------------------------------------
+
+    def start(self, started: Started, is_late: bool = False) -> None:
+        """Load the rows of sequences that begin to decode."""
+        self.memory.copy(started.copies)
+        self.rows.load(started.sequences, is_late)
+
+    def close(self, removed: Removed, num_running: int) -> None:
+        """Move pages and rows to the holes of sequences that have left `num_running` others."""
+        self.memory.copy((move.source, move.target) for move in removed.pages)
+        self.rows.close(removed, num_running)

@@ -1,0 +1,96 @@
+"""The batcher without an engine: whom it admits, preempts and ends, against the replica that plays it."""
+
+import math
+from collections import deque
+from random import Random
+
+import pytest
+
+from core import SampleId
+from engine.batcher import Batcher
+from engine.cpu import BatchedPages
+from engine.pages import Admission, Pages
+from engine.sequence import Sequence
+from policies.replica import Replica, Response
+from policies.step_times import FittedTimes
+
+PAGE = 8
+
+
+def make_batcher(pages: Pages, rows: int, longest: int, step_tokens: int = 10**6) -> Batcher:
+    batcher = Batcher(rows, step_tokens, longest)
+    batcher.use(pages)
+    return batcher
+
+
+def step(batcher: Batcher) -> list[SampleId]:
+    """Do the books of one engine step; return who has drawn all its tokens."""
+    batcher.admit()
+    for newest in batcher.make_room():
+        if newest.row >= 0:
+            newest.token_ids = [newest.key] * batcher.num_drawn(newest)  # no two resumed contexts are equal
+        batcher.evict([newest])
+    chunks = batcher.plan_chunks()
+    batcher.count_decoded(len(batcher.running))
+    batcher.count_prefilled(chunks)
+    ended = [s for s in batcher.running if batcher.num_drawn(s) == s.max_new_tokens]
+    batcher.remove(ended)
+    return [s.id for s in ended]
+
+
+# With more siblings two may have a copy of the prompt; the order of rows, which no replica has, says whose is shared.
+@pytest.mark.parametrize("kind, siblings", [(Pages, 2), (BatchedPages, 4)])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_replica_plays_the_batcher_to_the_step_and_the_page(seed: int, kind: type[Pages], siblings: int) -> None:
+    rng = Random(seed)
+    rows, num_pages = rng.choice((3, 8, 100)), rng.choice((60, 90, 200, 1200))
+    prompts = [rng.choice((16, rng.randint(1, 90))) for _ in range(12)]
+    lengths = {SampleId(0, p, r): rng.randint(1, 300) for p in range(24 // siblings) for r in range(siblings)}
+    batcher = make_batcher(kind(num_pages, PAGE), rows, num_pages)
+    replica = Replica(FittedTimes(num_pages * PAGE), num_pages, PAGE, rows, kind.shares)
+    for i, (id, length) in enumerate(lengths.items()):
+        batcher.waiting.append(Sequence(id.prompt, id.response, 0, (id.prompt,) * prompts[id.prompt], 100 + i, length))
+        replica.add(Response(id, prompts[id.prompt], length))
+    ended, steps = [], 0
+    while not batcher.is_idle:
+        steps += 1
+        ended += [(steps, id) for id in step(batcher)]
+    assert sorted(ended) == sorted((event.iteration, event.id) for event, _ in replica.run_until(math.inf))
+    assert batcher.stats.preemptions == replica.preemptions and batcher.pages.used == 0
+    assert num_pages > 90 or rows == 3 or replica.preemptions > 0
+
+
+def test_the_newest_leaves_and_waits_in_front() -> None:
+    batcher = make_batcher(Pages(4, PAGE), rows=4, longest=4)
+    first, second, third = (Sequence(i, 0, 0, (i,) * 9, i, 30) for i in range(3))
+    batcher.waiting.extend((first, second, third))
+    step(batcher)
+    assert batcher.running == [first, second] and [*batcher.waiting] == [third]
+    while batcher.pages.used == 4:
+        step(batcher)
+        if len(batcher.running) == 1:
+            break
+    assert batcher.running == [first] and [*batcher.waiting] == [second, third] and batcher.stats.preemptions == 1
+
+
+def test_a_hundredth_of_the_pages_stays_free_once_somebody_is_in() -> None:
+    def admitted(num_pages: int, taken: int, num_admitted: int) -> int:
+        waiting = deque([Response(SampleId(0, 0, 0), 1, 9) for _ in range(num_pages)])
+        rule = Admission(num_pages, PAGE, 10**6, shares_prompts=False)
+        return len([*rule.admit(waiting, num_admitted, num_pages - taken, lambda sequence: (None, False))])
+
+    assert admitted(400, 0, 0) == 396 and admitted(400, 300, 5) == 96 and admitted(99, 0, 0) == 99
+
+
+def test_chunks_fill_a_step_beside_the_rows_and_contexts_go_on_first() -> None:
+    batcher = make_batcher(Pages(100, PAGE), rows=8, longest=10, step_tokens=20)
+    for i, length in enumerate((30, 5, 12)):
+        batcher.waiting.append(Sequence(i, 0, 0, (i,) * length, i, 9))
+    batcher.admit()
+    plans = []
+    while batcher.prefills:
+        chunks = batcher.plan_chunks()
+        plans.append([(chunk.prefill.leader.prompt_index, chunk.start, chunk.end) for chunk in chunks])
+        batcher.count_decoded(len(batcher.running))
+        batcher.count_prefilled(chunks)
+    assert plans == [[(0, 0, 20)], [(0, 20, 30), (1, 0, 5), (2, 0, 5)], [(2, 5, 12)]]
