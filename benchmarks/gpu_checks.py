@@ -17,6 +17,7 @@ from attention import PackedAttention, VarlenAttention
 from core import Sample
 from engine import kernels
 from engine.sequence import Sequence
+from host import OnHost
 from model import Model, ModelShape, parse_shape
 from rollout import Engine, RolloutConfig, kv_page_bytes
 from sampling import SamplingConfig, sample_key, score, uniforms
@@ -348,6 +349,7 @@ def section_engine(s: Section) -> None:
         lambda: check_families(s, vocab),
         lambda: check_memory(s, half),
         lambda: check_new_weights(s, model, c, count),
+        lambda: check_release(s, model, count),
         lambda: check_neighbours(s, model, count),  # last: a fault of the device ends what follows in this process
     ]
     for part in s.in_time(parts):
@@ -436,6 +438,22 @@ def check_new_weights(s: Section, model: Model, c: dict, count: int) -> None:
     engine.load_weights(other, 2)
     mine, expected = (tokens_of(drain(e, make_sequences(count, vocab))) for e in (engine, make_engine(other, PLAIN)))
     same(s, "another model's weights", mine, expected, good=mine != before)
+
+
+def check_release(s: Section, model: Model, count: int) -> None:
+    """An engine that has graphs gives its device memory and the weights' up, has them again, and draws the same."""
+    own = copy.deepcopy(model)
+    engine = make_engine(own, PLAIN)
+    before = tokens_of(drain(engine, make_sequences(count, model.shape.vocab_size)))
+    held = engine.memory.nbytes + sum(parameter.nbytes for parameter in own.parameters())
+    used = torch.cuda.memory_allocated() if s.on_gpu else held
+    engine.release()
+    weights = OnHost(own.parameters())
+    freed = used - (torch.cuda.memory_allocated() if s.on_gpu else 0)
+    weights.bring_back()
+    engine.take_back()
+    after = tokens_of(drain(engine, make_sequences(count, model.shape.vocab_size)))
+    same(s, "release and take back", after, before, f", {freed / 2**20:.0f} MiB given up", good=freed >= held)
 
 
 def check_neighbours(s: Section, model: Model, count: int) -> None:
