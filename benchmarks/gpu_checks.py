@@ -445,7 +445,7 @@ def check_release(s: Section, model: Model, count: int) -> None:
     own = copy.deepcopy(model)
     engine = make_engine(own, PLAIN)
     before = tokens_of(drain(engine, make_sequences(count, model.shape.vocab_size)))
-    held = engine.memory.nbytes + sum(parameter.nbytes for parameter in own.parameters())
+    held = engine.runner.memory.whole.nbytes + sum(parameter.nbytes for parameter in own.parameters())
     used = torch.cuda.memory_allocated() if s.on_gpu else held
     engine.release()
     weights = OnHost(own.parameters())
