@@ -13,13 +13,13 @@ from buffer import SampleBuffer
 from config import ConfigError, flatten
 from core import Group, RoundPlan, Tokenizer, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts
-from learning import audit_report, group_advantages, learn, put_groups
+from learning import group_advantages, learn, put_groups
 from metrics import Clock, Record, Recorder, peak_memory, write_transcripts
 from model import Model
 from overlap import StreamedRound, StreamTraining
 from parallel import World
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
-from records import RankReport, evaluation_record, generate_seconds, planner_record, preemptions
+from records import RankReport, audit_report, evaluation_record, generate_seconds, planner_record, preemptions
 from rewards import sandbox
 from rewards.gradings import PoolStats
 from rewards.judge import open_graders
@@ -123,10 +123,10 @@ class Job:
         buffer = SampleBuffer(plan.keep_prompts)
         streamed = self.streaming.begin(plan, buffer) if self.streaming else None
         groups, played = self.play(plan, self.policy, self.clock, streamed)
-        lengths = self.policy.race.tokens | played.aborted
-        if plan.audit:
-            played.record["audited"] = audit_report(self.policy.accepted_ids(), played.audited, self.config.loss)
+        lengths, accepted = self.policy.race.tokens | played.aborted, self.policy.accepted_ids()
         record = asdict(self.policy.close(played.aborted)) | played.record
+        if plan.audit:
+            record["audited"] = audit_report(accepted, played.audited, self.config.loss)
         if streamed:
             record["stream"] = streamed.record
         assert self.choice, "`regroup` comes first"

@@ -1,13 +1,12 @@
 """From graded groups to updates: advantages, what there is to learn, and the rest of the buffer on all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from buffer import SampleBuffer
-from core import Example, Group, Prompt, Sample, SampleId
+from core import Example, Group, Prompt, Sample
 from loss import ADVANTAGES, LossConfig
-from metrics import Record, quantiles
 from reward import RewardConfig, by_grader, shaped_reward
 from trainer import Trainer
 
@@ -62,33 +61,3 @@ def learn(trainer: Trainer, buffer: SampleBuffer) -> list[dict]:
         trainer.accumulate(share)
         updates.append(trainer.update())
     return updates
-
-
-def audit_report(
-    accepted: Sequence[SampleId], responses: Mapping[SampleId, tuple[int, float]], loss: LossConfig
-) -> Record:
-    """Compare what a race keeps with what it leaves out, all having run to their end.
-
-    `responses`: (tokens, reward) of every launched response. Advantages are those within all launched responses of a
-    prompt. Sets: `accepted` is trained; `censored_responses`, of the same prompts, are lost and bias the groups towards
-    short responses; the responses of `censored_prompts` are only put off to another round.
-    """
-    ids = sorted(responses)
-    prompts = sorted({id.visit for id in ids})
-    rewards = torch.tensor([responses[id][1] for id in ids], dtype=torch.float64).view(len(prompts), -1)  # [P, R]
-    advantages = dict(zip(ids, ADVANTAGES[loss.advantage](rewards).flatten().tolist(), strict=True))
-    kept, kept_prompts = set(accepted), {id.visit for id in accepted}
-    sets = {
-        "accepted": [id for id in ids if id in kept],
-        "censored_responses": [id for id in ids if id not in kept and id.visit in kept_prompts],
-        "censored_prompts": [id for id in ids if id.visit not in kept_prompts],
-    }
-    return {
-        name: {
-            "responses": len(part),
-            "length": quantiles([responses[id][0] for id in part]),
-            "reward": quantiles([responses[id][1] for id in part]),
-            "advantage": quantiles([advantages[id] for id in part]),
-        }
-        for name, part in sets.items()
-    }

@@ -1,12 +1,13 @@
 """The records of a step and of an evaluation: pure functions of what came of them, for `metrics.Recorder` to write."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from core import Group
+from core import Group, SampleId
 from engine.sequence import EngineStats
+from loss import ADVANTAGES, LossConfig
 from metrics import Record, Track, quantiles
 from policies.planner import Choice
 from rewards.gradings import PoolStats
@@ -110,6 +111,36 @@ def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
         "decode_steps": max(r.engine.decode_steps for r in reports),
         "peak_pages": max(r.engine.peak_pages for r in reports),
         "pages": reports[0].num_pages,
+    }
+
+
+def audit_report(
+    accepted: Sequence[SampleId], responses: Mapping[SampleId, tuple[int, float]], loss: LossConfig
+) -> Record:
+    """Compare what a race keeps with what it leaves out, all having run to their end.
+
+    `responses`: (tokens, reward) of every launched response. Advantages are those within all launched responses of a
+    prompt. Sets: `accepted` is trained; `censored_responses`, of the same prompts, are lost and bias the groups towards
+    short responses; the responses of `censored_prompts` are only put off to another round.
+    """
+    ids = sorted(responses)
+    prompts = sorted({id.visit for id in ids})
+    rewards = torch.tensor([responses[id][1] for id in ids], dtype=torch.float64).view(len(prompts), -1)  # [P, R]
+    advantages = dict(zip(ids, ADVANTAGES[loss.advantage](rewards).flatten().tolist(), strict=True))
+    kept, kept_prompts = set(accepted), {id.visit for id in accepted}
+    sets = {
+        "accepted": [id for id in ids if id in kept],
+        "censored_responses": [id for id in ids if id not in kept and id.visit in kept_prompts],
+        "censored_prompts": [id for id in ids if id.visit not in kept_prompts],
+    }
+    return {
+        name: {
+            "responses": len(part),
+            "length": quantiles([responses[id][0] for id in part]),
+            "reward": quantiles([responses[id][1] for id in part]),
+            "advantage": quantiles([advantages[id] for id in part]),
+        }
+        for name, part in sets.items()
     }
 
 
