@@ -116,8 +116,8 @@ class StreamedRound:
         leaves = False
         while not (leaves or r.decision.done):
             events = r.decode(may_leave=not self.policy.is_done, feeds=self.decision is not None)
-            window = r.exchange(events, self._report())
-            leaves = self._observe(window.finished, window.notes, is_last=r.decision.done)
+            finished, reports = r.exchange(events, self._report())
+            leaves = self._observe(finished, reports, is_last=r.decision.done)
         if leaves:
             self._train()
         else:

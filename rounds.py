@@ -7,17 +7,18 @@ own copy of the policy in the same order, and carry out the same decision. Nobod
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import parallel
 from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Visit, VisitId
-from metrics import Clock, Record
+from metrics import Clock
 from parallel import World
 from policies.placement import Placement
 from reward import shaped_reward
 from rollout import Engine, sequences_for
 from scheduler import SchedulerConfig, window
+
+Note = TypeVar("Note")
 
 
 class Referee(Protocol):
@@ -43,14 +44,6 @@ class Graders(Protocol):
     def drain(self) -> list[tuple[SampleId, Reward]]: ...
 
     def forget(self, keep: Iterable[SampleId]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """What all ranks know after a window."""
-
-    finished: list[Finished]
-    notes: list[Any]  # of each rank
 
 
 class Round:
@@ -84,7 +77,7 @@ class Round:
         self.decision = Decision()  # after the newest window
         self.decode_steps = self.decode_tokens = 0  # steps without prefill, and the tokens that they drew
         self.decode_seconds = self.prefill_seconds = 0.0
-        self.record: Record = {}
+        self.record: dict[str, int] = {}
         self.audited: dict[SampleId, tuple[int, float]] = {}
 
     # ---- the round -------------------------------------------------------------------------------------------
@@ -93,7 +86,7 @@ class Round:
         """Decode until the referee says that the round is done, and wait for the grades that are needed."""
         self.begin(plan, referee)
         while not self.decision.done:
-            self.exchange(self.decode())
+            self.exchange(self.decode(), None)
         self.end()
 
     def begin(self, plan: RoundPlan, referee: Referee) -> None:
@@ -118,8 +111,11 @@ class Round:
         self.iteration += steps if iterations == math.inf else int(iterations)
         return events
 
-    def exchange(self, events: Sequence[Finished], note: object = None) -> Window:
-        """Tell all ranks the events of a window, and a note; carry out what the referee decides."""
+    def exchange(self, events: Sequence[Finished], note: Note) -> tuple[list[Finished], list[Note]]:
+        """Tell all ranks the events of a window, and a note; carry out what the referee decides.
+
+        Returns the events of all ranks, and each rank's note.
+        """
         rewards = self._rewards_of(self.decision.grade)
         with self.clock.span("idle" if self.engine.is_idle else "window_wait"):
             everyone = parallel.gather_objects(self.world, (events, rewards, note))
@@ -132,7 +128,7 @@ class Round:
             self.hand_over(self.placement.handovers())
         self.windows += 1
         self.decision = decision
-        return Window(finished, [note for _, _, note in everyone])
+        return finished, [note for _, _, note in everyone]
 
     def end(self) -> None:
         """Wait for the grades of what is trained; the rest is not graded."""

@@ -54,8 +54,8 @@ def test_whoever_plays_the_windows_the_groups_are_the_same_and_a_note_goes_along
         r, steps = Round(job.engine, job.graders, ALONE, Clock(), job.config.scheduler), 0
         r.begin(plan, Race(plan))
         while not r.decision.done:
-            window = r.exchange(r.decode(may_leave=True), note=r.windows)
-            assert window.notes == [r.windows - 1]
+            _, notes = r.exchange(r.decode(may_leave=True), note=r.windows)
+            assert notes == [r.windows - 1]
             taken = r.take_decode_times()
             steps += taken[0]
             assert (taken[2] > 0) == (taken[1] > 0) == (taken[0] > 0) and r.take_decode_times() == (0, 0, 0.0)
