@@ -1,6 +1,5 @@
 """The batcher without an engine: whom it admits, preempts and ends, against the replica that plays it."""
 
-import math
 from collections import deque
 from random import Random
 
@@ -15,6 +14,7 @@ from policies.replica import Replica, Response
 from policies.step_times import FittedTimes
 
 PAGE = 8
+TIMES = FittedTimes(0, [(1, 0, 1.1), (2, 0, 1.2), (2, 100, 1.7)], [(1, 0.02), (100, 0.03)])
 
 
 def make_batcher(pages: Pages, rows: int, longest: int, step_tokens: int = 10**6) -> Batcher:
@@ -23,19 +23,21 @@ def make_batcher(pages: Pages, rows: int, longest: int, step_tokens: int = 10**6
     return batcher
 
 
-def step(batcher: Batcher) -> list[SampleId]:
-    """Do the books of one engine step; return who has drawn all its tokens."""
+def step(batcher: Batcher) -> tuple[list[SampleId], float]:
+    """Do the books of one engine step; return who has drawn all its tokens, and what the step takes."""
     batcher.admit()
     for newest in batcher.make_room():
         if newest.row >= 0:
             newest.token_ids = [newest.key] * batcher.num_drawn(newest)  # no two resumed contexts are equal
         batcher.evict([newest])
-    chunks = batcher.plan_chunks()
-    batcher.count_decoded(len(batcher.running))
+    chunks, n = batcher.plan_chunks(), len(batcher.running)
+    seconds = sum(TIMES.prefill(len(chunk.prefill.context)) for chunk in chunks)
+    seconds += TIMES.decode(n, int(batcher.length[:n].sum())) if n else 0.0
+    batcher.count_decoded(n)
     batcher.count_prefilled(chunks)
     ended = [s for s in batcher.running if batcher.num_drawn(s) == s.max_new_tokens]
     batcher.remove(ended)
-    return [s.id for s in ended]
+    return [s.id for s in ended], seconds
 
 
 # With more siblings two may have a copy of the prompt; the order of rows, which no replica has, says whose is shared.
@@ -47,16 +49,22 @@ def test_a_replica_plays_the_batcher_to_the_step_and_the_page(seed: int, kind: t
     prompts = [rng.choice((16, rng.randint(1, 90))) for _ in range(12)]
     lengths = {SampleId(0, p, r): rng.randint(1, 300) for p in range(24 // siblings) for r in range(siblings)}
     batcher = make_batcher(kind(num_pages, PAGE), rows, num_pages)
-    replica = Replica(FittedTimes(num_pages * PAGE), num_pages, PAGE, rows, kind.shares)
+    replica = Replica(TIMES, num_pages, PAGE, rows, kind.shares)
     for i, (id, length) in enumerate(lengths.items()):
         batcher.waiting.append(Sequence(id.prompt, id.response, 0, (id.prompt,) * prompts[id.prompt], 100 + i, length))
         replica.add(Response(id, prompts[id.prompt], length))
-    ended, steps = [], 0
+    wanted, found, clock, steps, until = [], [], 0.0, 0, 0
     while not batcher.is_idle:
-        steps += 1
-        ended += [(steps, id) for id in step(batcher)]
-    assert sorted(ended) == sorted((event.iteration, event.id) for event, _ in replica.run_until(math.inf))
-    assert batcher.stats.preemptions == replica.preemptions and batcher.pages.used == 0
+        ended, seconds = step(batcher)
+        steps, clock = steps + 1, clock + seconds
+        wanted += [(steps, id, clock) for id in ended]
+    while replica.running or replica.waiting:  # ends of windows change nothing
+        until += rng.choice((1, 16, 500))
+        found += [(event.iteration, event.id, at) for event, at in replica.run_until(until)]
+    assert [x[:2] for x in sorted(found)] == [x[:2] for x in sorted(wanted)]
+    assert [x[2] for x in sorted(found)] == pytest.approx([x[2] for x in sorted(wanted)])
+    assert replica.preemptions == batcher.stats.preemptions and replica.clock == pytest.approx(clock)
+    assert batcher.pages.used == replica.pages_used == replica.base == 0
     assert num_pages > 90 or rows == 3 or replica.preemptions > 0
 
 
