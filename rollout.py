@@ -192,7 +192,7 @@ class Engine:
         self._refresh()
         batcher, runner = self.batcher, self.runner
         if batcher.waiting:
-            runner.start(batcher.admit(), is_late=True)
+            runner.start(batcher.admit())
         if batcher.running:
             self._make_room()
         chunks = batcher.plan_chunks()

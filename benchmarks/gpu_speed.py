@@ -13,6 +13,7 @@ import torch
 from gpu_checks import CUT, GREEDY, MODELS, PLAIN, SMALL, FusedEngine, build, pool_gib
 from gpu_rows import Section, measure_bandwidth, seconds_of, wait
 
+from engine.batcher import Started
 from engine.graphs import Flight
 from engine.sequence import Sequence
 from model import Model
@@ -36,8 +37,9 @@ def occupy(engine: Engine, rows: int, context: int) -> None:
     for s in sequences:
         for _ in range(engine.pages.needed(len(prompt))):
             engine.pages.take(s)
-    engine.batcher.seat(sequences)
-    engine.runner.rows.load(sequences)
+    started = Started(sequences=sequences)
+    engine.batcher.seat(started)
+    engine.runner.start(started)
 
 
 def vacate(engine: Engine) -> None:

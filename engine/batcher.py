@@ -25,6 +25,7 @@ PageCopy = tuple[int, int]  # (from, to)
 class Started:
     """Sequences that begin to decode, in the order of their rows."""
 
+    is_late: bool = False  # their pages hold their context but for the last token
     sequences: list[Sequence] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)  # to make before
     predicts: list[int] = field(default_factory=list)  # which token of the chunks draws each one's next
@@ -80,11 +81,8 @@ class Batcher:
 
     def admit(self) -> Started:
         """Give waiting sequences their pages. Those whose prompt is in the cache already begin to decode at once."""
-        late = Started()
-        num_admitted = len(self.admitted)
-        for sequence, donor, is_late, shared, own in self.admission.admit(
-            self.waiting, num_admitted, self.pages.free, self._donor
-        ):
+        late, given = Started(is_late=True), (self.waiting, len(self.admitted), self.pages.free, self._donor)
+        for sequence, donor, is_late, shared, own in self.admission.admit(*given):
             for page in donor.pages[:shared] if donor else ():
                 self.pages.share(sequence, page)
             for _ in range(own):
@@ -100,7 +98,7 @@ class Batcher:
             self.stats.shared_tokens += len(context) - is_late if donor else 0
             sequence.admitted = self.num_admissions
             self.num_admissions += 1
-        self.seat(late.sequences, is_late=True)
+        self.seat(late)
         self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
         return late
 
@@ -165,18 +163,18 @@ class Batcher:
             for follower in prefill.followers:
                 done.copies += _copies(prefill.leader, follower)
         self.stats.prefilled_tokens += offset
-        self.seat(done.sequences)
+        self.seat(done)
         return done
 
-    def seat(self, sequences: list[Sequence], is_late: bool = False) -> None:
-        """Append sequences to the running rows. Their pages hold their context; a late one's all but the last token."""
-        for row, s in enumerate(sequences, len(self.running)):
+    def seat(self, started: Started) -> None:
+        """Append sequences to the running rows."""
+        for row, s in enumerate(started.sequences, len(self.running)):
             s.row = row
-            self.length[row], self.num_pages[row] = s.num_tokens - is_late, len(s.pages)
+            self.length[row], self.num_pages[row] = s.num_tokens - started.is_late, len(s.pages)
             self.table[row, : len(s.pages)] = s.pages
             self.pages.seat(s, row)
             self.num_stops += bool(s.stop)
-        self.running += sequences
+        self.running += started.sequences
 
     def withdraw(self, ids: set[SampleId]) -> list[Sequence]:
         """Take sequences that wait out of the queue."""

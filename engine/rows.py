@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batcher import Removed
+from engine.batcher import Removed, Started
 from engine.graphs import upload
 from engine.sequence import Sequence
 from sampling import SamplingConfig, sample, uniforms
@@ -41,13 +41,14 @@ class Rows:
         self.reader = torch.cuda.Stream() if device.type == "cuda" else None
         self.moved = torch.cuda.Event() if device.type == "cuda" else None  # after the last moves of rows
 
-    def load(self, sequences: list[Sequence], is_late: bool = False) -> None:
+    def load(self, started: Started) -> None:
         """Begin to decode sequences, in the rows that the batcher gave them: the next ones."""
+        sequences = started.sequences
         if not sequences:
             return
         rows = slice(sequences[0].row, sequences[-1].row + 1)
         for tensor, values in (
-            (self.length, [s.num_tokens - is_late for s in sequences]),
+            (self.length, [s.num_tokens - started.is_late for s in sequences]),
             (self.last_token, [s.prompt_ids[-1] for s in sequences]),
             (self.count, [len(s.token_ids) for s in sequences]),
             (self.limit, [s.max_new_tokens for s in sequences]),

@@ -71,10 +71,10 @@ class Runner:
 
     # ---- what the batcher asks for ---------------------------------------------------------------------------
 
-    def start(self, started: Started, is_late: bool = False) -> None:
+    def start(self, started: Started) -> None:
         """Load the rows of sequences that begin to decode."""
         self.memory.copy(started.copies)
-        self.rows.load(started.sequences, is_late)
+        self.rows.load(started)
 
     def close(self, removed: Removed, num_running: int) -> None:
         """Move pages and rows to the holes of sequences that have left `num_running` others."""
