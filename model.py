@@ -153,8 +153,8 @@ def _max_positions(c: dict) -> int:
     return c.get("max_position_embeddings") or (2048 if c["model_type"] == "llama" else 32768)
 
 
-def _check_number(where: str, key: str, value: Any) -> None:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+def _check_number(where: str, key: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{where}: {key} = {value!r} is not a number over 0")
 
 
@@ -190,6 +190,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)  # 3 operations: 8 % less of a small decode step
 
 
+Weight = Any  # a Tensor, or a callable in its place (`engine.cpu.Packed`)
+
+
 class LayerWeights(NamedTuple):
     """The tensors of one layer, or one tensor-parallel rank's shard of them.
 
@@ -197,13 +200,13 @@ class LayerWeights(NamedTuple):
     the same part of up. So the shard of a rank is one run of rows, a view that costs nothing.
     """
 
-    qkv: Any  # [K * (G + 2) * D, hidden]
+    qkv: Weight  # [K * (G + 2) * D, hidden]
     qkv_bias: Tensor | None
-    out: Any  # [hidden, H * D]
+    out: Weight  # [hidden, H * D]
     out_bias: Tensor | None
-    gate_up: Any  # [blocks * 2 * I / blocks, hidden]
+    gate_up: Weight  # [blocks * 2 * I / blocks, hidden]
     gate_up_bias: Tensor | None
-    down: Any  # [hidden, I]
+    down: Weight  # [hidden, I]
     down_bias: Tensor | None
     input_norm: Tensor
     post_norm: Tensor
@@ -254,7 +257,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, inference: bool) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
 
 
@@ -278,7 +281,7 @@ def run_layer(
     normed = rms_norm(x, w.input_norm, eps, inference)
     heads = linear(normed, w.qkv, w.qkv_bias).view(len(x), split.num_kv_heads, groups + 2, s.head_dim)
     qk, v = heads.split_with_sizes((groups + 1, 1), 2)  # [T, K, G + 1, D], [T, K, 1, D]
-    if w.q_norm is not None:
+    if w.q_norm is not None and w.k_norm is not None:
         q, k = qk.split_with_sizes((groups, 1), 2)
         qk = torch.cat((rms_norm(q, w.q_norm, eps, inference), rms_norm(k, w.k_norm, eps, inference)), 2)
     q, k = apply_rope(qk, cos, sin).split_with_sizes((groups, 1), 2)
@@ -330,14 +333,13 @@ class Layer(nn.Module):
     def weights(self) -> LayerWeights:
         projections = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
         norms = (self.input_norm, self.post_norm, self.q_norm, self.k_norm)
-        return LayerWeights(
-            *(tensor for p in projections for tensor in (p.weight, p.bias)), *(n.weight if n else None for n in norms)
-        )
+        parts = [tensor for p in projections for tensor in (p.weight, p.bias)]
+        return LayerWeights._make([*parts, *(n.weight if n else None for n in norms)])
 
     def shard(self, split: Split) -> LayerWeights:
         """Return a rank's part of the weights: views, but for `qkv` when ranks outnumber KV heads."""
         s, rank, size = split.shape, split.rank, split.size
-        w = LayerWeights(*(t.detach() if t is not None else None for t in self.weights()))
+        w = LayerWeights._make(t.detach() if t is not None else None for t in self.weights())
 
         def rows(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.chunk(size)[rank]
@@ -362,7 +364,7 @@ class Layer(nn.Module):
         )
 
 
-def _alone(x: Any) -> Any:
+def _alone(x: Tensor) -> Tensor:
     return x
 
 

@@ -7,7 +7,7 @@ rows have ended; on a GPU one step later, while the next step runs (engine/graph
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from config import check_options
-from core import Sample, SampleId, Span, Visit
+from core import Sample, SampleId, Span, Tokenizer, Visit
 from engine.batcher import Batcher
 from engine.cpu import BatchedPages
 from engine.graphs import DecodeGraphs, Flight
@@ -41,7 +41,7 @@ class Engine:
         config: RolloutConfig,
         sampling: SamplingConfig,
         eos_ids: Iterable[int],
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         parallel: TensorParallel = ALONE,
         sizes: Iterable[int] = (),
     ):
@@ -126,7 +126,7 @@ class Engine:
         self._refresh()
 
     def _refresh(self) -> None:
-        if self.runner.memory.kv is None:
+        if self.runner.memory.whole is None:
             self.runner.take_memory()
         if self.is_stale:
             self.weights.refresh()
@@ -139,7 +139,7 @@ class Engine:
             self.shards[size].refresh()
         else:
             if not graphs:  # they hold addresses, so they need their shards; without them one size is enough
-                self.runner.weights = None
+                self.runner.shard = None
                 self.shards.clear()
             self.shards[size] = Shard(model, parallel, self.config.prepack)
         self.parallel, self.is_stale = parallel, False
@@ -163,7 +163,7 @@ class Engine:
             self.runner.graphs.clear()
         self.released = self.weights.model
         self.shards.clear()
-        self.runner.weights = None
+        self.runner.shard = None
 
     def take_back(self) -> None:
         """Have shards and KV memory again. The model has its weights back."""
@@ -228,7 +228,7 @@ class Engine:
         return admitted + queued
 
     def generate(
-        self, prompts: list[str] | list[list[int]], num_responses: int = 1, seed: int = 0, **limits: Any
+        self, prompts: Collection[str | list[int]], num_responses: int = 1, seed: int = 0, **limits: Any
     ) -> list[list[Sample]]:
         """Return `num_responses` samples for each prompt, text or token ids. For notebooks and scripts.
 
@@ -239,27 +239,32 @@ class Engine:
             raise ValueError("generate would mix with sequences under way; `abort` them or `step` to their end")
         if not isinstance(prompts, (list, tuple)) or num_responses < 1:
             raise ValueError("generate wants a list of prompts, texts or lists of token ids, and num_responses > 0")
-        if self.tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
-            raise ValueError("a text prompt needs a tokenizer; give the engine one, or token ids")
         limits = {"max_new_tokens": self.config.max_response_tokens, **limits}
         sequences = []
         for i, prompt in enumerate(prompts):
-            ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+            ids = self._ids_of(prompt)
             sequences += [Sequence(i, r, 0, ids, sample_key(seed, 0, i, r), **limits) for r in range(num_responses)]
         for sequence in sequences:
             self._check(sequence)  # all of them before any is queued
         for sequence in sequences:
             self.add(sequence)
-        done: list[list[Sample | None]] = [[None] * num_responses for _ in prompts]
+        done: dict[SampleId, Sample] = {}
         with tqdm(total=len(prompts) * num_responses, desc="generate", disable=None, leave=False) as bar:
             try:
                 while not self.is_idle:
                     for sample in self.step():
-                        done[sample.prompt_index][sample.response_index] = sample
+                        done[sample.id] = sample
                         bar.update()
             finally:  # if it was interrupted, else there is nothing to abort
                 self.abort([sequence.id for sequence in sequences])
-        return done
+        return [[done[SampleId(0, i, r)] for r in range(num_responses)] for i in range(len(prompts))]
+
+    def _ids_of(self, prompt: str | list[int]) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; give the engine one, or token ids")
+        return tuple(self.tokenizer.encode(prompt))
 
     # ---- one step --------------------------------------------------------------------------------------------
 
@@ -279,6 +284,7 @@ class Engine:
         """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
         ended = {s: flag for s, flag in self.flights.popleft().land() if s.row >= 0}  # else an earlier flight's
         if self.batcher.num_stops:
+            assert self.tokenizer, "`add` refuses stop texts without a tokenizer"
             asking = {s: self.batcher.num_drawn(s) for s in self.batcher.running if s.stop}
             ended |= {s: 2 * asking[s] + 1 for s in stopped_by_text(asking, self.runner.rows.tokens, self.tokenizer)}
         if not ended:

@@ -149,6 +149,7 @@ class Round:
     def grade(self, sample: Sample) -> None:
         """Have a finished sample graded, beside whatever comes next."""
         prompt = self.prompts[sample.id.visit].prompt
+        assert self.engine.tokenizer, "graders read texts"
         text = self.engine.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
         self.graders.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
 

@@ -88,7 +88,7 @@ class Batcher:
             for _ in range(own):
                 self.pages.take(sequence)
             context = sequence.context
-            if is_late:
+            if donor and is_late:
                 late.sequences.append(sequence)
                 late.copies += _copies(donor, sequence)
             elif donor:

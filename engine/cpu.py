@@ -12,8 +12,8 @@ import math
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.pages import PageMove, Pages, compact
+from engine.pages import Holder, PageMove, Pages, compact
 
 LOG2_E = math.log2(math.e)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
@@ -37,11 +37,11 @@ class BatchedPages(Pages):
 
     def __init__(self, num_pages: int, page_size: int):
         self.size, self.page_size, self.used = num_pages, page_size, 0
-        self.holder: list[Any] = [None] * num_pages
+        self.holder: list[Holder | None] = [None] * num_pages
         self.start = np.zeros(num_pages, np.int64)  # position of the page's first token in its sequence
         self.row = np.zeros(num_pages, np.int64)  # of the holder; -1 while it is prefilled
 
-    def take(self, holder: Any) -> int:
+    def take(self, holder: Holder) -> int:
         page = self.used
         self.used += 1
         self.holder[page], self.start[page] = holder, len(holder.pages) * self.page_size
@@ -49,21 +49,22 @@ class BatchedPages(Pages):
         holder.pages.append(page)
         return page
 
-    def release(self, holders: list[Any]) -> list[PageMove]:
-        freed = [page for holder in holders for page in holder.pages]
-        for holder in holders:
-            holder.pages = []
+    def release(self, holders: Sequence[Holder]) -> list[PageMove]:
+        freed = [page for each in holders for page in each.pages]
+        for each in holders:
+            each.pages = []
         moves = []
         for source, target in compact(freed, self.used):
-            move = PageMove(source, target, self.holder[source], int(self.start[source]) // self.page_size)
-            move.holder.pages[move.place] = target
-            self.holder[target] = move.holder
+            holder, place = self.holder[source], int(self.start[source]) // self.page_size
+            assert holder, "each page in use has a holder"
+            holder.pages[place] = target
+            self.holder[target] = holder
             self.start[target], self.row[target] = self.start[source], self.row[source]
-            moves.append(move)
+            moves.append(PageMove(source, target, holder, place))
         self.used -= len(freed)
         return moves
 
-    def seat(self, holder: Any, row: int) -> None:
+    def seat(self, holder: Holder, row: int) -> None:
         self.row[holder.pages] = row
 
 
@@ -223,7 +224,7 @@ class Packed:
         return ours and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def packed(weight: Tensor) -> Any:
+def packed(weight: Tensor) -> "Tensor | Packed":
     """Return a weight in that layout, where that can be; else as it is."""
     return Packed(weight) if Packed.can_pack(weight) else weight
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.sequence import Sequence
+
 
 def row_bucket(n: int) -> int:
     """Return how many rows a graph for n rows has: 1, 2, 4, 8, 16, 24 .. 64, 80 .. 256, 288 .."""
@@ -37,8 +39,8 @@ class DecodeGraphs:
         self.stream = torch.cuda.Stream(ended.device) if ended.is_cuda else None
         self.captures = ended.is_cuda  # False: run every step eagerly, to compare
         self.layout = 1
-        self.graphs: dict[tuple[int, int, int], Any] = {}
-        self.memory: Any = None  # shared: graphs never run side by side
+        self.graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
+        self.memory: Any = None  # a handle, shared: graphs never run side by side
 
     def clear(self) -> None:
         """Forget all graphs: what they read has moved."""
@@ -64,7 +66,8 @@ class DecodeGraphs:
             self.graphs[key] = self._capture(step, *shape)
         self.graphs[key].replay()
 
-    def _capture(self, step: Callable[[int, int], None], rows: int, width: int) -> Any:
+    def _capture(self, step: Callable[[int, int], None], rows: int, width: int) -> torch.cuda.CUDAGraph:
+        assert self.stream, "only a GPU captures"
         ended = self.ended.clone()
         self.ended.fill_(1)  # steps over dead rows change nothing: they compile kernels and warm libraries up
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -84,21 +87,21 @@ class DecodeGraphs:
 class Flight:
     """Flags of one step on their way to the host, with the sequences that the rows were then."""
 
-    def __init__(self, sequences: list[Any], ended: Tensor):
+    def __init__(self, sequences: list[Sequence], ended: Tensor):
         self.sequences, self.event = list(sequences), torch.cuda.Event() if ended.is_cuda else None
         self.host = torch.empty(len(sequences), dtype=ended.dtype, pin_memory=ended.is_cuda)
         self.host.copy_(ended[: len(sequences)], non_blocking=True)
         if self.event:
             self.event.record()
 
-    def land(self) -> list[tuple[Any, int]]:
+    def land(self) -> list[tuple[Sequence, int]]:
         """Wait for the flags; return (sequence, flag) of every row that has ended."""
         if self.event:
             self.event.synchronize()
         return [(self.sequences[row], int(self.host[row])) for row in self.host.nonzero()[:, 0].tolist()]
 
 
-def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def upload(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return host values as a device tensor without waiting for the device."""
     tensor = torch.as_tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

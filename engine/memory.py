@@ -83,8 +83,13 @@ class PageMemory:
         self.length, self.dtype, self.device = num_bytes // dtype.itemsize, dtype, device
         self.address = 0
         self.whole: Tensor | None = None
-        #: Keys and values [layers, 2, pages, K, page, D]: one tensor, so that a page moves with one copy.
-        self.kv: Tensor | None = None
+        self._kv: Tensor | None = None  # `whole` in the shape of pages
+
+    @property
+    def kv(self) -> Tensor:
+        """Keys and values [layers, 2, pages, K, page, D]: one tensor, so that a page moves with one copy."""
+        assert self._kv is not None, "the memory was given back: take it first"
+        return self._kv
 
     @torch.inference_mode(False)  # what is made inside could not be changed outside
     def take(self, shape: tuple[int, ...]) -> bool:
@@ -93,15 +98,16 @@ class PageMemory:
         if self.whole is None:
             self.whole = torch.zeros(self.length, dtype=self.dtype, device=self.device)
             self.address = self.whole.data_ptr()
-        self.kv = self.whole[: math.prod(shape)].view(shape)
+        self._kv = self.whole[: math.prod(shape)].view(shape)
         return self.address != before
 
     def free(self) -> None:
         """Give the memory back, on a CPU to the process only."""
-        self.whole = self.kv = None
+        self.whole = self._kv = None
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy pages, (from, to) each. No copy reads what another writes."""
         if pairs := list(pairs):
             source, target = upload(pairs, self.device).T
-            self.kv[:, :, target] = self.kv[:, :, source]
+            kv = self.kv
+            kv[:, :, target] = kv[:, :, source]

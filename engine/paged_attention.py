@@ -88,6 +88,7 @@ class StepAttention:
         k_pages[self.pages, :, self.offset] = k
         v_pages[self.pages, :, self.offset] = v
         if not self.prefill:
+            assert self.decode, "a step computes something"
             return self.decode(q, k_pages, v_pages)
         n = self.n
         parts = [self.decode(q[:n], k_pages, v_pages)] if self.decode else []

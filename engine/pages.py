@@ -4,10 +4,27 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
+
+class Holder(Protocol):
+    """Has pages: a sequence."""
+
+    pages: list[int]
+    row: int  # in which it decodes; -1: none
+
+
+class HasTokens(Protocol):
+    @property
+    def num_tokens(self) -> int: ...
+
+
+N = TypeVar("N", int, np.ndarray)
+S = TypeVar("S", bound=HasTokens)
 LAYOUTS = ("whole", "sharded")  # of the rollout's weights over the ranks of a replica; the engine's is "whole"
 
 
@@ -45,7 +62,7 @@ class Cache:
         return min(pages, self.max_running * self.pages_of_longest)
 
 
-def pages_needed(num_tokens: Any, page_size: int) -> Any:
+def pages_needed(num_tokens: N, page_size: int) -> N:
     """Return how many pages hold so many tokens; also of an array."""
     return -(-num_tokens // page_size)
 
@@ -68,9 +85,9 @@ class Admission:
     shares_prompts: bool  # responses share the whole pages of their prompt, as on a GPU; on a CPU they copy them
 
     def admit(
-        self, waiting: deque, num_admitted: int, free: int, donor_of: Callable[[Any], tuple[Any, bool]]
-    ) -> Iterator[tuple[Any, Any, bool, int, int]]:
-        """Take sequences (anything with `num_tokens`) off `waiting`, in order, while rows and pages last.
+        self, waiting: deque[S], num_admitted: int, free: int, donor_of: Callable[[S], tuple[S | None, bool]]
+    ) -> Iterator[tuple[S, S | None, bool, int, int]]:
+        """Take sequences off `waiting`, in order, while rows and pages last.
 
         Yields (sequence, donor, whether it is late, pages of the donor to share, pages to take). The donor has, or will
         have, the same context in its pages; late: it was computed in an earlier step. `donor_of` returns both,
@@ -98,12 +115,12 @@ class PageMove(NamedTuple):
 
     source: int
     target: int
-    holder: Any
+    holder: Holder
     place: int
 
 
 class Pages:
-    """Pages given to holders (anything with a `pages` list) and taken back. A page may have several holders."""
+    """Pages given to holders and taken back. A page may have several holders."""
 
     shares = True  # whether it may
 
@@ -119,7 +136,7 @@ class Pages:
     def needed(self, num_tokens: int) -> int:
         return pages_needed(num_tokens, self.page_size)
 
-    def take(self, holder: Any) -> int:
+    def take(self, holder: Holder) -> int:
         """Append a page of its own to `holder.pages` and return it. The caller has made sure that one is free."""
         page = self.unused.pop()
         self.used += 1
@@ -127,12 +144,12 @@ class Pages:
         holder.pages.append(page)
         return page
 
-    def share(self, holder: Any, page: int) -> None:
+    def share(self, holder: Holder, page: int) -> None:
         """Append somebody else's page to `holder.pages`; it is free again when the last of them has released it."""
         self.users[page] += 1
         holder.pages.append(page)
 
-    def release(self, holders: list[Any]) -> list[PageMove]:
+    def release(self, holders: Sequence[Holder]) -> list[PageMove]:
         """Take all pages of `holders` back. Returns the moves that the caller must make: none, these pages stay."""
         for holder in holders:
             for page in holder.pages:
@@ -143,7 +160,7 @@ class Pages:
             holder.pages = []
         return []
 
-    def seat(self, holder: Any, row: int) -> None:
+    def seat(self, holder: Holder, row: int) -> None:
         """Note in which row a holder decodes. Of use to pages that are a batch (engine/cpu.py)."""
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from core import Tokenizer
 from engine.batcher import Removed, Started
 from engine.graphs import upload
 from engine.sequence import Sequence
@@ -76,7 +76,7 @@ class Rows:
 
     def read(self, rows: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
         """Return the tokens and log-probs of rows whose flags have arrived, without waiting for the step under way."""
-        if self.reader:
+        if self.reader and self.moved:
             self.reader.wait_event(self.moved)
         with torch.cuda.stream(self.reader) if self.reader else nullcontext():
             index = upload(rows, self.device)
@@ -93,7 +93,7 @@ class Rows:
             self.moved.record()
 
 
-def stopped_by_text(asking: dict[Sequence, int], drawn: Tensor, tokenizer: Any) -> list[Sequence]:
+def stopped_by_text(asking: dict[Sequence, int], drawn: Tensor, tokenizer: Tokenizer) -> list[Sequence]:
     """Return the sequences that have one of their stop texts in their newest tokens.
 
     asking: sequences with stop texts, and how many tokens each has drawn; drawn: the tokens of all rows [rows, limit].

@@ -16,11 +16,16 @@ class Runner:
 
     def __init__(self, rows: Rows, memory: PageMemory, graphs: DecodeGraphs | None):
         self.rows, self.memory, self.graphs = rows, memory, graphs
-        self.weights: Shard | None = None
+        self.shard: Shard | None = None
+
+    @property
+    def weights(self) -> Shard:
+        assert self.shard, "the engine was released: take it back first"
+        return self.shard
 
     def use(self, weights: Shard, pages: Pages) -> None:
         """Compute with this shard from now on, whose KV stands in these pages."""
-        self.weights, self.pages = weights, pages
+        self.shard, self.pages = weights, pages
         if self.graphs:
             self.graphs.layout = weights.split.size
         self.take_memory()
@@ -34,6 +39,7 @@ class Runner:
 
     def launch(self, batcher: Batcher) -> None:
         """Start one fused decode step over all rows. (GPU path)"""
+        assert self.graphs, "only the GPU path decodes in steps of their own"
         n = len(batcher.running)
         self.graphs.send(batcher.table[:n])
         self.graphs.run(self.decode_step, n, int(batcher.num_pages[:n].max()))
@@ -41,6 +47,7 @@ class Runner:
 
     def decode_step(self, n: int, width: int) -> None:
         """Decode one token in every row that has not ended, on tensors of fixed places, so that a graph can hold it."""
+        assert self.graphs, "only the GPU path decodes in steps of their own"
         rows = self.rows
         alive = rows.ended[:n] == 0
         positions = (rows.length[:n] + 1) * alive - 1  # an ended row: -1

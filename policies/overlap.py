@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from config import option
 from policies.step_times import StepTimes
@@ -98,10 +97,10 @@ class StreamPolicy:
         self._sorted = sorted(self.history)
         self._above = [0, *accumulate(reversed(self._sorted))]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {"lengths": list(self.history), "switch": self.switch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict) -> None:
         self.close(state["lengths"])
         self.switch = state["switch"]
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from random import Random
 from statistics import median
-from typing import Any
 
 from config import entry, option
 from core import RoundPlan, SampleId
@@ -136,6 +135,7 @@ class ParallelismPlanner:
         lengths = sorted(report.lengths)  # each rank lists what was aborted in an order of its own
         track.lengths = [*track.lengths, lengths][-RECENT_ROUNDS:]
         if self.times:
+            assert self.asked, "`choose` comes first"
             expected = self._seconds(track.size, self.asked, lengths)
             known = track.slowness.setdefault(track.size, [])
             known[:] = [*known, max(report.seconds, 1e-9) / max(expected, 1e-9)][-PATIENCE:]
@@ -171,10 +171,10 @@ class ParallelismPlanner:
         given = self.times[size], self.limits.pages[size], self.limits, launch
         return max(simulate_replica(*given, shares[i])[0] for i in slowest)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict]:
         return {kind: asdict(track) for kind, track in self.tracks.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, dict]) -> None:
         """Go on from a saved state. A size that is not allowed here becomes the next smaller one that is."""
         self.tracks = {kind: Track(**track) for kind, track in state.items()}
         for track in self.tracks.values():
@@ -199,7 +199,7 @@ def paper(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool
     """Double when preemptions rise by more than RISE, halve after QUIET_ROUNDS without any. (section 4.2)"""
     if is_first and planner.times:
         predicted = planner.predict(kind, launch)
-        return Choice(min(predicted, key=predicted.get), "start: the profile's best", predicted)
+        return Choice(min(predicted, key=predicted.__getitem__), "start: the profile's best", predicted)
     track, sizes = planner.tracks[kind], planner.sizes
     # Where ranks outnumber KV heads these are copied, and more ranks have no more pages together.
     pages = planner.limits.pages
@@ -223,7 +223,7 @@ def predict(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bo
     Differs from the paper: page pressure counts as the time that it costs, and so does the number of replicas.
     """
     predicted = planner.predict(kind, launch)
-    best, current = min(predicted, key=predicted.get), planner.tracks[kind].size
+    best, current = min(predicted, key=predicted.__getitem__), planner.tracks[kind].size
     if is_first or best == current:
         return Choice(best, "predicted fastest", predicted)
     gain = 1 - predicted[best] / predicted[current]

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -62,7 +61,7 @@ class SizeProfile:
 class Profile:
     """Measured prefill and decode times of a model on a machine, by tensor-parallel size."""
 
-    made_on: dict[str, Any]  # what the times depend on: model, device, number of ranks, page size
+    made_on: dict[str, object]  # what the times depend on: model, device, number of ranks, page size
     sizes: dict[int, SizeProfile]
 
     def save(self, path: Path) -> None:
@@ -74,7 +73,7 @@ class Profile:
 REMEDY = "make it by profiler.py, started as this run is: with its settings and its ranks, by python or by torchrun"
 
 
-def load_profile(path: Path, made_on: dict[str, Any], sizes: Sequence[int]) -> Profile:
+def load_profile(path: Path, made_on: dict[str, object], sizes: Sequence[int]) -> Profile:
     """Read a profile. Raises ConfigError when there is none, or one of other conditions."""
     profile = read_profile(path)
     if profile.made_on != made_on:
