@@ -20,7 +20,7 @@ from attention import PackedAttention
 from checkpoint import load_tokenizer, save_model
 from config import ConfigError
 from core import Prompt, Sample, Span, Visit
-from engine.cpu import Packed
+from engine.cpu import BatchedPages, Packed
 from engine.graphs import row_bucket
 from engine.rows import stopped_by_text
 from engine.sequence import Sequence
@@ -713,7 +713,7 @@ def check_invariants(engine: Engine) -> None:
     """The host's books agree with each other and with the device's."""
     page, n, rows = engine.config.page_size, len(engine.batcher.running), engine.runner.rows
     owned = [p for s in engine.batcher.admitted for p in s.pages]
-    if not engine.pages.shares:
+    if isinstance(engine.pages, BatchedPages):
         assert sorted(owned) == list(range(engine.pages.used))
         for s in engine.batcher.running:
             assert engine.pages.row[s.pages].tolist() == [s.row] * len(s.pages)
