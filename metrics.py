@@ -32,7 +32,7 @@ class LogConfig:
 
 
 @dataclass(slots=True)
-class Span:
+class Period:
     """A period of one rank, in seconds since 1970."""
 
     name: str
@@ -57,7 +57,7 @@ class Clock:
     def __init__(self, trace: bool = False, parent: "Clock | None" = None) -> None:
         """`parent`: the clock that times a stage around all stages of this clock; it counts the moves too."""
         self.seconds: dict[str, float] = defaultdict(float)
-        self.spans: list[Span] = []
+        self.spans: list[Period] = []
         self.counts: list[Count] = []
         self.trace, self.zero = trace, time.time() - time.perf_counter()
         self.stages: list[str] = []
@@ -95,7 +95,7 @@ class Clock:
         if self.spans and self.spans[-1].name == name and start - self.spans[-1].end < 1e-3:
             self.spans[-1].end = end
         else:
-            self.spans.append(Span(name, start, end))
+            self.spans.append(Period(name, start, end))
 
     def count(self, **values: int) -> None:
         """Keep numbers of this moment for the trace."""
@@ -114,7 +114,7 @@ class Clock:
         return taken
 
 
-Track = tuple[list[Span], list[Count]]
+Track = tuple[list[Period], list[Count]]
 
 
 RECENT = 10  # rounds of a kind in a moving mean
@@ -303,11 +303,11 @@ class Trace:
         rollouts = [span for spans, _ in tracks for span in spans if span.name == "rollout"]
         if kind and rollouts:
             start, end = min(span.start for span in rollouts), max(span.end for span in rollouts)
-            self._span(step, Span(f"{kind} round", start, end), pid=self.ROUNDS)
+            self._span(step, Period(f"{kind} round", start, end), pid=self.ROUNDS)
             self._add(step, "long-prompt queue", "C", pid=self.ROUNDS, ts=round(end * 1e6), args={"prompts": queue})
         self.file.flush()
 
-    def _span(self, step: int, span: Span, **place: int) -> None:
+    def _span(self, step: int, span: Period, **place: int) -> None:
         times = {"ts": round(span.start * 1e6), "dur": round((span.end - span.start) * 1e6)}
         self._add(step, span.name, "X", **times, args={"step": step}, **place)
 

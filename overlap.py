@@ -42,8 +42,8 @@ class WindowReport:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What a scale-down was for one rank."""
+class ScaleDownCost:
+    """Costs and gains of a scale-down on one rank."""
 
     tokens: int = 0  # trained
     train_seconds: float = 0.0
@@ -106,7 +106,7 @@ class StreamedRound:
         self.decision: ScaleDown | None = None
         self.missed: list[Sequence[Finished]] = []  # by those who have left, window by window
         self.sent: dict[int, int] = {}  # tokens, to each rank that this one feeds
-        self.outcome = Outcome()
+        self.outcome = ScaleDownCost()
         self.record: Record = {"samples": 0}
 
     def play(self, r: Round, referee: Referee) -> None:

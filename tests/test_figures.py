@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from metrics import Span, Trace
+from metrics import Period, Trace
 
 FIGURES = Path(__file__).parent.parent / "figures"
 
@@ -132,9 +132,9 @@ def test_a_timeline_reads_what_a_run_wrote(ended: bool, load, tmp_path: Path) ->
     timeline, trace = load("timeline"), Trace(tmp_path / "trace.json", 0)
     for step in (1, 2, 3):
         spans = [
-            Span("rollout", step, step + 1.0),
-            Span("decode", step, step + 0.5),
-            Span("idle", step + 0.5, step + 1),
+            Period("rollout", step, step + 1.0),
+            Period("decode", step, step + 0.5),
+            Period("idle", step + 0.5, step + 1),
         ]
         trace.write(step, [(spans, []), (spans, [])])
     if ended:
