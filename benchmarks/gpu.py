@@ -66,7 +66,8 @@ def section_grpo(s: Section) -> None:
                    "--run.checkpoint_every=0", f"--warm_start.steps={warm}"]  # fmt: skip
         command += [] if s.on_gpu else ON_CPU.split()
         left = s.end - time.perf_counter() + GRACE / 2
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=left)
+        environment = os.environ | {"TRITON_INTERPRET": "0"}  # Triton's interpreter is for the sections on kernels
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=left)
         if done.returncode:
             lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
             return s.row("train.py", f"exit code {done.returncode}: {' / '.join(lines[-3:])[-400:]}", False)
