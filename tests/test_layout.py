@@ -151,6 +151,10 @@ def test_functions_and_classes_fit_their_size() -> None:
     assert set(found) == set(LONGER), "split what is too long; take from LONGER what no longer is"
 
 
+def test_the_top_level_stays_short() -> None:
+    assert len(list(ROOT.glob("*.py"))) <= 28, "what a paper is not about belongs into a folder"
+
+
 def test_the_step_loop_stays_a_page() -> None:
     assert len(ROOMS["train"].read_text(encoding="utf-8").splitlines()) <= 150
 
