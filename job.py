@@ -268,6 +268,8 @@ class Job:
 
     def take_back(self) -> None:
         """Have all on the device again, as it was before `release`. No collective."""
+        if not self.is_released:
+            raise RuntimeError("this job has the device; call its release() first")
         self.trainer.take_back()
         self.engine.take_back()
         self.is_released = False

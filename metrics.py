@@ -107,14 +107,14 @@ class Clock:
         taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken
 
-    def take_track(self) -> "Track":
+    def take_track(self) -> "RankTrack":
         """Return the spans and counts since the last call."""
         taken = self.spans, self.counts
         self.spans, self.counts = [], []
         return taken
 
 
-Track = tuple[list[Period], list[Count]]
+RankTrack = tuple[list[Period], list[Count]]
 
 
 RECENT = 10  # rounds of a kind in a moving mean
@@ -234,7 +234,7 @@ class Recorder:
             rewards.append(reward)
         return sum(rewards) / len(rewards) if rewards else math.nan
 
-    def timeline(self, step: int, tracks: Sequence[Track], kind: str, queue: int) -> None:
+    def timeline(self, step: int, tracks: Sequence[RankTrack], kind: str, queue: int) -> None:
         """Add one step of every replica to the trace, its kind of round and the long-prompt queue after it."""
         if self.active and self.trace:
             self.trace.write(step, tracks, kind, queue)
@@ -291,7 +291,7 @@ class Trace:
         path.write_text("".join(f"{line}\n" for line in ("[", *kept)), encoding="utf-8")
         self.file, self.named = open(path, "a", encoding="utf-8"), 0
 
-    def write(self, step: int, tracks: Sequence[Track], kind: str = "", queue: int = 0) -> None:
+    def write(self, step: int, tracks: Sequence[RankTrack], kind: str = "", queue: int = 0) -> None:
         for i, (spans, counts) in enumerate(tracks):
             if i >= self.named:
                 self.named = i + 1

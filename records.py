@@ -8,7 +8,7 @@ import torch
 from core import Group, SampleId
 from engine.sequence import EngineStats
 from loss import ADVANTAGES, LossConfig
-from metrics import Record, Track, quantiles
+from metrics import RankTrack, Record, quantiles
 from policies.planner import Choice
 from rewards.gradings import PoolStats
 from rewards.judge import JudgeStats
@@ -22,7 +22,7 @@ class RankReport:
     tensor_parallel: int  # ranks of its replica, which count the same
     num_pages: int
     seconds: dict[str, float]  # by stage
-    track: Track
+    track: RankTrack
     memory: dict[str, float]
     pool: PoolStats
     judge: JudgeStats

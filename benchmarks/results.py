@@ -38,7 +38,7 @@ BLOCK = re.compile(r"<!-- results:(\S+)(.*?)-->(.*?)<!-- end -->", re.DOTALL)
 
 ENGINE = ("rollout.py", "engine/*.py", "attention.py", "sampling.py", "model.py")
 ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "parallel.py")
-TRAINING = ("trainer.py", "loss.py", "learning.py")
+TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py")
 REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/overlap.py", "policies/step_times.py", "overlap.py")
 SIMULATOR = ("simulate.py", "simulation/*.py", "policies/*.py", "engine/pages.py", "rewards/timeouts.py")

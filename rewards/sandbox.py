@@ -30,7 +30,7 @@ from rewards import box, leftovers, walls
 SETUP_SECONDS = 20.0  # for the box itself, before the program starts: a machine may be very busy
 OVERHEAD_SECONDS = 2 * SETUP_SECONDS + 20.0  # at most, beside the program's own time: two boxes made and removed
 TICK = 0.1  # seconds between looks at memory and number of processes
-REMEDY = "allow user namespaces or install bubblewrap"
+WAY_OUT = "allow user namespaces or install bubblewrap"
 CLEANING_SECONDS = 1.0  # longest wait for a keeper to remove files; then it goes on beside the next programs
 MOST_CLEANING = 16  # keepers that remove files at a time
 FOLDER_BYTES = 8192  # an entry may take so much on disk, beside its content
@@ -107,8 +107,10 @@ class Isolation:
                 return f"{text}Landlock keeps them to their own files"
             ended = "" if version >= walls.SEES_SIGNALS else " and END YOUR PROCESSES"
             changed = f"programs can CHANGE MODES AND TIMES OF YOUR FILES{ended}"
-            return f"{text}Landlock keeps them from reading and writing your files, but {changed}; {REMEDY}"
-        return f"{text}programs can reach {'world-readable files' if is_root else 'YOUR FILES AND PROCESSES'}; {REMEDY}"
+            return f"{text}Landlock keeps them from reading and writing your files, but {changed}; {WAY_OUT}"
+        return (
+            f"{text}programs can reach {'world-readable files' if is_root else 'YOUR FILES AND PROCESSES'}; {WAY_OUT}"
+        )
 
 
 ISOLATIONS = ("namespaces", "bubblewrap", "limits")
@@ -123,7 +125,7 @@ def isolation() -> Isolation:
         if found:
             return found
         causes.append(f"{kind}: {cause}")
-    raise SandboxError(f"cannot run programs here ({'; '.join(causes)}); {REMEDY}")
+    raise SandboxError(f"cannot run programs here ({'; '.join(causes)}); {WAY_OUT}")
 
 
 def try_isolation(kind: str) -> tuple[Isolation | None, str]:
