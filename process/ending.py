@@ -96,9 +96,7 @@ def _stage(clock: Clock) -> str:
 def _lost(clock: Clock, error: Exception) -> int:
     """Say that other ranks have gone, unless torchrun, which knows who and why, ends this rank first."""
     time.sleep(2.0)
-    rank, reason = (
-        os.environ.get("RANK", 0),
-        re.sub(r"^\[.*?\] ", "", (str(error).strip() or type(error).__name__).splitlines()[0]),
-    )
+    rank, text = os.environ.get("RANK", 0), str(error).strip() or type(error).__name__
+    reason = re.sub(r"^\[.*?\] ", "", text.splitlines()[0])
     reason = reason.partition(". ")[0]  # gloo goes on with advice
     return _say(f"rank {rank} lost the others in {_stage(clock)} of step {clock.step}: {reason}", code=1)
