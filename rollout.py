@@ -169,6 +169,7 @@ class Engine:
     def take_back(self) -> None:
         """Have shards and KV memory again. The model has its weights back."""
         model, self.released = self.released, None
+        assert model, "nothing was released"
         self._enter(model, self.parallel)
 
     def add(self, sequence: Sequence) -> None:
