@@ -16,13 +16,14 @@ class OnHost:
     def __init__(self, tensors: Iterable[Tensor]):
         storages = (tensor.untyped_storage() for tensor in tensors)
         unique = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}  # views share one
-        self.copies = [(storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)) for storage in unique.values()]
-        for storage, _ in self.copies:
+        self.copies = []
+        for storage in unique.values():  # one by one: on a CPU both are in the same memory
+            self.copies.append((storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)))
             storage.resize_(0)
 
     def bring_back(self) -> None:
         """Fill the tensors again. More calls do nothing."""
-        for storage, copy in self.copies:
+        while self.copies:
+            storage, copy = self.copies.pop()
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
-        self.copies = []

@@ -74,6 +74,7 @@ class Engine:
         graphs = DecodeGraphs(rows.ended, config.max_running, longest) if self._is_fused(self.device) else None
         self.runner = Runner(rows, PageMemory(num_bytes, dtype, self.device), graphs)
         self.shards: dict[int, Shard] = {}
+        self.released: Model | None = None  # what to decode with again after a release
         self._enter(model, parallel)
 
     @staticmethod
@@ -167,7 +168,9 @@ class Engine:
 
     def take_back(self) -> None:
         """Have shards and KV memory again. The model has its weights back."""
-        self._enter(self.released, self.parallel)
+        model, self.released = self.released, None
+        assert model, "nothing was released"
+        self._enter(model, self.parallel)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""

@@ -96,12 +96,13 @@ class Trainer:
         else:
             self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
             for param, master in zip(self.params, self.masters, strict=True):
-                if param is not master:
+                if param is not master and param.requires_grad:
                     param.register_post_accumulate_grad_hook(_add_to(master))
         self.learner.recompute = config.recompute
         betas = (config.beta1, config.beta2)
-        matrices = {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": config.weight_decay}
-        others = {"params": [m for m in self.masters if m.dim() < 2], "weight_decay": 0.0}  # norms and biases
+        trained = [m for p, m in zip(self.params, self.masters, strict=True) if self.mesh or p.requires_grad]
+        matrices = {"params": [m for m in trained if m.dim() > 1], "weight_decay": config.weight_decay}
+        others = {"params": [m for m in trained if m.dim() < 2], "weight_decay": 0.0}  # norms and biases
         self.optimizer = torch.optim.AdamW([matrices, others], lr=config.lr, betas=betas, fused=True)
         self.offloaded = OnHost(())  # optimizer state between updates
         self.released = OnHost(())

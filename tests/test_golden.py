@@ -53,7 +53,7 @@ SETTINGS: dict[str, tuple[tuple[int, ...], float, dict]] = {
     "elastic": ((2, 4), 0.0, RACES | dict(planner__rule="paper", rollout__kv_gib=0.0003)),
 }
 SHORT = {("tail batching", 1), ("tail batching", 2), ("stream training", 2), ("elastic", 2)}
-SHORT |= {("synchronous", 2), ("tensor parallel", 2)}
+SHORT |= {("synchronous", 2), ("tensor parallel", 2), ("sharded", 2)}
 SAME = ("tail batching", "stream training", "sharded", "tensor parallel")  # one trajectory, however it is computed
 
 

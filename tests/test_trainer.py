@@ -233,6 +233,21 @@ def test_frozen_norms_leave_all_other_gradients_as_they_are(tiny_model, referenc
         assert whole.any() and torch.equal(found[1][name], torch.zeros_like(whole) if "norm" in name else whole), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_weights_stay_as_they_are(tiny_model, examples, dtype):
+    model = copy.deepcopy(tiny_model).to(dtype)
+    frozen = {name: weight.clone() for name, weight in model.named_parameters() if "norm" in name or "embed" in name}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    trainer = make_trainer(model, weight_decay=0.5)
+    before = weights(trainer)
+    trainer.accumulate(examples)
+    trainer.update()
+    assert not torch.equal(weights(trainer), before)
+    for name, weight in frozen.items():
+        assert torch.equal(trainer.model.get_parameter(name), weight), name
+
+
 # ---- spans -------------------------------------------------------------------------------------------------------
 
 
