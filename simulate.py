@@ -31,7 +31,7 @@ from policies.replica import Replica, Response
 from policies.step_times import FittedTimes, Profile, SizeProfile, read_profile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
-from scheduler import POLICIES, RoundPolicy, SchedulerConfig, window
+from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, window
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
 from simulation.workload import Drawn, LengthModel, Lengths, Recorded
 
@@ -134,7 +134,7 @@ class SimulatedRound:
     def preemptions(self) -> int:
         return sum(replica.preemptions for replica in self.replicas + self.freed)
 
-    def play(self, policy: RoundPolicy) -> None:
+    def play(self, policy: RoundPolicy | Race) -> None:
         """Decode until the policy says that the round is done. Rewards that it asks for take no time here."""
         self._launch(self.plan.prompts, self.plan.expected)
         decision = Decision()

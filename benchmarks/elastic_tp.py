@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -40,7 +41,7 @@ from sampling import SamplingConfig
 
 PROMPT = 16  # tokens
 RESPONSES = 4  # of one prompt
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 2048,
     "hidden_size": 512,
@@ -196,7 +197,7 @@ def build(longest: int, world: World) -> tuple[Engine, TPGroups]:
 
 def contenders(limits: EngineLimits, profile: Profile) -> list[Contender]:
     """Return every fixed size and both rules, which start at size 1; `paper` without a profile."""
-    rules = [(f"fixed {n}", "fixed", n, None) for n in limits.pages]
+    rules: list[tuple[str, str, int, Profile | None]] = [(f"fixed {n}", "fixed", n, None) for n in limits.pages]
     rules += [("paper", "paper", 1, None), ("predict", "predict", 1, profile)]
     return [
         Contender(name, ParallelismPlanner(PlannerConfig(rule), limits, start, known), start)

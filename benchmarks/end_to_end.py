@@ -172,7 +172,7 @@ def make_sides(size: Size, folder: Path, periods: int, world: World, stack: Exit
         profile.save(profile_path(base))
     parallel.barrier(world)
     TraceEngine.trace = size.trace
-    job.Engine = TraceEngine
+    job.Engine = TraceEngine  # type: ignore[misc]
     sides = []
     for index, (name, _, late) in enumerate(PARTS):
         config = settings(size, folder, index, periods)

@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 THREADS = "2"
 os.environ["OMP_NUM_THREADS"] = THREADS  # before torch is imported
@@ -27,6 +28,7 @@ import torch
 from tqdm import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
+from core import SampleId
 from engine.sequence import Sequence
 from model import Model, parse_shape
 from rollout import Engine, RolloutConfig
@@ -35,7 +37,7 @@ from sampling import SamplingConfig
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPT = 16  # tokens
 ROLLOUT = RolloutConfig(max_prompt_tokens=PROMPT, max_response_tokens=512, max_running=128, kv_gib=1.0)
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(vocab_size=258, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4),
     "half": dict(
         vocab_size=32000, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14
@@ -103,7 +105,7 @@ def run_generate(model: Qwen2ForCausalLM, case: Case) -> float:
     for i in range(0, len(ids), case.batch):
         length = max(case.lengths[i : i + case.batch])
         part = ids[i : i + case.batch]
-        model.generate(
+        model.generate(  # type: ignore[misc]  # its class has the mixin that this method asks for
             part,
             attention_mask=torch.ones_like(part),
             do_sample=False,
@@ -180,7 +182,7 @@ def measure_decode(model: Model, engine: Engine, batch: int, rounds: int) -> tup
         step = best(engine.step, turns=2)
         fractions.append(decode_step_floor(model, batch, PROMPT + 3 * turn + 2, bandwidth, rate) / step)
         seconds.append(step)
-    engine.abort([(0, i, 0) for i in range(batch)])
+    engine.abort([SampleId(0, i, 0) for i in range(batch)])
     return statistics.median(fractions), statistics.median(seconds)
 
 

@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def arm(fault: Fault, fired: Path) -> None:
     place: dict[str, Any] = {}
     run_training = train.train
 
-    def note_clock(config: Any, world: Any, resume: bool, clock: Any) -> None:
+    def note_clock(config: Any, world: Any, resume: bool, clock: Any = None) -> None:
         place["clock"] = clock
         run_training(config, world, resume, clock)
 
@@ -351,11 +352,10 @@ def settings(base: Path, folder: Path, *more: str) -> list[str]:
 def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -> None:
     """Play one run with all its faults; put an Outcome for each into `done`, then what the run came to."""
     folder, fired = base / f"run{ranks}_{number}", base / f"fired{ranks}_{number}"
-    streamed, more = faults[0].is_streamed, ()
-    if streamed:
-        more = (SYNCHRONOUS, *STREAM)
+    streamed = faults[0].is_streamed
+    more = [SYNCHRONOUS, *STREAM] if streamed else []
     if faults[0].kind == "nan":
-        more = (f"--run.checkpoint_every={STEPS}",)  # or updates that were skipped would be in a checkpoint
+        more = [f"--run.checkpoint_every={STEPS}"]  # or updates that were skipped would be in a checkpoint
     args, log = settings(base, folder, *more), base / f"run{ranks}_{number}.log"
     straight = base / f"straight{ranks}{'_synchronous' if streamed else ''}"
     outcomes, clean = [], True
@@ -427,14 +427,15 @@ def main() -> int:
     base = Path(tempfile.mkdtemp(prefix="faults_"))
     base.chmod(0o755)
     prepare(base)
-    work, done = [], mp.Queue()
+    work: list[tuple[Path, int, list[Fault], int, Any]] = []
+    done: mp.Queue = mp.Queue()
     for ranks in (2,) if arguments.quick else (2, 4):
         for name, more in ((f"straight{ranks}", ()), (f"straight{ranks}_synchronous", (SYNCHRONOUS,))):
             codes, _, _ = live(ranks, settings(base, base / name, *more), None, base / "none", base / f"{name}.log")
             assert not any(codes), (base / f"{name}.log").read_text()
         faults = all_faults(ranks)[:: 11 if arguments.quick else 1]
         work += [(base, ranks, run, number, done) for number, run in enumerate(into_runs(faults))]
-    outcomes, runs, drivers = [], [], []
+    outcomes, runs, drivers = list[Outcome](), list[Any](), list[BaseProcess]()
     total = sum(len(run) for _, _, run, _, _ in work)
     bar = tqdm(total=total, unit="fault", disable=None)
     left = list(work)

@@ -5,6 +5,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -266,18 +267,20 @@ def pool_gib(shape: ModelShape, config: RolloutConfig, dtype: torch.dtype, pages
     return (pages + 0.5) * kv_page_bytes(config, shape, dtype) / 2**30
 
 
+SIZES = RolloutConfig(max_prompt_tokens=96, max_response_tokens=48, max_running=24, page_size=16)
+
+
 def make_engine(
-    model: Model, sampling: SamplingConfig, kind: type[Engine] = FusedEngine, pages: int = 400, **more: int
+    model: Model, sampling: SamplingConfig, kind: type[Engine] = FusedEngine, pages: int = 400, **more: Any
 ) -> Engine:
-    sizes = {"max_prompt_tokens": 96, "max_response_tokens": 48, "max_running": 24, "page_size": 16, **more}
-    config = RolloutConfig(**sizes)
+    config = replace(SIZES, **more)
     gib = pool_gib(model.shape, config, model.embed.weight.dtype, pages) if pages else 0.0  # half of the free memory
     return kind(model, replace(config, kv_gib=gib), sampling, [])
 
 
 def make_sequences(count: int, vocab: int, longest: int = 48) -> list[Sequence]:
     """Every four share one prompt."""
-    rng, made = Random(5), []
+    rng, made = Random(5), list[Sequence]()
     for i in range(count):
         prompt = made[-1].prompt_ids if i % 4 else tuple(rng.randrange(vocab) for _ in range(rng.randint(1, 96)))
         made.append(Sequence(i, 0, 0, prompt, sample_key(7, i), rng.randint(longest // 4, longest)))
@@ -287,7 +290,7 @@ def make_sequences(count: int, vocab: int, longest: int = 48) -> list[Sequence]:
 def drain(engine: Engine, sequences: Iterable[Sequence] = ()) -> dict[int, Sample]:
     for sequence in sequences:
         engine.add(sequence)
-    samples = {}
+    samples: dict[int, Sample] = {}
     while not engine.is_idle:
         samples |= {sample.prompt_index: sample for sample in engine.step()}
     assert engine.pages.used == 0, f"{engine.pages.used} pages leaked"
@@ -309,7 +312,8 @@ def by_other_path(s: Section, model: Model, sampling: SamplingConfig) -> Engine:
 @torch.no_grad()
 def full_forward(model: Model, sequences: list[Sequence], samples: dict[int, Sample], sampling: SamplingConfig):
     """Return (logits, log-probs) of every response token, from one forward as the trainer runs it."""
-    device, rows, targets, ids, lengths = model.embed.weight.device, [], [], [], []
+    device = model.embed.weight.device
+    rows, targets, ids, lengths = list[int](), list[int](), list[int](), list[int]()
     for q in sequences:
         response = samples[q.prompt_index].token_ids
         first = len(ids) + len(q.prompt_ids) - 1
@@ -343,7 +347,7 @@ def section_engine(s: Section) -> None:
     parts: list[Callable[[], None]] = []
     for name, sampling in {"greedy": GREEDY, "sampled": PLAIN, "top-k, top-p": CUT}.items():
         for own in (model, half) if s.on_gpu else (model,):
-            parts.append(lambda name=name, sampling=sampling, own=own: check_paths(s, name, own, sampling, count))
+            parts.append(partial(check_paths, s, name, own, sampling, count))
     parts += [lambda: check_bf16(s, half, count), lambda: check_pressure(s, model, count), lambda: check_stop(s, model)]
     parts += [
         lambda: check_families(s, vocab),
@@ -363,7 +367,7 @@ def check_paths(s: Section, name: str, model: Model, sampling: SamplingConfig, c
     sequences = make_sequences(count, vocab)
     engine = make_engine(model, sampling)
     mine, other = drain(engine, sequences), drain(by_other_path(s, model, sampling), make_sequences(count, vocab))
-    captured = f", {len(engine.runner.graphs.graphs)} graphs" if s.on_gpu else ""
+    captured = f", {len(engine.runner.graphs.graphs)} graphs" if engine.runner.graphs else ""
     paths = "graphs = eager" if s.on_gpu else "fused = plain"
     same(s, f"{paths}, {name} {'fp32' if exact else 'bf16'}", tokens_of(mine), tokens_of(other), captured)
     if exact:
@@ -400,7 +404,7 @@ def check_pressure(s: Section, model: Model, count: int) -> None:
     preempted = engine.stats.preemptions
     same(s, "preemption", tokens_of(mine), expected, f", {preempted} preemptions", good=preempted > 0)
     here, there = make_engine(model, PLAIN), make_engine(model, PLAIN, page_size=32)
-    sequences, samples = make_sequences(count, vocab), {}
+    sequences, samples = make_sequences(count, vocab), dict[int, Sample]()
     for sequence in sequences:
         here.add(sequence)
         samples |= {sample.prompt_index: sample for sample in here.step()}
@@ -445,6 +449,7 @@ def check_release(s: Section, model: Model, count: int) -> None:
     own = copy.deepcopy(model)
     engine = make_engine(own, PLAIN)
     before = tokens_of(drain(engine, make_sequences(count, model.shape.vocab_size)))
+    assert engine.runner.memory.whole is not None
     held = engine.runner.memory.whole.nbytes + sum(parameter.nbytes for parameter in own.parameters())
     used = torch.cuda.memory_allocated() if s.on_gpu else held
     engine.release()
@@ -506,6 +511,7 @@ def check_memory(s: Section, model: Model) -> None:
         after.append(torch.cuda.memory_allocated())
     growth = [(x - first) / 2**20 for x in after]
     driver = (used - torch.cuda.mem_get_info()[0]) / 2**20
+    assert engine.runner.graphs
     later, graphs = growth[2] - growth[0], len(engine.runner.graphs.graphs)
     text = f"{graphs} graphs: {growth[0]:.0f} MiB allocated, {driver:.0f} MiB taken from the device"
     metrics = {"graphs_allocated_mib": round(growth[0]), "graphs_device_mib": round(driver)}

@@ -81,6 +81,7 @@ def run_section(
     receive, send = FORK.Pipe(duplex=False)
     process = FORK.Process(target=_child, args=(function, device, seconds, known, send))
     process.start()
+    assert process.pid
     send.close()
     rows, end = [], time.perf_counter() + seconds + grace
     try:

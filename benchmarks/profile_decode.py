@@ -15,9 +15,11 @@ from tqdm import tqdm
 
 # First: it sets the number of threads. By its path, for the engine's folder has its name.
 spec = importlib.util.spec_from_file_location("bench", Path(__file__).with_name("engine.py"))
+assert spec and spec.loader
 sys.modules["bench"] = bench = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench)
 
+from core import SampleId
 from engine.sequence import Sequence
 from rollout import Engine
 
@@ -36,7 +38,7 @@ def profile_steps(engine: Engine, rows: int, steps: int) -> tuple[str, float]:
     with profile() as profiler:
         for _ in range(steps):
             engine.step()
-    engine.abort([(0, i, 0) for i in range(rows)])
+    engine.abort([SampleId(0, i, 0) for i in range(rows)])
     events = profiler.key_averages()
     total = sum(e.self_cpu_time_total for e in events)
     lines = [f"{'operation':<52} {'calls':>6} {'us each':>9} {'us a step':>10} {'share':>6}"]

@@ -41,8 +41,10 @@ ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "paralle
 TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py")
 REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/overlap.py", "policies/step_times.py", "overlap.py")
-SIMULATOR = ("simulate.py", "simulation/*.py", "policies/*.py", "engine/pages.py", "rewards/timeouts.py")
-SIMULATOR += ("scheduler.py", "configs/simulate/*.toml")
+SIMULATOR = (
+    *("simulate.py", "simulation/*.py", "policies/*.py", "engine/pages.py", "rewards/timeouts.py"),
+    *("scheduler.py", "configs/simulate/*.toml"),
+)
 RUN = ("train.py", "job.py")
 SIMULATED = Path("figures/paper.json")  # what figures/*.py have simulated
 
@@ -249,7 +251,7 @@ def run(name: str, quick: bool) -> None:
     print(f"---- python {command}", flush=True)
     start, lines = time.time(), []
     with subprocess.Popen([sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
+        for line in process.stdout or ():
             lines.append(line.rstrip())
             print(lines[-1], flush=True)
     if process.returncode:
@@ -349,7 +351,7 @@ def simulated_problems() -> list[str]:
         return []
     data = json.loads(path.read_text(encoding="utf-8"))
     found = [] if data == sealed(data) else [f"{SIMULATED} was edited by hand: make figures"]
-    drawn = {name: {} for name, kept in data.items() if isinstance(kept, dict) and "figure" in kept}
+    drawn: dict[str, dict] = {name: {} for name, kept in data.items() if isinstance(kept, dict) and "figure" in kept}
     for name, then in (drawn | data.get("measured", {})).items():
         if changed := [file for file in now.keys() | then.keys() if now.get(file) != then.get(file)]:
             found.append(f"{SIMULATED}: {name} is older than {', '.join(sorted(changed))}: run figures/{name}.py")

@@ -203,8 +203,8 @@ def programs(shape: Shape, periods: int, workers: int) -> dict[str, Any]:
 
 def spread(name: str, ratios: list[float]) -> dict[str, float]:
     """Return the median, least and most of the periods."""
-    of = {"": statistics.median, "_least": min, "_most": max}
-    return {f"speedup_{name}{suffix}": round(function(ratios), 2) for suffix, function in of.items()}
+    of = {"": statistics.median(ratios), "_least": min(ratios), "_most": max(ratios)}
+    return {f"speedup_{name}{suffix}": round(ratio, 2) for suffix, ratio in of.items()}
 
 
 def judge(shape: Shape, periods: int, folder: Path) -> dict[str, Any]:

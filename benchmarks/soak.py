@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def temporary(folder: Path) -> set[Path]:
     return {path for path in found if not path.name.startswith(("torchelastic_", "torchinductor_"))}
 
 
-def slope(steps: list[float], values: list[float]) -> float:
+def slope(steps: Sequence[float], values: Sequence[float]) -> float:
     """Return by which share of the mean the values rise in 1,000 steps."""
     rise = np.polyfit(steps, values, 1)[0]
     return 1000 * rise / max(float(np.mean(values)), 1e-9)

@@ -273,7 +273,7 @@ def measure_trace(shape: Shape, contenders: Sequence[Contender], periods: int, w
     return results
 
 
-def in_turn(sides: Sequence, turn: int) -> Sequence:
+def in_turn(sides: list[Any], turn: int) -> list[Any]:
     """Who goes first changes, so that nobody profits from its place."""
     return sides[turn % len(sides) :] + sides[: turn % len(sides)]
 

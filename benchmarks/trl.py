@@ -143,7 +143,7 @@ def trl_worker(spec_path: Path) -> None:
 
     count = spec["arguments"]["num_generations"]
 
-    def grade(completions: list[str], answer: list[str], task: list[str], **columns: Any) -> list[float]:
+    def grade(completions: list[str], answer: list[str], task: list[str], **columns: Any) -> list[Any]:
         if "texts" in columns:
             completions = [texts[i % count] for i, texts in enumerate(columns["texts"])]
         rows = columns.get("row") or [{}] * len(task)
@@ -156,11 +156,11 @@ def trl_worker(spec_path: Path) -> None:
                 own = [row["lengths"][i % count] for i, row in enumerate(inputs)]
                 self.generation_config.eos_token_id = -1
 
-                def add_request(manager: Any, input_ids: list[int], request_id: str, **rest: Any) -> str:
+                def add_request(manager: Any, input_ids: list[int], request_id: str, **rest: Any) -> str | None:
                     rest["max_new_tokens"] = own[int(request_id.removeprefix("req_"))]
                     return add_to_queue(manager, input_ids, request_id, **rest)
 
-                ContinuousBatchingManager.add_request = add_request
+                ContinuousBatchingManager.add_request = add_request  # type: ignore[assignment]  # it is always named
             return super()._generate_and_score_completions(inputs)
 
     class Stopwatch(transformers.TrainerCallback):
@@ -170,7 +170,7 @@ def trl_worker(spec_path: Path) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.seconds = time.perf_counter() - self.start
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict, **_: Any) -> None:
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if state.is_world_process_zero and "reward" in logs:
                 length = {name: logs[f"completions/{name}_length"] for name in ("mean", "max")}
                 record = {
@@ -281,7 +281,7 @@ def measure(rounds: int, num_steps: int, ranks: tuple[int, ...], overrides: list
 def report(sides: list[Side]) -> None:
     """Print the table and, as the last line, the metrics in JSON."""
     size = PROMPTS * RESPONSES
-    best = {}
+    best: dict[str, Side] = {}
     print(
         f"{'':15} processes x threads   s/step (min .. max)   samples/s   tokens/s   mean length   max length   reward"
     )

@@ -40,7 +40,7 @@ from job import Job
 from metrics import Clock
 from parallel import World
 from policies.placement import assign_by_load
-from policies.planner import Choice, Launch, Report
+from policies.planner import Choice, Launch, ParallelismPlanner, Report
 from policies.step_times import Profile, SizeProfile
 from profiler import make_profile, measure
 from scheduler import Race
@@ -73,15 +73,14 @@ KINDS = {  # another kind is another line: the settings of its run
 }
 
 
-class Recalled:
+class Recalled(ParallelismPlanner):
     """A planner that repeats the choices of another."""
 
     def __init__(self, sizes: list[int]):
-        self.sizes, self.asked = sizes, 0
+        self.choices = (Choice(size, "as before") for size in sizes)  # `sizes` may still grow
 
     def choose(self, kind: str, launch: Launch) -> Choice:
-        self.asked += 1
-        return Choice(self.sizes[self.asked - 1], "as before")
+        return next(self.choices)
 
     def observe(self, kind: str, report: Report) -> None: ...
 
@@ -135,6 +134,7 @@ def play_step(side: Side, left: int) -> None:
             job.planner = Recalled(side.sizes)
         taken.append(step(job, left))
         if not i:
+            assert job.choice
             side.sizes.append(job.choice.size)
     side.seconds.append({stage: median(one[stage] for one in taken) for stage in taken[0]})
 
@@ -244,10 +244,13 @@ def measure_machine(job: Job, trace: Trace) -> Machine:
         del job.engine.add
         return median(max(parallel.gather_objects(world, clock.take()["rollout"])) for clock in clocks)
 
+    def training(with_tail: bool) -> float:
+        return seconds_of(world, lambda: update(job, trace, with_tail))
+
     return Machine(
         parallel.gather_objects(world, sizes),
         short_round={size: short_round(size) for size in sorted(sizes, reverse=True)},
-        train=tuple(seconds_of(world, lambda t=t: update(job, trace, t)) for t in (False, True)),
+        train=(training(with_tail=False), training(with_tail=True)),
         sync=seconds_of(world, lambda: sync(job)),  # of replicas of one rank
         exchange=seconds_of(world, lambda: [parallel.gather_objects(world, ([], {})) for _ in range(50)]) / 50,
     )
@@ -342,7 +345,7 @@ def simulation_of(job: Job, sizes: list[int], length: Callable, machine: Machine
     grading = GradingConfig(rule_seconds=1e-3)
     parts = SimulationConfig(cluster, config.scheduler, grading, config.stream, config.planner)
     hardware, model = costs_of(machine, job, trace)
-    lengths = Given(length, job.cursor.prompts, trace.limit)
+    lengths = Given(length, list(job.cursor.prompts), trace.limit)
     simulation = Uneven(machine, parts, model, hardware, lengths)
     simulation.planner = Recalled(sizes)
     return simulation
@@ -361,6 +364,7 @@ def simulated(side: Side, machine: Machine, spare: Job, trace: Trace) -> list[di
         for own in simulation.own:
             own[size].efficiency = replace(own[size].efficiency, response_seconds=beyond / len(rollout.lengths))
     if job.streaming:
+        assert simulation.stream
         simulation.stream.switch = job.streaming.policy.switch  # seconds of the newest move
     return simulation.run()
 

@@ -43,8 +43,8 @@ def main() -> None:
     figure, axes = plt.subplots(1, 2)
     labels = [f"{kind}, TP {size}" for kind, size in PAPER] + ["short, TP 2, whole", "long, TP 2, whole"]
     for i, (axis, what) in enumerate(zip(axes, ("preemptions in a round", "rollout time (s)"), strict=True)):
-        values = [found[key][i] for key in PAPER] + [whole[kind, 2][i] for kind in ("short", "long")]
-        pair(axis, [v[i] for v in PAPER.values()], values, labels)
+        times = [found[key][i] for key in PAPER] + [whole[kind, 2][i] for kind in ("short", "long")]
+        pair(axis, [v[i] for v in PAPER.values()], times, labels)
         axis.set_ylabel(what)
     legend(figure, axes[0])
     save(figure, "fig04", "P0 = 128, R0 = 8, one period; weights sharded, not shipped yet, or whole")

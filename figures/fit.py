@@ -17,6 +17,7 @@ Figure 9, Figures 10, 12 and 14, Table 4.
 import argparse
 import math
 from dataclasses import replace
+from typing import Any
 
 import fig04
 import numpy as np
@@ -96,7 +97,7 @@ def value_of(file: ModelFile, key: str) -> float:
     return getattr(file.efficiency, key) if hasattr(file.efficiency, key) else getattr(file.lengths, key)
 
 
-def changed(file: ModelFile, values: dict[str, float]) -> ModelFile:
+def changed(file: ModelFile, values: dict[str, Any]) -> ModelFile:
     engine = {key: value for key, value in values.items() if hasattr(file.efficiency, key)}
     lengths = {key: value for key, value in values.items() if key not in engine}
     return replace(file, lengths=replace(file.lengths, **lengths), efficiency=replace(file.efficiency, **engine))
