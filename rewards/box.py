@@ -9,7 +9,6 @@ short, so a keeper has to start fast.
 
 import _signal as signal  # `signal` adds enumerations, which take a quarter of a keeper's start
 import builtins
-import ctypes
 import marshal
 import operator
 import os
@@ -37,13 +36,14 @@ class _Stop(Exception):
 # ---- the keeper ------------------------------------------------------------------------------------------------
 
 
-def keep(spec: dict) -> None:
-    """Build the box that `sandbox._Box` describes, run its program, report, and leave no process behind."""
-    report = spec["report"]
-    os.set_inheritable(report, False)
+def keep_box(handle: int) -> None:
+    """Build the box that an open file describes, run its program, report, leave no process behind, and end."""
+    with os.fdopen(handle, "rb") as file:  # closed, so that the program does not inherit it
+        spec = marshal.load(file)
+    os.set_inheritable(spec["report"], False)
     signal.signal(signal.SIGTERM, _stop)
-    _call("prctl", PARENT_DEATH, signal.SIGTERM)
-    _call("prctl", SUBREAPER, 1)
+    walls.call("prctl", PARENT_DEATH, signal.SIGTERM)
+    walls.call("prctl", SUBREAPER, 1)
     uid = lock = None
     is_apart = spec["isolation"] == "namespaces"
     try:
@@ -52,25 +52,26 @@ def keep(spec: dict) -> None:
         if os.geteuid() == 0:
             uid, lock = leftovers.take_uid()
         else:  # the limit counts the user's other processes too
-            spec["limits"]["NPROC"] += leftovers.num_tasks(os.getuid())
+            spec["limits"]["NPROC"] += sum(num_threads for *_, num_threads in leftovers.processes(os.getuid()))
         if is_apart:
             _unshare()
-        _call("prctl", DUMPABLE, 0)  # a program of the same user can neither trace the keeper nor open its pipes
+        walls.call("prctl", DUMPABLE, 0)  # a program of the same user can neither trace the keeper nor open its pipes
         main = os.fork()
         if not main:
-            _in_child(_first if is_apart else _start, spec, uid)
+            _in_child(_first if is_apart else _become_program, spec, uid)
         _leave_channels(spec)
         status = os.waitpid(main, 0)[1]
         if not is_apart:  # in namespaces the first process has reported it
-            _say(report, "end", status, time.monotonic())
+            _report(spec, "end", status, time.monotonic())
     except _Stop:
         pass
     except OSError as error:
-        _say(report, "error", f"{type(error).__name__}: {error}")
+        _report(spec, "error", f"{type(error).__name__}: {error}")
     finally:
         _end(spec, None if is_apart else uid)  # namespaces end as a whole
         if lock is not None:
             leftovers.give_back(uid, lock)
+    os._exit(0)
 
 
 def _end(spec: dict, uid: int | None) -> None:
@@ -96,23 +97,23 @@ def _in_child(function, spec: dict, uid: int | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         function(spec, uid)
     except BaseException as error:
-        _say(spec["report"], "error", f"{type(error).__name__}: {error}")
+        _report(spec, "error", f"{type(error).__name__}: {error}")
     finally:
         os._exit(127)
 
 
 def _first(spec: dict, uid: int | None) -> None:
     """Be process 1 of the namespaces: all processes in them die with it, and it dies with the keeper."""
-    _call("prctl", PARENT_DEATH, signal.SIGKILL)
+    walls.call("prctl", PARENT_DEATH, signal.SIGKILL)
     _build_root(spec, uid)
     main = os.fork()
     if not main:
-        _in_child(_start, spec, uid)
+        _in_child(_become_program, spec, uid)
     _leave_channels(spec)
     while True:
         pid, status = os.wait()
         if pid == main:
-            _say(spec["report"], "end", status, time.monotonic())
+            _report(spec, "end", status, time.monotonic())
             os._exit(0)
 
 
@@ -122,7 +123,7 @@ def _leave_channels(spec: dict) -> None:
         os.close(channel)
 
 
-def _start(spec: dict, uid: int | None) -> None:
+def _become_program(spec: dict, uid: int | None) -> None:
     """Give up all rights and become the program."""
     if spec["isolation"] != "namespaces":
         os.chmod(spec["folder"], 0o711)
@@ -135,8 +136,8 @@ def _start(spec: dict, uid: int | None) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    _call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    _call("prctl", PARENT_DEATH, signal.SIGKILL)
+    walls.call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    walls.call("prctl", PARENT_DEATH, signal.SIGKILL)
     command = spec["command"]
     if spec["isolation"] == "bubblewrap":  # it makes calls that the filter refuses, then loads the filter itself
         reads, writes = os.pipe()
@@ -146,8 +147,8 @@ def _start(spec: dict, uid: int | None) -> None:
     else:
         if spec["isolation"] == "limits":
             walls.show_only(".", box_paths(spec["prefix"]), DEVICES)
-        walls.load(spec["system_calls"])
-    _say(spec["report"], "start", time.monotonic())
+        walls.load_filter(spec["system_calls"])
+    _report(spec, "start", time.monotonic())
     os.execve(command[0], command, ENVIRONMENT)
 
 
@@ -159,7 +160,7 @@ def home(folder: str) -> str:
 def _unshare() -> None:
     """Enter new namespaces. Without root, a user namespace gives the right; it maps only this user."""
     uid, gid, is_root = os.geteuid(), os.getegid(), os.geteuid() == 0
-    _call("unshare", NEW_IPC | NEW_PID | NEW_NET | (0 if is_root else NEW_USER))
+    walls.call("unshare", NEW_IPC | NEW_PID | NEW_NET | (0 if is_root else NEW_USER))
     if not is_root:
         for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {uid} 1"), ("gid_map", f"1000 {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
@@ -172,10 +173,10 @@ def _build_root(spec: dict, uid: int | None) -> None:
     The new root has no /proc and no files of the run.
     """
     root, limits = spec["folder"].encode(), spec["limits"]
-    _call("unshare", NEW_MOUNT)  # not earlier: the keeper still needs the old root
-    _call("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
+    walls.call("unshare", NEW_MOUNT)  # not earlier: the keeper still needs the old root
+    walls.call("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
     options = f"size={limits['FSIZE']},nr_inodes={spec['most_files']},mode=755".encode()
-    _call("mount", b"tmpfs", root, b"tmpfs", NO_SUID | NO_DEV, options)
+    walls.call("mount", b"tmpfs", root, b"tmpfs", NO_SUID | NO_DEV, options)
     for path in box_paths(spec["prefix"]):
         _show(path.encode(), root)
     for path in DEVICES:
@@ -183,8 +184,8 @@ def _build_root(spec: dict, uid: int | None) -> None:
     os.mkdir(root + b"/tmp", 0o700)
     _write_files(spec["files"], os.fsdecode(root + b"/tmp"), uid)
     os.chdir(root)
-    _call("pivot_root", b".", b".")
-    _call("umount2", b".", DETACH)
+    walls.call("pivot_root", b".", b".")
+    walls.call("umount2", b".", DETACH)
     os.chdir("/tmp")
 
 
@@ -205,9 +206,9 @@ def _show(path: bytes, root: bytes, flags: int = READ_ONLY | NO_SUID | NO_DEV) -
         os.makedirs(target, exist_ok=True)
     else:
         os.close(os.open(target, os.O_CREAT, 0o644))
-    _call("mount", path, target, None, BIND | RECURSIVE, None)
+    walls.call("mount", path, target, None, BIND | RECURSIVE, None)
     kept = os.statvfs(target).f_flag & 0xF  # a user namespace may not take away noexec, nodev and the like
-    _call("mount", None, target, None, BIND | REMOUNT | flags | kept, None)
+    walls.call("mount", None, target, None, BIND | REMOUNT | flags | kept, None)
 
 
 def _write_files(files: dict[str, str], folder: str, uid: int | None) -> None:
@@ -220,16 +221,8 @@ def _write_files(files: dict[str, str], folder: str, uid: int | None) -> None:
         os.chown(path, uid, uid)
 
 
-def _say(report: int, *words: object) -> None:
-    os.write(report, " ".join(map(str, words)).encode() + b"\n")
-
-
-def _call(name: str, *arguments: object) -> None:
-    function = getattr(walls.LIBC, name)
-    # prctl is variadic: its arguments are of full width
-    if function(*(ctypes.c_ulong(a) if isinstance(a, int) and name != "umount2" else a for a in arguments)) == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+def _report(spec: dict, *words: object) -> None:
+    os.write(spec["report"], " ".join(map(str, words)).encode() + b"\n")
 
 
 # ---- an assert test: the program in one box, the assertions in another -----------------------------------------
@@ -246,26 +239,21 @@ VERBS = {"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "l
 VERBS["call"] = lambda function, args, kwargs: function(*args, **kwargs)
 
 
+def _asks(verb: str) -> types.FunctionType:
+    """Return a method of a Proxy that has the program's process carry out a verb."""
+    return lambda self, *arguments: self._wire.ask([verb, self, *arguments])
+
+
 class Proxy:
     """Stands for a function or object in the program's process: it can be read and called, not compared."""
 
     def __init__(self, wire: "Wire", handle: int):
         self.__dict__.update(_wire=wire, _handle=handle)
 
-    def __getattr__(self, name: str) -> object:
-        return self._wire.ask(["getattr", self, name])
-
-    def __setattr__(self, name: str, value) -> None:
-        self._wire.ask(["setattr", self, name, value])
+    __getattr__, __setattr__, __getitem__, __len__ = map(_asks, ("getattr", "setattr", "getitem", "len"))
 
     def __call__(self, *args, **kwargs) -> object:
         return self._wire.ask(["call", self, args, kwargs])
-
-    def __len__(self) -> int:
-        return self._wire.ask(["len", self])
-
-    def __getitem__(self, key) -> object:
-        return self._wire.ask(["getitem", self, key])
 
     def __iter__(self) -> object:
         return iter(self._wire.ask(["list", self]))
@@ -430,7 +418,7 @@ def serve(wire: Wire) -> None:
     wire.answer()
 
 
-def check(wire: Wire) -> None:
+def run_test(wire: Wire) -> None:
     """Run the test on the program's names. Returns only if it holds."""
     with open("test.py", encoding="utf-8") as file:
         code = compile(file.read(), "test.py", "exec")
@@ -439,18 +427,10 @@ def check(wire: Wire) -> None:
     exec(code, {"__name__": "test", **names})
 
 
-def main(spec: int) -> None:
-    """Be the keeper of the box that an open file describes."""
-    with os.fdopen(spec, "rb") as file:
-        description = marshal.load(file)
-    keep(description)  # after the file is closed, so that the program does not inherit it
-    os._exit(0)
-
-
 if __name__ == "__main__":
     builtins.exit = builtins.quit = sys.exit  # as sandbox.STARTER does
     _wire = Wire(int(sys.argv[2]), int(sys.argv[3]))
     try:
-        {"serve": serve, "check": check}[sys.argv[1]](_wire)
+        {"serve": serve, "test": run_test}[sys.argv[1]](_wire)
     except SystemExit as _error:
         raise RuntimeError("a test must not exit") from _error

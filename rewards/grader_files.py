@@ -42,7 +42,7 @@ def enter(folder: str) -> None:
         sys.modules.update(_modules.get(folder, {}))
 
 
-def load(source: str) -> ModuleType:
+def load_module(source: str) -> ModuleType:
     """Enter the folder of a file, or for a module the working directory, and import it.
 
     Raises ImportError if a name could mean two modules.

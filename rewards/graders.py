@@ -106,7 +106,7 @@ def resolve_grader(name: str) -> Grader:
         return GRADERS[name]
     source, _, function = name.rpartition(":")
     try:
-        found = getattr(grader_files.load(source), function, None)
+        found = getattr(grader_files.load_module(source), function, None)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"grader {name!r}: cannot import {source} from {os.getcwd()}: {type(error).__name__}: {error}; "
@@ -151,24 +151,21 @@ def check_rewards(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
             f"reward.case_min_seconds = {config.case_min_seconds:g} is over reward.case_max_seconds = "
             f"{config.case_max_seconds:g}; lower it"
         )
-    also = by_grader("reward.also", config.also)
-    for name, weight in also.items():
-        if name != TASK_OF_JUDGE:
-            check_grader(name)
-        if abs(weight) > LARGEST_REWARD:
-            raise ConfigError(f"reward.also: {name} = {weight:g} must be at most {LARGEST_REWARD:g}")
+    also = by_grader("reward.also", config.also).keys()
+    for name in also - {TASK_OF_JUDGE}:
+        check_grader(name)
     tasks = {prompt.task for prompt in prompts}
     for key, least, most, known in (
-        ("concurrency", 1, math.inf, tasks | also.keys()),
+        ("also", -LARGEST_REWARD, LARGEST_REWARD, also),
+        ("concurrency", 1, math.inf, tasks | also),
         ("weights", 0, LARGEST_WEIGHT, tasks),
     ):
         for name, number in by_grader(f"reward.{key}", getattr(config, key)).items():
             if name not in known:
                 raise ConfigError(f"reward.{key} names {name!r}; the graders here are {', '.join(sorted(known))}")
-            if number < least:
-                raise ConfigError(f"reward.{key}: {name} = {number:g} must be at least {least}")
-            if number > most:
-                raise ConfigError(f"reward.{key}: {name} = {number:g} must be at most {most:g}")
+            if number != (nearest := min(max(number, least), most)):
+                bound = "least" if number < nearest else "most"
+                raise ConfigError(f"reward.{key}: {name} = {number:g} must be at {bound} {nearest:g}")
     for prompt in prompts:
         _check_row(prompt, {prompt.task, *also})
 

@@ -87,8 +87,7 @@ class GradingQueue:
             self._running[grading.task] -= 1
             self._changed.notify_all()
 
-    def keep(self, ids: Container[int]) -> None:
-        """Drop all waiting gradings but these."""
+    def drop_all_but(self, ids: Container[int]) -> None:
         with self._changed:
             self._waiting = deque(grading for grading in self._waiting if grading.id in ids)
             self._changed.notify_all()

@@ -525,9 +525,9 @@ class AllGraders:
         """Return the rewards of the samples that all of their graders have graded by now."""
         whole = []
         for place, reward in graded:
-            key = place.key if isinstance(place, _Also) else place
+            key, grader = place if isinstance(place, _Also) else (place, next(iter(self._graded[place])))
             rewards = self._graded[key]
-            rewards[place.grader if isinstance(place, _Also) else next(iter(rewards))] = reward
+            rewards[grader] = reward
             done = {name: reward for name, reward in rewards.items() if reward is not None}
             if len(done) == len(rewards):
                 del self._graded[key]

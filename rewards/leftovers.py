@@ -26,43 +26,45 @@ TRIES = 10  # to read one of a process's threads, which may start and end faster
 
 def descendants(root: int) -> dict[int, int]:
     """Return every live process below `root`, with its resident bytes."""
-    children: dict[int, list[int]] = {}
-    resident = {}
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+    children: dict[int, list[tuple[int, int | None]]] = {}
+    for pid, parent, resident, _ in processes():
+        children.setdefault(parent, []).append((pid, resident))
+    below: list[tuple[int, int | None]] = [(root, None)]
+    for pid, _ in below:  # grows
+        below += children.get(pid, [])
+    return {pid: resident for pid, resident in below if resident is not None}
+
+
+def processes(uid: int | None = None) -> list[tuple[int, int, int | None, int]]:
+    """Return the number of every process, of a user if `uid` is given, and `look` of it."""
+    found = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
-            parent, used = look(pid)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(parent, []).append(pid)
-        if used is not None:
-            resident[pid] = used
-    below, todo = {}, [root]
-    while todo:
-        for pid in children.get(todo.pop(), []):
-            todo.append(pid)
-            if pid in resident:
-                below[pid] = resident[pid]
-    return below
+            if uid is None or os.stat(f"/proc/{pid}").st_uid == uid:
+                found.append((pid, *look(pid)))
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            pass
+    return found
 
 
-def look(pid: int) -> tuple[int, int | None]:
-    """Return a process's parent and its resident bytes, None if it is dead. Raises OSError if there is no process.
+def look(pid: int) -> tuple[int, int | None, int]:
+    """Return a process's parent, its resident bytes (None: it is dead) and its number of threads. Raises OSError.
 
     A process whose first thread has ended looks dead, but its other threads live on; only they show its bytes.
     """
     state, parent, num_threads, resident = _read_stat(f"/proc/{pid}/stat")
     if state not in b"ZX":
-        return parent, resident
+        return parent, resident, num_threads
     if num_threads == 1:
-        return parent, None
+        return parent, None, 1
     for _ in range(TRIES):
         for thread in os.listdir(f"/proc/{pid}/task"):
             try:
                 if resident := _read_stat(f"/proc/{pid}/task/{thread}/stat")[3]:
-                    return parent, resident
+                    return parent, resident, num_threads
             except (FileNotFoundError, ProcessLookupError):
                 pass
-    return parent, 0
+    return parent, 0, num_threads
 
 
 def _read_stat(path: str) -> tuple[bytes, int, int, int]:
@@ -112,18 +114,6 @@ def _kill_all_of(uid: int) -> None:
         status = os.waitpid(killer, 0)[1]
 
 
-def num_tasks(uid: int) -> int:
-    """Return the number of threads of a user, as RLIMIT_NPROC counts them."""
-    count = 0
-    for name in os.listdir("/proc"):
-        try:
-            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == uid:
-                count += len(os.listdir(f"/proc/{name}/task"))
-        except (FileNotFoundError, ProcessLookupError):
-            pass
-    return count
-
-
 # ---- throw-away users, where this process is root --------------------------------------------------------------
 
 
@@ -133,8 +123,7 @@ def take_uid() -> tuple[int, int]:
     while True:
         for attempt in range(len(UIDS)):
             uid = UIDS[(os.getpid() + attempt) % len(UIDS)]
-            lock = _lock(folder, uid)
-            if lock is not None:
+            if (lock := _lock(folder, uid)) is not None:
                 os.write(lock, b"in use")
                 return uid, lock
         time.sleep(0.05)
@@ -156,8 +145,7 @@ def give_back(uid: int, lock: int) -> None:
 def clean_after_the_killed(folder: str) -> None:
     """Remove a box's folder, and end all processes of throw-away users whose keepers were killed."""
     for name in os.listdir(_lock_folder()) if os.geteuid() == 0 else ():
-        lock = _lock(_lock_folder(), int(name))  # ends the processes
-        if lock is not None:
+        if (lock := _lock(_lock_folder(), int(name))) is not None:  # it has ended the processes
             os.close(lock)
     if os.path.lexists(folder):
         remove_tree(folder)
@@ -206,13 +194,7 @@ def _lock(folder: str, uid: int) -> int | None:
 
 def _lives(uid: int) -> bool:
     """Return whether a user has a process that is not a zombie. Zombies do not count: they may never be reaped."""
-    for name in os.listdir("/proc"):
-        try:
-            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == uid and look(int(name))[1] is not None:
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            pass
-    return False
+    return any(resident is not None for _, _, resident, _ in processes(uid))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------
@@ -245,7 +227,6 @@ def remove_tree(path: str) -> None:
 
     Nothing outside is touched, even if another process changes the tree meanwhile: links are never followed.
     """
-    names = (os.urandom(8).hex() for _ in itertools.count())
     if _unlink(path, None):
         return
     top = _open_folder(path, None)
@@ -257,7 +238,7 @@ def remove_tree(path: str) -> None:
             for inner in os.listdir(folder):
                 if not _unlink(inner, folder):
                     os.close(_open_folder(inner, folder))  # a locked one cannot be moved
-                    os.rename(inner, next(names), src_dir_fd=folder, dst_dir_fd=top)
+                    os.rename(inner, os.urandom(8).hex(), src_dir_fd=folder, dst_dir_fd=top)
             os.close(folder)
             os.rmdir(entry, dir_fd=top)
     os.close(top)

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
-from typing import IO
+from typing import IO, Any
 
 from config import ConfigError
 from core import Prompt, Reward
@@ -61,15 +61,15 @@ class RewardPool:
         self._queue, self._remote_queue = (GradingQueue(config.max_queue, concurrency) for _ in range(2))
         self._results: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()  # an exception ended a thread
         self._closing = threading.Event()
-        self._threads = []
-        worker_tasks = sorted(task for task in self._tasks - INLINE if not remote.is_address(task))
-        for _ in range(config.num_workers if worker_tasks else 0):
-            # A thread for each worker feeds it and watches the time while the trainer computes.
-            worker = _Worker(config, worker_tasks, self._closing)
-            self._threads.append(threading.Thread(target=self._serve, args=(self._queue, worker), daemon=True))
-        for _ in range(config.remote_concurrency if any(map(remote.is_address, self._tasks)) else 0):
-            client = _Client(config, self._closing)
-            self._threads.append(threading.Thread(target=self._serve, args=(self._remote_queue, client), daemon=True))
+        services = set(filter(remote.is_address, self._tasks))
+        programs = sorted(self._tasks - INLINE - services)
+        servers: list[tuple[GradingQueue, _Worker | _Client]] = []
+        for _ in range(config.num_workers if programs else 0):
+            servers.append((self._queue, _Worker(config, programs, self._closing)))
+        for _ in range(config.remote_concurrency if services else 0):
+            servers.append((self._remote_queue, _Client(config, self._closing)))
+        # The thread of a worker feeds it and watches the time while the trainer computes.
+        self._threads = [threading.Thread(target=self._serve, args=server, daemon=True) for server in servers]
         for thread in self._threads:
             thread.start()
 
@@ -95,11 +95,11 @@ class RewardPool:
     def _with_limits(self, grading: Grading) -> tuple[Grading, CasePlan | None]:
         """Give a program's cases their time limits only when it is about to run: limits are learned while it waits."""
         response, answer, row = grading.request
+        if grading.task != "code":
+            return grading, None
         try:
-            num_cases = len(sandbox.read_cases(answer)) if grading.task == "code" else 0
+            num_cases = len(sandbox.read_cases(answer))
         except ValueError:  # the worker reports the error
-            num_cases = 0
-        if not num_cases:
             return grading, None
         plan = self.timeouts.plan(json.dumps([row.get("prompt"), answer]), num_cases, self._pending.get(grading.id))
         seconds = grading.seconds + sum(plan.allowed) + num_cases * sandbox.OVERHEAD_SECONDS
@@ -128,7 +128,7 @@ class RewardPool:
         keep = set(keep)
         self._pending = {id: key for id, key in self._pending.items() if key in keep}
         for waiting in (self._queue, self._remote_queue):
-            waiting.keep(self._pending)
+            waiting.drop_all_but(self._pending)
 
     def take_stats(self) -> PoolStats:
         """Return the statistics since the last call."""
@@ -250,13 +250,14 @@ class _Worker:
         """End the process and everything below it; return its exit code."""
         if self._process is None:
             return 0
+        # On Linux its keeper ends everything below it (rewards/worker.py).
+        signals = [signal.SIGTERM, signal.SIGKILL] if sys.platform == "linux" else [signal.SIGKILL]
         with self._process as process:  # closes the pipes and reaps
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                # On Linux its keeper ends everything below it (rewards/worker.py).
-                _signal(process, signal.SIGTERM if sys.platform == "linux" else signal.SIGKILL)
-                process.wait(KEEPER_SECONDS)
-            if process.returncode is None:
-                _signal(process, signal.SIGKILL)
+            while process.returncode is None and signals:
+                # Permission: macOS, when only a zombie is left.
+                with contextlib.suppress(PermissionError, ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signals.pop(0))
+                    process.wait(KEEPER_SECONDS)
         self._process = None
         return process.returncode
 
@@ -264,13 +265,11 @@ class _Worker:
         """Start a fresh process that loads all graders. Raises GraderError if `attempts` fail."""
         command = [sys.executable, "-u", WORKER, *self._tasks]
         env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
-        pipe = subprocess.PIPE
+        options: dict[str, Any] = dict(bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         for _ in range(attempts):
             self.kill()
             try:
-                self._process = subprocess.Popen(
-                    command, bufsize=0, stdin=pipe, stdout=pipe, env=env, start_new_session=True
-                )
+                self._process = subprocess.Popen(command, env=env, **options)
                 for end in self._pipes():
                     os.set_blocking(end.fileno(), False)
                 error = self._exchange(0, b"", self._config.startup_seconds).error
@@ -314,11 +313,6 @@ class _Worker:
             if replied == id:
                 return Reward(*fields)
         raise _Failure(f"the worker wrote {reply[:80]!r} instead of a reply")
-
-
-def _signal(process: subprocess.Popen, number: int) -> None:
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # macOS, when only a zombie is left
-        os.killpg(process.pid, number)
 
 
 class _Client:

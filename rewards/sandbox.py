@@ -48,7 +48,7 @@ exec(globals().pop("code"))
 """
 HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Imported, because Python compiles a script at each start.
-KEEPER = "import sys; sys.path.append({home!r}); from rewards import box; box.main({spec})"
+KEEPER = "import sys; sys.path.append({home!r}); from rewards import box; box.keep_box({spec})"
 CLEANER = (
     "import sys; sys.path.append({home!r}); from rewards import leftovers; leftovers.clean_after_the_killed({box!r})"
 )
@@ -102,12 +102,12 @@ class Isolation:
             return f"{self.kind}: own files, processes and network, and resource limits"
         version, is_root = walls.landlock_version(), os.geteuid() == 0
         text = f"resource limits and {'a throw-away user' if is_root else 'no user of their own'}; "
+        if version and is_root:
+            return f"{text}Landlock keeps them to their own files"
         if version:
-            if is_root:
-                return f"{text}Landlock keeps them to their own files"
             ended = "" if version >= walls.SEES_SIGNALS else " and END YOUR PROCESSES"
-            changed = f"programs can CHANGE MODES AND TIMES OF YOUR FILES{ended}"
-            return f"{text}Landlock keeps them from reading and writing your files, but {changed}; {WAY_OUT}"
+            text += "Landlock keeps them from reading and writing your files, but "
+            return f"{text}programs can CHANGE MODES AND TIMES OF YOUR FILES{ended}; {WAY_OUT}"
         return (
             f"{text}programs can reach {'world-readable files' if is_root else 'YOUR FILES AND PROCESSES'}; {WAY_OUT}"
         )
@@ -190,15 +190,15 @@ def _run_test(program: str, test: str, limits: Limits, how: Isolation, stack: co
     channels = [asked, answers, asks, answered]
     try:
         serving = ["box.py", "serve", str(asks), str(answers)]
-        checking = ["box.py", "check", str(asked), str(answered)]
+        testing = ["box.py", "test", str(asked), str(answered)]
         files = {"box.py": inside, "program.py": program}
         served = stack.enter_context(_Box(how, limits, serving, files, "", (asks, answers)))
         files = {"box.py": inside, "test.py": test}
-        checker = stack.enter_context(_Box(how, limits, checking, files, "", (asked, answered)))
+        tester = stack.enter_context(_Box(how, limits, testing, files, "", (asked, answered)))
     finally:
         for channel in channels:
             os.close(channel)
-    outcome = _watch(checker, [served], limits)
+    outcome = _watch(tester, [served], limits)
     if not outcome.passed and served.errors and not outcome.timed_out:
         return replace(outcome, cause=f"{outcome.cause}; the program: {served.last_error}")
     return outcome
@@ -230,7 +230,6 @@ class _Box:
         self.report, report = os.pipe()
         spec, text = os.memfd_create("spec"), os.memfd_create("stdin")
         try:
-            command = _command(how, self.folder, arguments)
             description = {
                 "isolation": how.kind,
                 "prefix": how.prefix,
@@ -239,14 +238,16 @@ class _Box:
                 "channels": channels,
                 "folder": self.folder,
                 "files": files,
-                "command": command,
+                "command": _command(how, self.folder, arguments),
                 "limits": _rlimits(limits),
                 "most_files": box.MOST_FILES,
                 "system_calls": _system_calls(),
             }
             keeper = KEEPER.format(home=HOME, spec=spec)
-            _fill(spec, marshal.dumps(description))
-            _fill(text, stdin.encode(errors="surrogatepass"))
+            for handle, content in (spec, marshal.dumps(description)), (text, stdin.encode(errors="surrogatepass")):
+                with os.fdopen(os.dup(handle), "wb") as file:
+                    file.write(content)
+                os.lseek(handle, 0, os.SEEK_SET)
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", keeper],
                 stdin=text,
@@ -365,13 +366,6 @@ def _rlimits(limits: Limits) -> dict[str, int]:
         "SIGPENDING": 64,  # also limits POSIX timers, whose memory no process maps
         "CORE": 0,
     }
-
-
-def _fill(handle: int, content: bytes) -> None:
-    """Write a file in memory and go back to its start."""
-    with os.fdopen(os.dup(handle), "wb") as file:
-        file.write(content)
-    os.lseek(handle, 0, os.SEEK_SET)
 
 
 def _watch(main: _Box, others: list[_Box], limits: Limits) -> Outcome:

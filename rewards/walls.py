@@ -132,14 +132,21 @@ def _when(number: int, steps: list[bytes]) -> list[bytes]:
     return [_step(EQUAL, number, 0, len(steps) + 1), *steps, _step(RETURN, ALLOW)]
 
 
-def load(code: bytes) -> None:
+def load_filter(code: bytes) -> None:
     """Have the kernel filter this thread's system calls from now on, and its children's. Raises OSError."""
     kept = ctypes.create_string_buffer(code, len(code))
     program = (len(code) // 8).to_bytes(8, "little") + ctypes.addressof(kept).to_bytes(8, "little")
-    arguments = (ctypes.c_ulong(FILTER_MODE), program, ctypes.c_ulong(0), ctypes.c_ulong(0))
-    if LIBC.prctl(SET_SECCOMP, *arguments) == -1:
+    call("prctl", SET_SECCOMP, FILTER_MODE, program, 0, 0, cause="the kernel takes no filter of system calls (seccomp)")
+
+
+def call(name: str, *arguments: object, cause: str = "") -> int:
+    """Call a function of libc. Raises OSError; its text begins with `cause`, or with the name."""
+    # prctl and syscall are variadic: their arguments are of full width
+    result = getattr(LIBC, name)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments))
+    if result == -1:
         number = ctypes.get_errno()
-        raise OSError(number, f"the kernel takes no filter of system calls (seccomp): {os.strerror(number)}")
+        raise OSError(number, f"{cause or name}: {os.strerror(number)}")
+    return result
 
 
 # ---- files: Landlock -------------------------------------------------------------------------------------------
@@ -161,20 +168,18 @@ def show_only(folder: str, paths: list[str], devices: tuple[str, ...]) -> None:
     if not version:
         return
     every = (1 << min(12 + version, 15)) - 1  # rights that this version knows, without IOCTL_DEV
-    network = 3 if version >= 4 else 0  # to bind and to connect TCP; older kernels do not know the field
-    scoped = 3 if version >= SEES_SIGNALS else 0
-    fields = (every, network, scoped)[: 1 + (version >= 4) + (version >= SEES_SIGNALS)]
-    rules = _checked(CREATE_RULES, _words(*fields), ctypes.c_size_t(8 * len(fields)), 0)
-    seen = EXECUTE | READ_FILE | READ_FOLDER
-    allowed = [(folder, every), *((path, seen) for path in paths)]
+    # Older kernels do not know the second field, to bind and connect TCP, and the third, signals and sockets.
+    fields = (every, 3, 3)[: 1 + (version >= 4) + (version >= SEES_SIGNALS)]
+    rules = _landlock(CREATE_RULES, _words(*fields), 8 * len(fields), 0)
+    allowed = [(folder, every), *((path, EXECUTE | READ_FILE | READ_FOLDER) for path in paths)]
     allowed += [(path, WRITE_FILE | READ_FILE | TRUNCATE) for path in devices]
     for path, rights in allowed:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not os.path.isdir(path):
             rights &= EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
-        _checked(ADD_RULE, rules, BENEATH, _words(rights & every) + handle.to_bytes(4, sys.byteorder), 0)
+        _landlock(ADD_RULE, rules, BENEATH, _words(rights & every) + handle.to_bytes(4, sys.byteorder), 0)
         os.close(handle)
-    _checked(RESTRICT_SELF, rules, 0)
+    _landlock(RESTRICT_SELF, rules, 0)
     os.close(rules)
 
 
@@ -182,9 +187,5 @@ def _words(*values: int) -> bytes:
     return b"".join(value.to_bytes(8, sys.byteorder) for value in values)
 
 
-def _checked(call: int, *arguments: object) -> int:
-    result = LIBC.syscall(call, *arguments)
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"Landlock: {os.strerror(number)}")
-    return result
+def _landlock(*arguments: object) -> int:
+    return call("syscall", *arguments, cause="Landlock")

@@ -15,7 +15,7 @@ from rewards import box, grader_files, leftovers, sandbox, walls
 from rewards.graders import WARM_UP, grade, resolve_grader
 
 
-def keep() -> None:
+def keep_worker() -> None:
     """Go on in a child, the worker. This process stays as its keeper: when worker or pool ends, it ends all others.
 
     Graders may start processes, in sessions of their own too; orphans among them become the keeper's children.
@@ -66,7 +66,7 @@ def end_all() -> None:
 def work(tasks: list[str]) -> None:
     """Load the graders, report success or the error, then grade until the requests end."""
     if sys.platform == "linux":
-        keep()
+        keep_worker()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     # Graders read an empty stdin and print to stderr, so that they cannot break into the exchange.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -75,7 +75,7 @@ def work(tasks: list[str]) -> None:
     def reply(id: int, reward: Reward) -> None:
         try:
             os.write(replies, json.dumps([id, *astuple(reward)]).encode() + b"\n")
-        except BrokenPipeError:  # the parent was killed before `keep` asked for its death signal
+        except BrokenPipeError:  # the parent was killed before `keep_worker` asked for its death signal
             sys.exit(1)
 
     graders, folders, error = {}, {}, ""

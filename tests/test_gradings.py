@@ -68,5 +68,5 @@ def test_what_nobody_has_begun_can_be_dropped():
     gradings = GradingQueue(10, {})
     for id in range(5):
         gradings.put(grading(id))
-    gradings.keep({1, 4})
+    gradings.drop_all_but({1, 4})
     assert [gradings.get().id, gradings.get().id] == [1, 4]

@@ -34,7 +34,8 @@ def pid(response, answer, row): return os.getpid()
 def child(response, answer, row): return subprocess.Popen(["sleep", "60"]).pid
 def loads_trainer(response, answer, row): return "torch" in sys.modules or "transformers" in sys.modules
 def prints(response, answer, row): print("[1, 9.0, 0, '']\n" * 60000); return len(sys.stdin.read()) + 0.5
-def dies_later(response, answer, row): threading.Timer(0.05, os._exit, [3]).start(); return 1.0
+def dies_later(response, answer, row): threading.Timer(0.05, os._exit, [3]).start(); return os.getpid()
+def has_math(response, answer, row): return "math_verify" in sys.modules
 
 def hangs(response, answer, row):
     while True: pass
@@ -84,14 +85,21 @@ def moody(response, answer, row):
     if response == "hang": hangs(response, answer, row)
     if response == "exit": exits(response, answer, row)
     if response == "garbage": garbage(response, answer, row)
-    while response == "swell": kept.append(bytearray(8 << 20)); time.sleep(0.01)
+    while response == "swell": kept.append(bytearray(32 << 20)); time.sleep(0.01)
     return 1
 kept = []
 def leaks(response, answer, row): kept.append(bytearray(b"x") * (64 << 20)); return os.getpid()
 async def waits(response, answer, row): await asyncio.sleep(0.01); return len(response)
 async def waits_in_vain(response, answer, row): await asyncio.sleep(1000)
-def span(response, answer, row): start = time.monotonic(); time.sleep(0.05); return start
-def long_span(response, answer, row): start = time.monotonic(); time.sleep(0.5); return start
+def alone(response, answer, row):
+    open("taken", "x").close()
+    time.sleep(0.05)
+    os.remove("taken")
+    return 1
+def in_pairs(response, answer, row):
+    open("here" + response, "x").close()
+    while sum(name.startswith("here") for name in os.listdir()) < 2: time.sleep(0.01)
+    return 1
 
 def alarm(response, answer, row):
     def ring(*_): raise TimeoutError("alarm")
@@ -151,10 +159,14 @@ def is_running(pid: float) -> bool:
 
 
 def wait_until_gone(pids: list[float]) -> bool:
-    deadline = time.monotonic() + 5
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(is_running, pids))
+    return wait_for(lambda: not any(map(is_running, pids)))
+
+
+def wait_for(condition) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def grade_one(pool: RewardPool, task: str, response: str = "", answer: str = "", row: dict | None = None):
@@ -339,7 +351,7 @@ def test_bad_names_are_config_errors(user, name, cause):
     with pytest.raises(ConfigError) as raised:
         check_grader(name)
         rows = {task: Prompt(0, (), "1 + 1", "2", task) for task in ("match", name)}
-        try_graders(RewardConfig(startup_seconds=3.0), rows)
+        try_graders(RewardConfig(startup_seconds=1.0 if name.startswith("hangs") else 60.0), rows)
     assert name in str(raised.value) and cause in str(raised.value)
 
 
@@ -352,14 +364,12 @@ def test_bad_graders_cost_only_their_own_sample(user, num_workers):
     jobs += [(("good", i), user + "good", str(i), str(i // 2 * 2)) for i in range(60)]
     jobs += [(("match", i), "match", str(i), "3") for i in range(5)]
     random.Random(0).shuffle(jobs)
-    start = time.monotonic()
     config = RewardConfig(num_workers=num_workers, timeout_seconds=1.0)
     with RewardPool(config, {job[1] for job in jobs}) as pool:
         for key, task, response, answer in jobs:
             pool.submit(key, task, response, answer, {"bonus": 0.5})
         rewards = dict(pool.drain())
         assert pool.num_pending == 0 and pool.poll() == [] and pool.drain() == []
-    assert time.monotonic() - start < 50  # not the 60 that `garbage` sleeps
     assert rewards.keys() == {job[0] for job in jobs}
     for (kind, name), graded in rewards.items():
         if kind == "bad":
@@ -368,8 +378,7 @@ def test_bad_graders_cost_only_their_own_sample(user, num_workers):
         else:
             wanted = (2.5 if name % 2 == 0 else 0.5) if kind == "good" else float(name == 3)
             assert graded.value == wanted and graded.error == ""
-    assert 1 <= rewards["bad", "hangs"].seconds < 3
-    assert rewards["good", 0].seconds < 0.5
+    assert rewards["bad", "hangs"].seconds >= 1
 
 
 def test_print_and_input_do_not_reach_the_replies(user):
@@ -380,15 +389,14 @@ def test_print_and_input_do_not_reach_the_replies(user):
 def test_a_worker_that_dies_between_requests_costs_nothing(user):
     tasks = [user + "dies_later", user + "good"]
     with RewardPool(RewardConfig(num_workers=1), tasks) as pool:
-        assert grade_one(pool, tasks[0]).value == 1.0
-        time.sleep(0.5)
+        assert wait_until_gone([grade_one(pool, tasks[0]).value])
         graded = grade_one(pool, tasks[1], "a", "b", {"bonus": 3})
     assert graded.value == 3.0 and graded.error == ""
 
 
 def test_large_responses_and_rows(user):
     task = user + "size"
-    texts = ['\u00e9\n"\ud800\0' * 200_000 + "x" * i for i in range(8)]
+    texts = ['\u00e9\n"\ud800\0' * 20_000 + "x" * i for i in range(8)]  # far more than a pipe holds
     with RewardPool(RewardConfig(num_workers=2, timeout_seconds=10.0), [task, "match"]) as pool:
         for i, text in enumerate(texts):
             pool.submit(i, task, text, text, {"prompt": text})
@@ -408,20 +416,19 @@ def test_math_outside_the_main_thread(user):
 
 
 def test_poll_does_not_wait(user):
-    config = RewardConfig(num_workers=1, timeout_seconds=30.0)
-    with RewardPool(config, [user + "hangs", user + "good"]) as pool:
-        start = time.monotonic()
-        pool.submit("bad", user + "hangs", "", "", {})
+    config = RewardConfig(num_workers=1, timeout_seconds=60.0)
+    with RewardPool(config, [user + "at_the_gate", user + "good"]) as pool:
+        pool.submit("waits", user + "at_the_gate", "", "", {})
         pool.submit("queued", user + "good", "", "", {"bonus": 0})
-        assert pool.poll() == [] and pool.num_pending == 2
-        assert time.monotonic() - start < 0.2
-        time.sleep(0.3)  # the worker is up and busy: closing must not wait for it
-        start = time.monotonic()
-    assert time.monotonic() - start < 1
+        assert pool.poll() == [] and pool.num_pending == 2  # a call that waits returns the time-out
+        assert wait_for(Path("begun").exists)
+    assert pool._results.empty()  # closing has not waited for the worker either
     assert pool.num_pending == 0 and pool.drain() == []
 
 
-def test_math_in_workers():
+def test_math_in_workers(user):
+    with RewardPool(RewardConfig(num_workers=1), ["math", user + "has_math"]) as pool:
+        assert grade_one(pool, user + "has_math").value == 1  # no sample pays for the import
     with RewardPool(RewardConfig(num_workers=2), ["math"]) as pool:
         for i in range(20):
             pool.submit(i, "math", rf"So it is \boxed{{\frac{{{i}}}{{2}}}}.", str(i / 2 if i % 2 else 77), {})
@@ -429,7 +436,6 @@ def test_math_in_workers():
         rewards = dict(pool.drain())
     assert {i: rewards[i].value for i in range(20)} == {i: float(i % 2) for i in range(20)}
     assert rewards["tower"].value == 0 and "did not finish within 2 s" in rewards["tower"].error
-    assert rewards[1].seconds < 1  # the import was not part of it
 
 
 def test_workers_do_not_load_the_trainer(user):
@@ -440,12 +446,8 @@ def test_workers_do_not_load_the_trainer(user):
 @pytest.mark.parametrize(
     "trouble, limit, cause",
     [
-        (
-            "if sys.argv[0].endswith('worker.py'): raise ImportError('only here')",
-            10.0,
-            "ImportError: only here",
-        ),
-        ("if sys.argv[0].endswith('worker.py'): os._exit(5)", 10.0, "died (exit code 5)"),
+        ("if sys.argv[0].endswith('worker.py'): raise ImportError('only here')", 60.0, "ImportError: only here"),
+        ("if sys.argv[0].endswith('worker.py'): os._exit(5)", 60.0, "died (exit code 5)"),
         ("while sys.argv[0].endswith('worker.py'): pass", 0.3, "did not finish within 0.3 s"),
     ],
 )
@@ -518,12 +520,12 @@ def test_a_worker_whose_parent_is_gone_ends_without_a_word():
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("response", ["nan", "inf", "None", "text", "10000", "1e+39", "numpy", "1j", "Reward", "error"])
-def test_a_reward_of_a_users_own_making_is_no_way_around_the_checks(user, response):
+def test_a_reward_of_a_users_own_making_is_no_way_around_the_checks(user):
     with RewardPool(RewardConfig(num_workers=1, timeout_seconds=30.0), [user + "own"]) as pool:
-        reward = grade_one(pool, user + "own", response)
-        said = {"text": "'1'", "numpy": "inf", "error": "nan"}.get(response, response)
-        assert reward.value == 0 and "the grader returned" in reward.error and said in reward.error
+        for response in ("nan", "inf", "None", "text", "10000", "1e+39", "numpy", "1j", "Reward", "error"):
+            reward = grade_one(pool, user + "own", response)
+            said = {"text": "'1'", "numpy": "inf", "error": "nan"}.get(response, response)
+            assert reward.value == 0 and "the grader returned" in reward.error and said in reward.error
         assert grade_one(pool, user + "own", "right").value == 0.5
         assert grade_one(pool, user + "own", "cases").value == 1
         assert grade_one(pool, user + "own", "why").error.startswith("why (task")
@@ -562,9 +564,7 @@ def test_what_is_forgotten_is_not_graded_any_more(user):
     with RewardPool(RewardConfig(num_workers=1, timeout_seconds=60.0), [task]) as pool:
         for key in "abcdef":
             pool.submit(key, task, key, "", {})
-        deadline = time.monotonic() + 30
-        while not Path("begun").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert wait_for(Path("begun").exists)
         pool.forget(keep=["f"])
         Path("gate").touch()
         assert [key for key, _ in pool.drain()] == ["f"] and Path("begun").read_text() == "af"
@@ -611,17 +611,13 @@ def test_async_graders(user):
 
 
 def test_a_grader_keeps_to_its_concurrency(user):
-    task, free = user + "span", user + "long_span"
-    config = RewardConfig(num_workers=4, timeout_seconds=20.0, concurrency=f"{task}=1")
+    task, free = user + "alone", user + "in_pairs"
+    config = RewardConfig(num_workers=4, timeout_seconds=60.0, concurrency=f"{task}=1")
     with RewardPool(config, [task, free]) as pool:
         for key in range(6):
             pool.submit(("one", key), task, "", "", {})
-            pool.submit(("free", key), free, "", "", {})
-        rewards = dict(pool.drain())
-    starts = sorted(reward.value for (kind, _), reward in rewards.items() if kind == "one")
-    assert all(later - earlier >= 0.05 for earlier, later in zip(starts, starts[1:]))
-    starts = sorted(reward.value for (kind, _), reward in rewards.items() if kind == "free")
-    assert any(later - earlier < 0.5 for earlier, later in zip(starts, starts[1:]))
+            pool.submit(("free", key), free, str(key), "", {})
+        assert [reward.value for _, reward in pool.drain()] == [1.0] * 12
 
 
 def test_a_full_queue_makes_submit_wait_and_loses_nothing(user):
@@ -662,6 +658,12 @@ def test_statistics(user):
 DOUBLE = '[{"stdin": "2", "stdout": "4"}, {"stdin": "5", "stdout": "10"}]'
 
 
+@pytest.fixture(scope="module")
+def code_pool():
+    with RewardPool(RewardConfig(num_workers=1), ["code"]) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize(
     "response, answer, row, value, num_cases",
     [
@@ -674,40 +676,39 @@ DOUBLE = '[{"stdin": "2", "stdout": "4"}, {"stdin": "5", "stdout": "10"}]'
         ("class f(int): __eq__ = lambda *_: True", '[{"test": "assert f(2) == 4"}]', {}, 0.0, 1),
     ],
 )
-def test_programs_are_graded_by_running_them(response, answer, row, value, num_cases):
-    with RewardPool(RewardConfig(num_workers=1), ["code"]) as pool:
-        graded = grade_one(pool, "code", response, answer, row)
-        assert (graded.value, graded.error, len(graded.cases)) == (value, "", num_cases)
-        assert len(pool.timeouts.anchors) == (num_cases if value else 0)
-        assert pool.take_stats().cases.cases == num_cases
+def test_programs_are_graded_by_running_them(code_pool, response, answer, row, value, num_cases):
+    code_pool.timeouts.load_state_dict({})
+    code_pool.take_stats()
+    graded = grade_one(code_pool, "code", response, answer, row)
+    assert (graded.value, graded.error, len(graded.cases)) == (value, "", num_cases)
+    assert len(code_pool.timeouts.anchors) == (num_cases if value else 0)
+    assert code_pool.take_stats().cases.cases == num_cases
 
 
 @pytest.mark.parametrize("answer", ["", "4", "[]", "{}", '["a"]', '[{"stdin": "a"}]'])
-def test_an_answer_that_is_no_list_of_cases_is_an_error(answer):
-    with RewardPool(RewardConfig(num_workers=1), ["code"]) as pool:
-        assert "Error" in grade_one(pool, "code", "", answer).error
+def test_an_answer_that_is_no_list_of_cases_is_an_error(code_pool, answer):
+    assert "Error" in grade_one(code_pool, "code", "", answer).error
     prompt = Prompt(0, (1,), "", answer, "code", {}, "data.jsonl:7")
     with pytest.raises(ConfigError, match="data.jsonl:7"):
         check_rewards(RewardConfig(), [prompt])
 
 
 def test_time_limits_adapt_and_a_program_that_hangs_costs_no_worker():
-    slow = "import time\nx = int(input())\ntime.sleep(x)\nprint(2 * x)"
-    answer = '[{"stdin": "0", "stdout": "0"}]'
-    config = RewardConfig(num_workers=1, case_min_seconds=0.7, case_max_seconds=4.0, case_audit=0.0)
+    answer = '[{"stdin": "", "stdout": "1"}]'
+    config = RewardConfig(num_workers=1, case_min_seconds=0.5, case_max_seconds=2.0, case_audit=0.0)
     with RewardPool(config, ["code"]) as pool:
-        first = grade_one(pool, "code", "while True: pass", answer)
-        assert first.value == 0 and first.error == "" and 4.0 <= first.cases[0][0] < 8 and first.cases[0][2]
-        assert grade_one(pool, "code", slow, answer).value == 1.0
-        again = grade_one(pool, "code", "while True: pass", answer)
-        assert again.value == 0 and 0.7 <= again.cases[0][0] < 4.0 and again.cases[0][2]
-        stats = pool.take_stats()
-        assert stats.replaced == 0 and stats.cases.timeouts == 2
+        for program, slowest in (("while True: pass", None), ("print(1)", None), ("while True: pass", "known")):
+            graded = grade_one(pool, "code", program, answer)
+            [(seconds, passed, timed_out)], stats = graded.cases, pool.take_stats()
+            assert graded.error == "" and passed == (program == "print(1)") and graded.value == passed
+            [limit] = [max(0.5, 1.5 * anchor) for anchor in pool.timeouts.anchors.values()] if slowest else [2.0]
+            assert stats.cases.limit_seconds == pytest.approx(limit) and stats.replaced == 0
+            assert timed_out != passed and (passed or seconds >= limit)
 
 
 def test_a_program_that_waits_gets_the_limit_of_the_time_when_it_runs():
     answer = '[{"stdin": "", "stdout": "1"}]'
-    config = RewardConfig(num_workers=1, case_min_seconds=0.5, case_max_seconds=3.0, case_audit=0.0)
+    config = RewardConfig(num_workers=1, case_min_seconds=0.5, case_max_seconds=2.0, case_audit=0.0)
     with RewardPool(config, ["code"]) as pool:
         for key, text, prompt in (
             ("good", "print(1)", "a"),
@@ -715,9 +716,9 @@ def test_a_program_that_waits_gets_the_limit_of_the_time_when_it_runs():
             ("hangs", "while 1: pass", "a"),
         ):
             pool.submit(key, "code", text, answer, {"prompt": prompt})
-        rewards = dict(pool.wait(["good"])) | dict(pool.drain())
-    seconds = {key: reward.cases[0][0] for key, reward in rewards.items()}
-    assert rewards["good"].value == 1 and seconds["hangs"] < 3.0
+        [(_, good)] = pool.wait(["good"])
+        assert good.value == 1 and len(pool.drain()) == 2
+        assert pool.take_stats().cases.limit_seconds < 3 * 2.0
 
 
 def test_hostile_programs_through_the_pool():
@@ -754,20 +755,15 @@ time.sleep(1000)
     parent = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE)
     try:
         assert parent.stdout.readline() == b"1.0\n"
-        deadline = time.monotonic() + 20
-        while len(leftovers.descendants(parent.pid)) < 4 and time.monotonic() < deadline:
-            time.sleep(0.02)  # until there are a worker, a keeper and two programs
+        # A worker, a keeper and two programs.
+        assert wait_for(lambda: len(leftovers.descendants(parent.pid)) >= 4)
         everyone = list(leftovers.descendants(parent.pid))
-        assert len(everyone) >= 4
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
     assert wait_until_gone(everyone)
-    deadline = time.monotonic() + 5
-    while list((tmp_path / "boxes").iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert list((tmp_path / "boxes").iterdir()) == []
+    assert wait_for(lambda: not list((tmp_path / "boxes").iterdir()))
 
 
 @pytest.mark.parametrize(

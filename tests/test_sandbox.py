@@ -57,7 +57,7 @@ def clean(tmp_path, monkeypatch):  # tmp_path first: pytest makes it elsewhere
     yield boxes
     ctypes.CDLL(None).prctl(box.SUBREAPER, 0)
     # Keepers may remove files after the verdict.
-    assert wait_for(lambda: all(keeper.poll() is not None for keeper in sandbox._cleaning), 60)
+    assert wait_for(lambda: all(keeper.poll() is not None for keeper in sandbox._cleaning))
     boxes.rmdir()
     left = set(leftovers.descendants(os.getpid())) - before
     assert not left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
@@ -148,7 +148,7 @@ def stdin_case(stdin: str, stdout: str) -> dict[str, str]:
 def test_programs_with_stdin_and_stdout(how, clean, program, stdin, stdout, passes):
     outcome = run(program, stdin_case(stdin, stdout), LIMITS, how)
     assert outcome.passed == passes, outcome
-    assert bool(outcome.cause) != passes and not outcome.timed_out and 0 < outcome.seconds < LIMITS.seconds
+    assert bool(outcome.cause) != passes and not outcome.timed_out and outcome.seconds > 0
 
 
 STACK = """
@@ -305,7 +305,7 @@ def test_the_cause_is_told(how):
     assert "KeyError" in cause
     assert "ZeroDivisionError" in run("1 / 0", {"test": "assert f() == 1"}, LIMITS, how).cause
     slow = run("while True: pass", stdin_case("", ""), Limits(seconds=0.5), how)
-    assert slow.timed_out and slow.cause == "did not end within 0.5 s" and slow.seconds == pytest.approx(0.5, abs=0.4)
+    assert slow.timed_out and slow.cause == "did not end within 0.5 s" and slow.seconds >= 0.5
 
 
 @pytest.mark.parametrize("case", [{}, {"stdin": ""}, {"stdin": "", "stdout": 1}, {"test": "", "stdin": ""}])
@@ -394,24 +394,30 @@ def test_hostile_programs_score_nothing_and_leave_nothing(how, clean, bait):
     assert not [place for place in places if (place / words["MARK"]).exists()]
 
 
-def test_the_verdict_stands_when_the_program_ends(how, clean, monkeypatch):
+def test_the_verdict_stands_when_the_program_ends(how, clean, monkeypatch, tmp_path):
     """Removing its files may last: that is not at the program's expense, nor at the caller's."""
-    slow = (
-        "import sys, time; sys.path.append({home!r}); from rewards import leftovers; remove = leftovers.remove_tree\n"
-    )
-    slow += "leftovers.remove_tree = lambda path: (time.sleep(4), remove(path))\n"
+    slow = f"""
+import os, sys, time; sys.path.append({{home!r}}); from rewards import leftovers; remove = leftovers.remove_tree
+def remove_late(path):
+    while not os.path.exists({str(tmp_path / "gate")!r}): time.sleep(0.01)
+    remove(path)
+leftovers.remove_tree = remove_late
+"""
     monkeypatch.setattr(sandbox, "KEEPER", slow + sandbox.KEEPER)
     monkeypatch.setattr(sandbox, "CLEANING_SECONDS", 0.01)
     monkeypatch.setattr(sandbox, "SETUP_SECONDS", 60.0)
-    outcomes = [run("print(1)", stdin_case("", "1"), Limits(seconds=3.0), how) for _ in range(2)]
-    assert all(outcome.passed for outcome in outcomes)
-    assert len(sandbox._cleaning) == len(list(clean.iterdir())) == 2
-    outcome = run("import os\nos._exit(0)", {"test": "mul(6, 7)"}, Limits(seconds=3.0), how)
-    assert "ended before the test did" in outcome.cause and not outcome.timed_out, outcome
-    monkeypatch.setattr(sandbox, "MOST_CLEANING", 1)
-    monkeypatch.setattr(sandbox, "SETUP_SECONDS", 0.0)
-    with pytest.raises(sandbox.SandboxError, match="files of . programs are still being removed"):
-        run("print(1)", stdin_case("", "1"), LIMITS, how)
+    try:
+        outcomes = [run("print(1)", stdin_case("", "1"), LIMITS, how) for _ in range(2)]
+        assert all(outcome.passed for outcome in outcomes)
+        assert len(sandbox._cleaning) == len(list(clean.iterdir())) == 2
+        outcome = run("import os\nos._exit(0)", {"test": "mul(6, 7)"}, LIMITS, how)
+        assert "ended before the test did" in outcome.cause and not outcome.timed_out, outcome
+        monkeypatch.setattr(sandbox, "MOST_CLEANING", 1)
+        monkeypatch.setattr(sandbox, "SETUP_SECONDS", 0.0)
+        with pytest.raises(sandbox.SandboxError, match="files of . programs are still being removed"):
+            run("print(1)", stdin_case("", "1"), LIMITS, how)
+    finally:
+        (tmp_path / "gate").touch()
 
 
 def test_files_elsewhere_go_with_their_user_where_there_is_no_landlock(clean, monkeypatch):
@@ -508,7 +514,7 @@ def test_a_keeper_that_cannot_start_is_no_fault_of_the_program(how, monkeypatch)
         sandbox.run("print(1)", {"stdin": "", "stdout": "1"}, sandbox.Limits(), how)
 
 
-def wait_for(condition, seconds: float = 10.0) -> bool:
+def wait_for(condition, seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

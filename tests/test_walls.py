@@ -105,7 +105,7 @@ before = [done(calls(other)), done(shared.items())]
 child = os.fork()
 if not child:
     libc.prctl(38, 1, 0, 0, 0)
-    walls.load(walls.system_calls())
+    walls.load_filter(walls.system_calls())
     os.nice(0)
     print(before, [done(calls(other)), done(shared.items())], done(calls(0)), flush=True)
     os._exit(0)
@@ -156,4 +156,4 @@ def test_an_error_of_landlock_is_told():
     if not walls.landlock_version():
         pytest.skip("the kernel has no Landlock")
     with pytest.raises(OSError, match="Landlock"):
-        walls._checked(walls.RESTRICT_SELF, -1, 0)
+        walls._landlock(walls.RESTRICT_SELF, -1, 0)
