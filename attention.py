@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.graphs import upload
+from host import upload
 
 
 class PackedAttention:
@@ -33,12 +33,9 @@ class PackedAttention:
     def _pad(self) -> None:
         """Group the sequences into padded batches."""
         lengths = self.lengths
-        starts, start = [], 0
-        for length in lengths:
-            starts.append(start)
-            start += length
+        *starts, total = accumulate(lengths, initial=0)
         order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-        inverse = torch.empty(start, dtype=torch.int64)
+        inverse = torch.empty(total, dtype=torch.int64)
         done = offset = 0
         while done < len(order):
             shortest = lengths[order[done]]
@@ -84,7 +81,7 @@ class VarlenAttention:
     def __init__(self, query_lengths: list[int], key_lengths: list[int], device: torch.device):
         self.lengths = (query_lengths, key_lengths)
         self.longest = [max(lengths) for lengths in self.lengths]
-        self.bounds = [upload([0, *accumulate(lengths)], device, torch.int32) for lengths in self.lengths]
+        self.bounds = [upload([*accumulate(lengths, initial=0)], device, torch.int32) for lengths in self.lengths]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""Tensors whose data is in host memory for a while, so that others can have the device."""
+"""Between host memory and the device: values that go there, tensors that are away from it for a while."""
 
 from collections.abc import Iterable
 
@@ -27,3 +27,9 @@ class OnHost:
             storage, copy = self.copies.pop()
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
+
+
+def upload(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return host values as a device tensor without waiting for the device."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -7,6 +7,7 @@ what they pass. Projections are fused (q|k|v and gate|up); `hf_tensors` names th
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from config import ConfigError
 from engine import kernels
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]
-FusedAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (qkv [n, (H+2K)D], q_norm, k_norm) -> [n,H,D]
 Reduce = Callable[[Tensor], Tensor]
 
 
@@ -48,31 +48,22 @@ class ModelShape:
         return math.gcd(self.intermediate_size, 8)
 
 
-def _family_qwen2(c: dict) -> dict:
-    return dict(qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False)
+# From a config, with which biases and norms a family has.
+FAMILIES: dict[str, Callable[[dict], dict[str, bool]]] = {
+    "qwen2": lambda c: dict(qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False),
+    "qwen3": lambda c: _attention_bias(c) | dict(mlp_bias=False, qk_norm=True),
+    "llama": lambda c: _attention_bias(c) | dict(mlp_bias=c.get("mlp_bias", False), qk_norm=False),
+}
 
 
-def _family_qwen3(c: dict) -> dict:
-    bias = c.get("attention_bias", False)
-    return dict(qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
+def _attention_bias(c: dict) -> dict[str, bool]:
+    return dict.fromkeys(("qkv_bias", "out_bias"), c.get("attention_bias", False))
 
-
-def _family_llama(c: dict) -> dict:
-    bias = c.get("attention_bias", False)
-    return dict(qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False), qk_norm=False)
-
-
-FAMILIES = {"qwen2": _family_qwen2, "qwen3": _family_qwen3, "llama": _family_llama}
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 LARGEST, MOST_LAYERS = 2**31 - 1, 1000
 ORIGINAL = "original_max_position_embeddings"
-ROPE_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-}
 
 
 def parse_shape(c: dict, where: str) -> ModelShape:
@@ -87,17 +78,15 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         raise ConfigError(f"{where}: {', '.join(bad)}: sizes are whole numbers over 0 and at most {LARGEST}")
     if c["num_hidden_layers"] > MOST_LAYERS:
         raise ConfigError(f"{where}: num_hidden_layers = {c['num_hidden_layers']} is too many: at most {MOST_LAYERS}")
-    if c.get("quantization_config"):
-        raise ConfigError(
-            f"{where}: quantization_config = {c['quantization_config']!r} is not supported; take the unquantised folder"
-        )
-    if c.get("use_sliding_window"):
-        raise ConfigError(f"{where}: use_sliding_window = true is not supported; plainroll attends to the full context")
-    kinds = c.get("layer_types")
-    if kinds and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        raise ConfigError(f"{where}: layer_types = {kinds!r} is not supported; plainroll attends to the full context")
-    if c.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{where}: hidden_act = {c['hidden_act']!r} is not supported; plainroll has silu")
+    kinds, full = c.get("layer_types") or [], "plainroll attends to the full context"
+    for key, is_bad, remedy in (
+        ("quantization_config", bool(c.get("quantization_config")), "take the unquantised folder"),
+        ("use_sliding_window", bool(c.get("use_sliding_window")), full),
+        ("layer_types", not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds), full),
+        ("hidden_act", c.get("hidden_act", "silu") != "silu", "plainroll has silu"),
+    ):
+        if is_bad:
+            raise ConfigError(f"{where}: {key} = {c[key]!r} is not supported; {remedy}")
     rope = _parse_rope(c, where)
     eps = c.get("rms_norm_eps", 1e-6)
     _check_number(where, "rms_norm_eps", eps)
@@ -140,11 +129,12 @@ def _parse_rope(c: dict, where: str) -> dict:
         raise ConfigError(f"{where}: rope_type = {kind!r} is not supported; plainroll has {', '.join(ROPE_TYPES)}")
     if (partial := rope.pop("partial_rotary_factor")) not in (None, 1.0):
         raise ConfigError(f"{where}: partial_rotary_factor = {partial!r} is not supported; plainroll rotates all")
-    if ORIGINAL in ROPE_NEEDS[kind]:
+    _, needs = ROPE_TYPES[kind]
+    if ORIGINAL in needs:
         rope[ORIGINAL] = c[ORIGINAL] if ORIGINAL in c else rope.get(ORIGINAL, _max_positions(c))
-    if missing := [key for key in ROPE_NEEDS[kind] if key not in rope]:
+    if missing := [key for key in needs if key not in rope]:
         raise ConfigError(f"{where}: rope_type = {kind!r} needs {', '.join(missing)} in its rope parameters")
-    for key in ("rope_theta", *ROPE_NEEDS[kind]):
+    for key in ("rope_theta", *needs):
         _check_number(where, key, rope[key])
     return rope
 
@@ -158,14 +148,6 @@ def _check_number(where: str, key: str, value: object) -> None:
         raise ConfigError(f"{where}: {key} = {value!r} is not a number over 0")
 
 
-def _rope_default(inv_freq: Tensor, rope: dict) -> Tensor:
-    return inv_freq
-
-
-def _rope_linear(inv_freq: Tensor, rope: dict) -> Tensor:
-    return inv_freq / rope["factor"]
-
-
 def _rope_llama3(inv_freq: Tensor, rope: dict) -> Tensor:
     """Slow waves are stretched by `factor`, fast ones kept, those between blended. (Llama 3.1 release)"""
     low, high, context = rope["low_freq_factor"], rope["high_freq_factor"], rope[ORIGINAL]
@@ -174,13 +156,19 @@ def _rope_llama3(inv_freq: Tensor, rope: dict) -> Tensor:
     return keep * inv_freq + (1 - keep) * inv_freq / rope["factor"]
 
 
-ROPE_TYPES = {"default": _rope_default, "linear": _rope_linear, "llama3": _rope_llama3}
+# The frequencies of a type, and the parameters that they need.
+ROPE_TYPES: dict[str, tuple[Callable[[Tensor, dict], Tensor], tuple[str, ...]]] = {
+    "default": (lambda inv_freq, rope: inv_freq, ()),
+    "linear": (lambda inv_freq, rope: inv_freq / rope["factor"], ("factor",)),
+    "llama3": (_rope_llama3, ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)),
+}
 
 
 def rope_table(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cos and sin, [num_positions, head_dim / 2] float32 each."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
-    inv_freq = ROPE_TYPES[shape.rope["rope_type"]](1.0 / shape.rope["rope_theta"] ** exponent, shape.rope)
+    frequencies, _ = ROPE_TYPES[shape.rope["rope_type"]]
+    inv_freq = frequencies(1.0 / shape.rope["rope_theta"] ** exponent, shape.rope)
     angles = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * inv_freq
     return angles.cos(), angles.sin()
 
@@ -222,15 +210,15 @@ class Split:
     rank: int = 0
     size: int = 1
 
-    @property
+    @cached_property  # read for each layer of each step
     def num_kv_heads(self) -> int:
         return max(self.shape.num_kv_heads // self.size, 1)  # fewer KV heads than ranks: each has a copy of one
 
-    @property
+    @cached_property
     def groups(self) -> int:
         return self.shape.num_heads // self.size // self.num_kv_heads  # query heads of one KV head
 
-    @property
+    @cached_property
     def mlp_blocks(self) -> int:
         return self.shape.mlp_blocks // self.size
 
@@ -252,7 +240,7 @@ def can_split(shape: ModelShape, size: int) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, inference: bool) -> Tensor:
     """Normalise the last dimension. [..., n], [n] -> [..., n]"""
-    if inference and x.dim() == 2:
+    if inference and x.dim() == 2 and kernels.use_triton(x):
         return kernels.add_rms_norm(x, None, weight, eps)[0]
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -269,7 +257,7 @@ def run_layer(
     cos: Tensor,
     sin: Tensor,
     attend: Attend,
-    reduce: Reduce,
+    reduce: Reduce = lambda part: part,
     *,
     inference: bool,
 ) -> Tensor:
@@ -279,7 +267,7 @@ def run_layer(
     """
     s, groups, eps = split.shape, split.groups, split.shape.norm_eps
     normed = rms_norm(x, w.input_norm, eps, inference)
-    heads = linear(normed, w.qkv, w.qkv_bias).view(len(x), split.num_kv_heads, groups + 2, s.head_dim)
+    heads = linear(normed, w.qkv, w.qkv_bias).view(-1, split.num_kv_heads, groups + 2, s.head_dim)
     qk, v = heads.split_with_sizes((groups + 1, 1), 2)  # [T, K, G + 1, D], [T, K, 1, D]
     if w.q_norm is not None and w.k_norm is not None:
         q, k = qk.split_with_sizes((groups, 1), 2)
@@ -289,28 +277,11 @@ def run_layer(
     x = x + reduce(linear(attended.flatten(1), w.out, w.out_bias))
     normed = rms_norm(x, w.post_norm, eps, inference)
     gate_up = linear(normed, w.gate_up, w.gate_up_bias)
-    if inference:
+    if inference and kernels.use_triton(gate_up):
         activated = kernels.silu_mul(gate_up, split.mlp_blocks)
     else:
-        gate, up = gate_up.view(len(x), split.mlp_blocks, 2, -1).unbind(2)
-        activated = (F.silu(gate) * up).flatten(1)
+        activated = kernels.silu_mul_torch(gate_up, split.mlp_blocks)
     return x + reduce(linear(activated, w.down, w.down_bias))
-
-
-def run_layer_fused(
-    w: LayerWeights, split: Split, x: Tensor, residual: Tensor | None, attend: FusedAttend, reduce: Reduce
-) -> tuple[Tensor, Tensor]:
-    """As `run_layer`, for decoding on a GPU, where launches are dear. The sum of x and residual is the layer's input.
-
-    Returns (x, residual) in the same sense: the next norm adds them. `attend` turns, writes and reads keys itself.
-    """
-    eps = split.shape.norm_eps
-    normed, residual = kernels.add_rms_norm(x, residual, w.input_norm, eps)
-    attended = attend(linear(normed, w.qkv, w.qkv_bias), w.q_norm, w.k_norm)  # [n, H, D]
-    x = reduce(linear(attended.flatten(1), w.out, w.out_bias))
-    normed, residual = kernels.add_rms_norm(x, residual, w.post_norm, eps)
-    activated = kernels.silu_mul(linear(normed, w.gate_up, w.gate_up_bias), split.mlp_blocks)
-    return reduce(linear(activated, w.down, w.down_bias)), residual
 
 
 class Layer(nn.Module):
@@ -328,7 +299,7 @@ class Layer(nn.Module):
         self.k_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, inference: bool) -> Tensor:
-        return run_layer(self.weights(), self.split, self.index, x, cos, sin, attend, _alone, inference=inference)
+        return run_layer(self.weights(), self.split, self.index, x, cos, sin, attend, inference=inference)
 
     def weights(self) -> LayerWeights:
         projections = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
@@ -362,10 +333,6 @@ class Layer(nn.Module):
             down=w.down.chunk(size, 1)[rank],
             down_bias=w.down_bias if rank == 0 else None,
         )
-
-
-def _alone(x: Tensor) -> Tensor:
-    return x
 
 
 class Model(nn.Module):

@@ -34,6 +34,11 @@ class SamplingConfig:
     )
 
     @property
+    def scale(self) -> float:
+        """What logits are divided by; greedy decoding leaves them as they are."""
+        return max(self.temperature, COLDEST) if self.temperature else 1.0
+
+    @property
     def truncates(self) -> bool:
         return bool(self.top_k or self.top_p < 1.0 or self.min_p)
 
@@ -78,8 +83,8 @@ def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
     Ties at a threshold are kept, so the result does not depend on the order of a sort.
     """
     logits = logits.float()
-    if config.temperature not in (0.0, 1.0):
-        logits = logits / max(config.temperature, COLDEST)
+    if config.scale != 1.0:
+        logits = logits / config.scale
     if 0 < config.top_k < logits.shape[-1]:
         threshold = logits.detach().topk(config.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, -torch.inf)
@@ -105,7 +110,7 @@ def sample(logits: Tensor, uniform: Tensor | None, config: SamplingConfig) -> tu
         return tokens, torch.zeros(tokens.shape, device=logits.device)
     assert uniform is not None, "only greedy decoding needs no uniforms"
     if logits.is_cuda and not config.truncates:
-        return kernels.sample_inverse_cdf(logits, uniform, max(config.temperature, COLDEST))
+        return kernels.sample_inverse_cdf(logits, uniform, config.scale)
     logprobs = filter_logits(logits, config).log_softmax(-1)  # [n, V]
     tokens = _draw(logprobs.exp(), uniform[:, None])  # [n, 1]
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
@@ -143,8 +148,7 @@ def score(
     """
     kept = filter_logits(logits, config)
     if config.truncates:
-        scale = 1.0 if config.temperature == 0.0 else max(config.temperature, COLDEST)
-        own = logits.float().gather(-1, targets[:, None]) / scale
+        own = logits.float().gather(-1, targets[:, None]) / config.scale
         kept = kept.scatter(-1, targets[:, None], own)
     logprobs = kept.log_softmax(-1)
     with nullcontext() if entropy_gradient else torch.no_grad():

@@ -130,7 +130,7 @@ class Batcher:
         self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
 
     def plan_chunks(self) -> list[Chunk]:
-        """Return the pieces of contexts that fit beside the decoding rows, first those that continue a context."""
+        """Return the pieces of contexts that fit beside the decoding rows."""
         budget = max(self.step_tokens - len(self.running), 1)
         chunks = []
         for prefill in self.prefills.values():
@@ -139,7 +139,7 @@ class Batcher:
             end = min(len(prefill.context), prefill.cached + budget)
             chunks.append(Chunk(prefill, prefill.cached, end))
             budget -= end - prefill.cached
-        return sorted(chunks, key=lambda chunk: chunk.start == 0)
+        return chunks
 
     # ---- after it --------------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ def decode_by_page(q: Tensor, k_pages: Tensor, v_pages: Tensor, owner: Tensor | 
     n, num_heads, size = q.shape
     pages, num_kv = k_pages.shape[:2]
     places = bias.shape[2]
-    keys, values = (kv[:, :, :places].flatten(0, 1) for kv in (k_pages, v_pages))  # views [P * K, places, D]
+    keys, values = k_pages[:, :, :places].flatten(0, 1), v_pages[:, :, :places].flatten(0, 1)  # [P * K, places, D]
     groups, scale, of_page = num_heads // num_kv, size**-0.5, (pages, num_heads)
     flat = q.reshape(n, -1)
     query = (flat if owner is None else flat.index_select(0, owner)).view(-1, groups, size)

@@ -99,9 +99,3 @@ class Flight:
         if self.event:
             self.event.synchronize()
         return [(self.sequences[row], int(self.host[row])) for row in self.host.nonzero()[:, 0].tolist()]
-
-
-def upload(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return host values as a device tensor without waiting for the device."""
-    tensor = torch.as_tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -27,7 +27,7 @@ MAX_PART = 2048  # keys of one split, at most, while splits last: one long row m
 MAX_SPLITS = 64  # the merge holds all splits of a head in registers
 
 
-def _use_triton(x: Tensor) -> bool:
+def use_triton(x: Tensor) -> bool:
     return HAS_TRITON and (x.is_cuda or INTERPRETED)
 
 
@@ -105,7 +105,7 @@ def paged_decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, len
     table [n, max_pages] int; lengths [n] int, keys of each row, the new one included. A row of length 0 is padding: it
     gives zeros and reads nothing. Entries of `table` beyond a row's length are never followed.
     """
-    if not _use_triton(q):
+    if not use_triton(q):
         return paged_decode_torch(q, k_pages, v_pages, table, lengths, out)
     (n, num_heads, size), (num_kv, page) = q.shape, k_pages.shape[1:3]
     out = q.new_empty(q.shape) if out is None else out
@@ -161,7 +161,7 @@ def _rms_norm(x, residual, weight, normed, summed, x_row, residual_row, eps, SIZ
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (torch's RMSNorm of x + residual, x + residual), [n, size] each. residual None adds nothing."""
-    if not _use_triton(x):
+    if not use_triton(x):
         return add_rms_norm_torch(x, residual, weight, eps)
     (n, size), block = x.shape, triton.next_power_of_2(x.shape[1])
     assert x.stride(1) == weight.stride(0) == 1 and (residual is None or residual.stride(1) == 1), x.stride()
@@ -220,7 +220,7 @@ def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, tab
     each head first (Qwen3). A row of negative position is padding: it writes nothing and its queries are zero.
     """
     args = (qkv, cos, sin, positions, table, k_pages, v_pages)
-    if not _use_triton(qkv):
+    if not use_triton(qkv):
         return rope_and_write_torch(*args, num_heads, num_kv_heads, q_norm, k_norm, eps)
     n, groups, (page, size) = len(qkv), num_heads // num_kv_heads, k_pages.shape[2:]
     assert page & (page - 1) == 0 and num_heads % num_kv_heads == size % 2 == 0, (page, num_heads, size)
@@ -269,7 +269,7 @@ def _silu_mul(gate_up, out, row_length, width, BLOCK: tl.constexpr):
 
 def silu_mul(gate_up: Tensor, num_blocks: int = 1) -> Tensor:
     """Return silu(gate) * up. [n, 2 * I], which is `num_blocks` times (gate, up) of I / num_blocks each -> [n, I]"""
-    if not _use_triton(gate_up):
+    if not use_triton(gate_up):
         return silu_mul_torch(gate_up, num_blocks)
     n, width = len(gate_up), gate_up.shape[1] // (2 * num_blocks)
     assert gate_up.stride(1) == 1 and gate_up.shape[1] == 2 * num_blocks * width, (gate_up.shape, num_blocks)
@@ -322,7 +322,7 @@ def sample_inverse_cdf(logits: Tensor, uniforms: Tensor, temperature: float) -> 
 
     logits [n, V], uniforms [n] float64 -> tokens [n] int64, log-probs [n] float32
     """
-    if not _use_triton(logits):
+    if not use_triton(logits):
         return sample_inverse_cdf_torch(logits, uniforms, temperature)
     n, vocab = logits.shape
     assert logits.stride(1) == uniforms.stride(0) == 1 and uniforms.dtype == torch.float64, uniforms.dtype

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from config import ConfigError, option
-from engine.graphs import upload
 from engine.pages import Cache
+from host import upload
 from model import ModelShape
 
 

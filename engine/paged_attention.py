@@ -6,64 +6,40 @@ or, on a GPU, in a step of their own (engine/kernels.py).
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention import PackedAttention, VarlenAttention
 from engine.cpu import PageAttention
-from engine.graphs import upload
 from engine.sequence import Chunk
-
-
-def attend_to_prefix(q: Tensor, k_pages: Tensor, v_pages: Tensor, start: int) -> Tensor:
-    """Causal attention of one sequence's tokens from position `start` on to everything before them.
-
-    q [T, H, D]; its pages in order [pages, K, page, D], the tokens' own keys and values included -> [T, H, D]
-    """
-    end = start + len(q)
-    key, value = (x.transpose(0, 1).flatten(1, 2)[:, :end] for x in (k_pages, v_pages))  # [K, end, D]
-    groups = q.shape[1] // key.shape[0]
-    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    causal = torch.arange(end, device=q.device) <= torch.arange(start, end, device=q.device)[:, None]  # [T, end]
-    return F.scaled_dot_product_attention(q.transpose(0, 1), key, value, attn_mask=causal).transpose(0, 1)
+from host import upload
 
 
 class ChunkAttention:
-    """Attention of one step's chunks. Chunks that continue a context come first; all others start one."""
+    """Attention of one step's chunks: to themselves if all start their contexts, else to keys gathered from pages."""
 
-    def __init__(self, chunks: list[Chunk], page: int, device: torch.device, gather: bool):
-        """`gather`: keys and values of all chunks are gathered from their pages for one attention kernel, on a GPU."""
-        spans = [(np.asarray(chunk.prefill.leader.pages), chunk.start, chunk.end) for chunk in chunks]
-        ranges = [np.arange(start, end) for _, start, end in spans]
-        pages = [own[r // page] for (own, _, _), r in zip(spans, ranges, strict=True)]
+    def __init__(self, chunks: list[Chunk], page: int, device: torch.device):
+        pages = [np.asarray(chunk.prefill.leader.pages) for chunk in chunks]
+        ends = [chunk.end for chunk in chunks]
+
+        def places(positions: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+            """Return pages and positions of some of each chunk's context."""
+            own = [of_chunk[p // page] for of_chunk, p in zip(pages, positions, strict=True)]
+            return upload(np.concatenate(own), device), upload(np.concatenate(positions), device)
+
         self.token_ids = upload([t for c in chunks for t in c.prefill.context[c.start : c.end]], device)
-        self.positions = upload(np.concatenate(ranges), device)
-        self.write_pages = upload(np.concatenate(pages), device)
-        self.varlen = None
-        if gather:
-            whole = [np.arange(end) for _, _, end in spans]
-            key_pages = [own[r // page] for (own, _, _), r in zip(spans, whole, strict=True)]
-            self.key_page = upload(np.concatenate(key_pages), device)
-            self.key_offset = upload(np.concatenate(whole) % page, device)
-            lengths = [end - start for _, start, end in spans], [end for _, _, end in spans]
-            self.varlen = VarlenAttention(*lengths, device)
-            return
-        self.continued = [span for span in spans if span[1]]
-        fresh = [end for _, start, end in spans if not start]
-        self.packed = PackedAttention(fresh, device) if fresh else None
+        self.write_pages, self.positions = places([np.arange(c.start, c.end) for c in chunks])
+        if continues := any(c.start for c in chunks):
+            self.key_pages, positions = places([np.arange(end) for end in ends])
+            self.key_offsets = positions % page
+            self.varlen = VarlenAttention([c.end - c.start for c in chunks], ends, device)
+        self.packed = None if continues else PackedAttention(ends, device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """q [T, H, D] and k, v [T, K, D] of the chunks' tokens, already written to their pages -> [T, H, D]"""
-        if self.varlen:
-            key, value = (kv[self.key_page, :, self.key_offset] for kv in (k_pages, v_pages))
-            return self.varlen(q, key, value)
-        parts, at = [], 0
-        for pages, start, end in self.continued:
-            parts.append(attend_to_prefix(q[at : at + end - start], k_pages[pages], v_pages[pages], start))
-            at += end - start
-        if self.packed is not None:
-            parts.append(self.packed(layer, q[at:], k[at:], v[at:]))
-        return torch.cat(parts)
+        if self.packed:
+            return self.packed(layer, q, k, v)
+        key, value = (kv[self.key_pages, :, self.key_offsets] for kv in (k_pages, v_pages))
+        return self.varlen(q, key, value)
 
 
 class StepAttention:

@@ -2,13 +2,14 @@
 
 from engine.batcher import Batcher, Removed, Started
 from engine.cpu import BatchedPages, PageAttention
-from engine.graphs import DecodeGraphs, upload
+from engine.graphs import DecodeGraphs
 from engine.memory import PageMemory
 from engine.paged_attention import ChunkAttention, StepAttention
 from engine.pages import Pages
 from engine.rows import Rows
 from engine.sequence import Chunk
 from engine.shard import Shard
+from host import upload
 
 
 class Runner:
@@ -64,7 +65,7 @@ class Runner:
             assert isinstance(self.pages, BatchedPages)
             decode = PageAttention(self.pages, batcher.table, batcher.length[:n], kv, bool(chunks))
         if chunks:
-            prefill = ChunkAttention(chunks, self.pages.page_size, kv.device, gather=self.graphs is not None)
+            prefill = ChunkAttention(chunks, self.pages.page_size, kv.device)
         attention = StepAttention(kv, decode, (rows.last_token[:n], rows.length[:n]), prefill)
         hidden = self.weights(attention.token_ids, attention.positions, attention)
         rows.length[:n] += 1

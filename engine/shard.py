@@ -5,14 +5,15 @@ from torch import Tensor
 
 from engine import kernels
 from engine.cpu import Packed, packed
-from model import Attend, Model, Split, linear, rms_norm, run_layer, run_layer_fused
+from model import Attend, Model, Split, linear, rms_norm, run_layer
 from parallel import TensorParallel
 
 
 class Shard:
-    """What an engine decodes with: one tensor-parallel rank's part of a model, as plain tensors."""
+    """One tensor-parallel rank's part of a model, as plain tensors.
 
-    # Packed copies aside, its tensors keep their places when the weights change, as CUDA graphs need it.
+    Packed copies aside, its tensors keep their places when the weights change, as CUDA graphs need it.
+    """
 
     def __init__(self, model: Model, parallel: TensorParallel, prepack: bool = True):
         self.model, self.shape, self.parallel = model, model.shape, parallel
@@ -21,6 +22,7 @@ class Shard:
         names = ("qkv", "out", "gate_up", "down")
         shards = (layer.shard(self.split) for layer in model.layers)  # one at a time: packing drops what it copies
         self.layers = [w._replace(**{n: pack(getattr(w, n)) for n in names}) for w in shards]
+        self.embedding, self.norm = model.embed.weight.detach(), model.norm.weight.detach()
         head = self._own_head()
         self.missing = -(-self.shape.vocab_size // parallel.size) - len(head)
         self.head = pack(head)
@@ -52,31 +54,33 @@ class Shard:
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """As `Model.forward`. Every rank of the group calls it with the same arguments."""
         cos, sin = self.model.rope(positions)
-        x = F.embedding(token_ids, self.model.embed.weight)
+        x = F.embedding(token_ids, self.embedding)
         for index, weights in enumerate(self.layers):
             x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce, inference=True)
-        return rms_norm(x, self.model.norm.weight.detach(), self.shape.norm_eps, inference=True)
+        return rms_norm(x, self.norm, self.shape.norm_eps, inference=True)
 
     def decode(self, token_ids: Tensor, positions: Tensor, table: Tensor, kv_pages: Tensor) -> Tensor:
         """Return hidden states of one new token per row, its keys and values written to the row's pages. GPU path.
 
         token_ids, positions [n]; a negative position is a padding row; table [n, max_pages] int32; kv_pages
         [layers, 2, pages, K, page, D] -> [n, hidden_size]. Depends on shapes only, so a CUDA graph can hold it.
+
+        As `run_layer` for each layer, with fewer launches: a norm adds the residual before it.
         """
         cos, sin = (x[:, 0, 0] for x in self.model.rope_tables())
-        s, heads, kv_heads = self.shape, self.split.groups * self.split.num_kv_heads, self.split.num_kv_heads
-        lengths, x, residual = (positions + 1).int(), F.embedding(token_ids, self.model.embed.weight), None
-        for index, weights in enumerate(self.layers):
-            k_pages, v_pages = kv_pages[index]
-
-            def attend(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, k_pages=k_pages, v_pages=v_pages):
-                q = kernels.rope_and_write(
-                    qkv, cos, sin, positions, table, k_pages, v_pages, heads, kv_heads, q_norm, k_norm, s.norm_eps
-                )
-                return kernels.paged_decode(q, k_pages, v_pages, table, lengths)
-
-            x, residual = run_layer_fused(weights, self.split, x, residual, attend, self.parallel.reduce)
-        return kernels.add_rms_norm(x, residual, self.model.norm.weight.detach(), s.norm_eps)[0]
+        split, reduce, eps = self.split, self.parallel.reduce, self.shape.norm_eps
+        counts = split.groups * split.num_kv_heads, split.num_kv_heads
+        lengths, x, residual = (positions + 1).int(), F.embedding(token_ids, self.embedding), None
+        for w, (k_pages, v_pages) in zip(self.layers, kv_pages, strict=True):
+            normed, residual = kernels.add_rms_norm(x, residual, w.input_norm, eps)
+            qkv, places = linear(normed, w.qkv, w.qkv_bias), (positions, table, k_pages, v_pages)
+            q = kernels.rope_and_write(qkv, cos, sin, *places, *counts, w.q_norm, w.k_norm, eps)
+            attended = kernels.paged_decode(q, k_pages, v_pages, table, lengths)  # [n, H, D]
+            x = reduce(linear(attended.flatten(1), w.out, w.out_bias))
+            normed, residual = kernels.add_rms_norm(x, residual, w.post_norm, eps)
+            activated = kernels.silu_mul(linear(normed, w.gate_up, w.gate_up_bias), split.mlp_blocks)
+            x = reduce(linear(activated, w.down, w.down_bias))
+        return kernels.add_rms_norm(x, residual, self.norm, eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size] on every rank"""

@@ -9,7 +9,8 @@ from torch import Tensor
 from attention import PackedAttention
 from engine.cpu import decode_by_page
 from engine.kernels import paged_decode
-from engine.paged_attention import attend_to_prefix
+from engine.paged_attention import ChunkAttention
+from engine.sequence import Chunk, Prefill, Sequence
 
 CPU = torch.device("cpu")
 HEADS = [(4, 4), (4, 2), (6, 2), (3, 1)]  # query heads, key/value heads
@@ -140,12 +141,21 @@ def test_merging_pages_survives_scores_that_overflow_exp() -> None:
 
 
 @pytest.mark.parametrize("page", [1, 4, 32])
-def test_a_chunk_attends_to_what_came_before_it(page: int) -> None:
+def test_chunks_attend_to_what_came_before_them(page: int) -> None:
     rng = Random(page)
-    for length in (1, 2, 31, 32, 33, 90):
-        (num_heads, num_kv), start = rng.choice(HEADS), rng.randrange(length)
-        keys, values, k_pages, v_pages, table, *_ = paged([length, 40], page, num_kv, 8, rng, torch.float64)
-        own = table[0, : -(-length // page)]
-        q = torch.randn(length - start, num_heads, 8, dtype=torch.float64)
-        out = attend_to_prefix(q, k_pages[own], v_pages[own], start)
-        torch.testing.assert_close(out, attend_one(q, keys[0], values[0]), rtol=0, atol=1e-12)
+    for lengths in ([1, 40], [2, 1], [31], [32, 7, 33], [90, 40], [8, 8]):
+        (num_heads, num_kv), starts = rng.choice(HEADS), [rng.choice((0, rng.randrange(n))) for n in lengths]
+        keys, values, k_pages, v_pages, table, *_ = paged(lengths, page, num_kv, 8, rng, torch.float64)
+        chunks = []
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            own = table[i, : -(-length // page)].tolist()
+            leader = Sequence(i, 0, 0, tuple(range(length)), key=0, max_new_tokens=1, pages=own)
+            chunks.append(Chunk(Prefill(leader, leader.context), start, length))
+        attention = ChunkAttention(chunks, page, CPU)
+        assert attention.positions.tolist() == [p for c in chunks for p in range(c.start, c.end)]
+        sizes = [c.end - c.start for c in chunks]
+        q = torch.randn(sum(sizes), num_heads, 8, dtype=torch.float64)
+        k, v = (torch.cat([x[c.start :] for x, c in zip(kv, chunks, strict=True)]) for kv in (keys, values))
+        parts = zip(attention(0, q, k, v, k_pages, v_pages).split(sizes), q.split(sizes), keys, values, strict=True)
+        for out, query, key, value in parts:
+            torch.testing.assert_close(out, attend_one(query, key, value), rtol=0, atol=1e-12)

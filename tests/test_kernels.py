@@ -59,7 +59,7 @@ def poisoned_memory():
 
 
 def pick(name: str, runner: str):
-    assert runner == "torch" or kernels._use_triton(torch.empty(0, device=DEVICE))
+    assert runner == "torch" or kernels.use_triton(torch.empty(0, device=DEVICE))
     return getattr(kernels, name if runner == "triton" else f"{name}_torch")
 
 
@@ -376,7 +376,7 @@ def test_compiles_for_an_h100(
     """The interpreter takes what the compiler refuses. No GPU is needed to compile for one."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns when nobody chooses
-    monkeypatch.setattr(kernels, "_use_triton", lambda x: True)
+    monkeypatch.setattr(kernels, "use_triton", lambda x: True)
     monkeypatch.setattr(Compiled, "found", found := [])
     for name in "_paged_decode _merge_splits _rms_norm _rope_and_write _silu_mul _tile_masses _pick_token".split():
         monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name)))

@@ -248,7 +248,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them(family):
     [
         ({"model_type": "gpt2"}, "'gpt2'", "qwen2, qwen3, llama"),
         ({"model_type": None}, "None", "qwen2, qwen3, llama"),
-        ({"use_sliding_window": True}, "use_sliding_window = true", "full context"),
+        ({"use_sliding_window": True}, "use_sliding_window = True", "full context"),
         ({"hidden_act": "gelu"}, "'gelu'", "silu"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'", "default, linear, llama3"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'", "default, linear, llama3"),
