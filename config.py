@@ -69,9 +69,7 @@ def load_config(cls: type[C], path: str | None, overrides: list[str]) -> C:
         try:
             values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(
-                f"--config={path}: cannot read it ({error.strerror}); see configs/ for examples"
-            ) from None
+            raise ConfigError(f"--config={path}: cannot read it ({error.strerror}); configs/ has examples") from None
         except (ValueError, RecursionError) as error:  # TOML, encoding, a number of thousands of digits
             raise ConfigError(f"--config={path}: not valid TOML: {error}") from None
         config = _merge(config, values, source=f"{path}: ")
@@ -98,7 +96,7 @@ def _parse(text: str) -> object:
 
 
 def _merge(config: C, values: Mapping, source: str, prefix: str = "", raw: str | None = None) -> C:
-    fields = {field.name: field for field in dataclasses.fields(config)}
+    fields: dict[str, dataclasses.Field] = {field.name: field for field in dataclasses.fields(config)}
     new: dict[str, object] = {}
     for name, value in values.items():
         key = prefix + name
@@ -109,24 +107,22 @@ def _merge(config: C, values: Mapping, source: str, prefix: str = "", raw: str |
         old = getattr(config, name)
         if dataclasses.is_dataclass(old) and not isinstance(old, type):
             if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{source}{key} is a section; set its keys, such as {key}.{dataclasses.fields(old)[0].name}"
-                )
+                raise ConfigError(f"{source}{key} is a section; set {key}.{dataclasses.fields(old)[0].name} or others")
             new[name] = _merge(old, value, source, f"{key}.", raw)
-        else:
-            if isinstance(old, str | tuple) and raw is not None and not isinstance(value, str | dict | list):
-                value = raw  # --run.dir=7 names a folder
-            if isinstance(old, tuple) and value == raw and value.startswith("["):
-                raise ConfigError(
-                    f"{key} = {value[:60]} is not a list of texts; the shell removes quotes: write '--{key}=[\"END\"]'"
-                )
-            if isinstance(old, tuple) and isinstance(value, str | list):
-                value = (value,) if isinstance(value, str) else tuple(value)  # --rollout.stop=END is a list of one
-            new[name] = _checked(key, value, old, fields[name].metadata, source)
+            continue
+        if isinstance(old, str | tuple) and raw is not None and not isinstance(value, str | dict | list):
+            value = raw  # --run.dir=7 names a folder
+        if isinstance(old, tuple) and value == raw and value.startswith("["):
+            raise ConfigError(
+                f"{key} = {value[:60]} is not a list of texts; the shell removes quotes: write '--{key}=[\"END\"]'"
+            )
+        if isinstance(old, tuple) and isinstance(value, str | list):
+            value = (value,) if isinstance(value, str) else tuple(value)  # --rollout.stop=END is a list of one
+        new[name] = _within(key, value, old, fields[name].metadata, source)
     return dataclasses.replace(config, **new)
 
 
-def _checked(key: str, value: Any, old: object, limits: Mapping[str, Any], source: str) -> object:
+def _within(key: str, value: Any, old: object, limits: Mapping[str, Any], source: str) -> object:
     """Return `value` in the type of the default `old`. Raises ConfigError if the type or a limit forbids it."""
     if isinstance(old, float) and type(value) is int:
         try:
@@ -161,7 +157,7 @@ def _checked(key: str, value: Any, old: object, limits: Mapping[str, Any], sourc
 def check_options(config: Dataclass, section: str) -> None:
     """Raise ConfigError on values outside their limits, for configs that `load_config` has not made."""
     for field in dataclasses.fields(config):
-        _checked(f"{section}.{field.name}", getattr(config, field.name), field.default, field.metadata, "")
+        _within(f"{section}.{field.name}", getattr(config, field.name), field.default, field.metadata, "")
 
 
 def flatten(config: Dataclass, prefix: str = "") -> dict[str, tuple[object, str]]:
@@ -178,14 +174,13 @@ def flatten(config: Dataclass, prefix: str = "") -> dict[str, tuple[object, str]
 
 def describe(config: Dataclass) -> str:
     """Return the text of `--help`: each key with its default and one line of meaning."""
-    rows = {f"--{key}={_toml(value)}": help for key, (value, help) in flatten(config).items()}
+    rows = {f"--{key}={toml_text(value)}": help for key, (value, help) in flatten(config).items()}
     width = max(map(len, rows)) + 2
     lines, section = [], ""
     for text, help in rows.items():
-        head = text[2:].partition(".")[0]
-        if head != section:
-            lines.append("")
+        if (head := text.partition(".")[0]) != section:
             section = head
+            lines.append("")
         lines.append(f"  {text:<{width}}{help}")
     return "\n".join(lines)
 
@@ -194,16 +189,14 @@ def dump_toml(config: Dataclass) -> str:
     """Return the config as TOML that `load_config` reads back to the same value."""
     lines = []
     for field in dataclasses.fields(config):
-        section = getattr(config, field.name)
-        lines.append(f"[{field.name}]")
-        lines += [f"{key} = {_toml(value)}" for key, (value, _) in flatten(section).items()]
-        lines.append("")
+        keys = flatten(getattr(config, field.name))
+        lines += [f"[{field.name}]", *(f"{key} = {toml_text(value)}" for key, (value, _) in keys.items()), ""]
     return "\n".join(lines)
 
 
-def _toml(value: object) -> str:
+def toml_text(value: object) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_text, value))}]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return {True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, bool) else repr(value)
+    return repr(value).lower()  # true, false and numbers

@@ -5,9 +5,9 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, get_args, get_origin
 
@@ -22,6 +22,7 @@ from tasks import TASKS, is_held_out
 TEMPLATE_SECONDS = 10.0  # the most time that a chat template may take for a row,
 ROW_SECONDS = 0.05  # and the most that rows may take on average: 10000 rows of 10 s would take a day
 TOKEN_CHARACTERS = 512  # no tokenizer has a longer token
+DUMP = "step_{:06d}.jsonl"  # a step in the folder of dumped rollouts
 DEEPEST = 50  # lists and objects within each other in a row; copies and graders recurse into them
 
 T = TypeVar("T", bound=Dataclass)
@@ -49,7 +50,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class _Row:
-    """One problem before it has tokens."""
+    """A problem before it has tokens."""
 
     fields: dict  # for its grader
     where: str  # for messages: file and line
@@ -60,6 +61,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     """Return training and held-out prompts. Raises ConfigError naming file, line, value and remedy."""
     if "{prompt}" not in config.template:
         raise ConfigError(f"data.template = {config.template!r} does not contain {{prompt}}")
+    held_out: list[_Row] = []
     if config.train in TASKS:
         for key in ("task", "graders"):
             value = getattr(config, key)
@@ -73,32 +75,14 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         held_out = _spread(held_out, config.eval_prompts)
     else:
         train = _read_jsonl(config.train, "data.train", config)
-        held_out = []
         if not config.eval and config.eval_prompts:
             held_out = _spread(train, min(config.eval_prompts, len(train) // 10))
             chosen = {repr(row.fields["prompt"]) for row in held_out}  # by content: a file may repeat a prompt
             train = [row for row in train if repr(row.fields["prompt"]) not in chosen]
     if config.eval:
         held_out = _read_jsonl(config.eval, "data.eval", config)[: config.eval_prompts]
-    allowance = _Allowance()
-    train_prompts, eval_prompts = (
-        _check_lengths(
-            [_prompt(i, row, config, tokenizer, max_prompt_tokens, allowance) for i, row in enumerate(rows)],
-            max_prompt_tokens,
-        )
-        for rows in (train, held_out)
-    )
-    return train_prompts, eval_prompts
-
-
-class _Allowance:
-    """The seconds that a chat template may take for the next row. Each row adds some; unused seconds are kept."""
-
-    def __init__(self) -> None:
-        self.left = TEMPLATE_SECONDS
-
-    def spend(self, seconds: float) -> None:
-        self.left = min(max(self.left - seconds, 0.0) + ROW_SECONDS, TEMPLATE_SECONDS)
+    encoder = _Encoder(config, tokenizer, max_prompt_tokens)
+    return encoder.prompts(train), encoder.prompts(held_out)
 
 
 def _spread(rows: list[_Row], count: int) -> list[_Row]:
@@ -120,19 +104,17 @@ def _task_rows(name: str) -> list[_Row]:
 
 
 def _read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
-    rows, graders = [], _graders(config)
+    graders = _graders(config)
     try:
         with open(regular(path), encoding="utf-8-sig") as file:  # skips a byte order mark
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(_row(line, f"{path}:{number}", config.task, graders))
+            lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
+            rows = [_row(line, where, config.task, graders) for where, line in lines]
     except OSError as error:
         built_in = f", and no built-in task has that name ({', '.join(TASKS)})" if key == "data.train" else ""
         raise ConfigError(f"{key} = {path!r}: cannot read this file ({error.strerror}){built_in}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{key} = {path!r}: not UTF-8 text ({error.reason} at byte {error.start}); convert the file"
-        ) from None
+        said = f"{error.reason} at byte {error.start}"
+        raise ConfigError(f"{key} = {path!r}: not UTF-8 text ({said}); convert the file") from None
     if not rows:
         raise ConfigError(f"{key} = {path!r}: no rows; write one JSON object with prompt and answer on each line")
     return rows
@@ -141,13 +123,12 @@ def _read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
 def _graders(config: DataConfig) -> list[str]:
     """Return the graders that rows may name. The user lists them: data must not choose code that runs."""
     own = [name for name in map(str.strip, config.graders.split(",")) if name]
-    for key, names in (("task", [config.task]), ("graders", own)):
-        for name in names:
-            try:
-                if name != TASK_OF_JUDGE:
-                    check_grader(name)
-            except ConfigError as error:
-                raise ConfigError(f"data.{key}: {error}") from None
+    for key, name in (("task", config.task), *(("graders", name) for name in own)):
+        try:
+            if name != TASK_OF_JUDGE:
+                check_grader(name)
+        except ConfigError as error:
+            raise ConfigError(f"data.{key}: {error}") from None
     return list(dict.fromkeys([*GRADERS, TASK_OF_JUDGE, config.task, *own]))
 
 
@@ -156,9 +137,8 @@ def _row(line: str, where: str, task: str, graders: list[str]) -> _Row:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object on each line"
-        ) from None
+        said = f"{error.msg} at column {error.colno}"
+        raise ConfigError(f"{where}: not JSON ({said}); write one JSON object on each line") from None
     except UnicodeEncodeError:
         raise ConfigError(f"{where}: holds half a character (a lone surrogate, such as \\ud800); remove it") from None
     except (ValueError, RecursionError) as error:  # thousands of digits or brackets
@@ -171,118 +151,108 @@ def _row(line: str, where: str, task: str, graders: list[str]) -> _Row:
         if field not in row:
             raise ConfigError(f"{where}: no field {field!r} (it has: {', '.join(row) or 'nothing'})")
     prompt = row["prompt"]
-    is_chat = (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
-        )
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in prompt
     )
-    if not is_chat and not (isinstance(prompt, str) and prompt):
-        raise ConfigError(
-            f'{where}: prompt = {_short(prompt)} must be text or a list of {{"role", "content"}} messages'
-        )
+    if not prompt or not (is_chat or isinstance(prompt, str)):
+        raise ConfigError(f'{where}: prompt = {prompt!r:.60} must be text or a list of {{"role", "content"}} messages')
     for field in ("answer", "task"):
         if not isinstance(row.get(field, ""), str):
-            raise ConfigError(f"{where}: {field} = {_short(row[field])} must be text; write it in quotes")
+            raise ConfigError(f"{where}: {field} = {row[field]!r:.60} must be text; write it in quotes")
     if "task" in row and row["task"] not in graders:
         raise ConfigError(
-            f"{where}: task = {_short(row['task'])} is not a grader that a row may name ({', '.join(graders)}); "
+            f"{where}: task = {row['task']!r:.60} is not a grader that a row may name ({', '.join(graders)}); "
             "correct it, or list your own grader in data.graders"
         )
     return _Row({"task": task, **row}, where)
 
 
 def _is_deep(value: object, levels: int) -> bool:
-    if not isinstance(value, list | dict):
-        return False
-    return not levels or any(_is_deep(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value))
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (not levels or any(_is_deep(item, levels - 1) for item in inner))
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+class _Encoder:
+    """Turns rows into prompts. Limits the time that a chat template takes for them."""
 
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int):
+        self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
+        self.seconds_left = TEMPLATE_SECONDS  # for the next row: each row adds some, and unused seconds are kept
 
-def _prompt(
-    index: int, row: _Row, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, allowance: _Allowance
-) -> Prompt:
-    where = row.where
-    messages, answer, task = (row.fields[name] for name in ("prompt", "answer", "task"))
-    is_chat = not isinstance(messages, str) or (config.chat and bool(tokenizer.chat_template))
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": config.template.replace("{prompt}", messages)}]
-    elif not tokenizer.chat_template:
-        raise ConfigError(
-            f"{where}: prompt is a list of messages, but the tokenizer has no chat template; write it as text"
-        )
-    try:
+    def prompts(self, rows: Sequence[_Row]) -> list[Prompt]:
+        prompts, most = [self._prompt(i, row) for i, row in enumerate(rows)], self.max_tokens
+        if empty := next((p for p in prompts if not p.token_ids), None):
+            raise ConfigError(f"{empty.where}: the prompt has no tokens")
+        if long := [p for p in prompts if len(p.token_ids) > most]:
+            longest = max(len(p.token_ids) for p in long)
+            raise ConfigError(
+                f"{long[0].where}: the prompt has {len(long[0].token_ids)} tokens, over rollout.max_prompt_tokens = "
+                f"{most}; raise it, or remove the row ({len(long)} are too long, the longest has {longest})"
+            )
+        return prompts
+
+    def _prompt(self, index: int, row: _Row) -> Prompt:
+        where, tokenizer = row.where, self.tokenizer
+        prompt, answer, task = (row.fields[name] for name in ("prompt", "answer", "task"))
+        try:
+            is_chat = not isinstance(prompt, str) or (self.config.chat and bool(tokenizer.chat_template))
+            text = self._written(prompt, where) if is_chat else self.config.template.replace("{prompt}", prompt)
+            if len(text) > TOKEN_CHARACTERS * self.max_tokens:  # to make its tokens could take minutes
+                raise ConfigError(
+                    f"{where}: the prompt has {len(text)} characters, far too many for rollout.max_prompt_tokens = "
+                    f"{self.max_tokens}; raise it, or remove the row"
+                )
+            text.encode()  # the tokenizer's message about half a character would not name the cause
+            token_ids = tuple(tokenizer.encode(text, add_special_tokens=not is_chat))  # a chat template writes them
+            text = tokenizer.decode(token_ids) if is_chat else text
+        except ConfigError:
+            raise
+        except Exception as error:  # a template is a program of the model's author and may raise anything
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
+        return Prompt(index, token_ids, text, answer, task, row.fields, where)
+
+    def _written(self, prompt: str | list[dict], where: str) -> str:
+        """Return the prompt as the chat template writes it."""
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": self.config.template.replace("{prompt}", prompt)}]
+        elif not self.tokenizer.chat_template:
+            raise ConfigError(
+                f"{where}: prompt is a list of messages, but the tokenizer has no chat template; write it as text"
+            )
         start = time.monotonic()
-        text = converse(tokenizer, messages, True, allowance.left) if is_chat else messages[0]["content"]
-        allowance.spend(time.monotonic() - start)
-        _check_characters(text, max_tokens, where)
-        text.encode()  # the tokenizer's message about half a character would not name the cause
-        token_ids = tuple(tokenizer.encode(text, add_special_tokens=not is_chat))  # a chat template writes them
-        text = tokenizer.decode(token_ids) if is_chat else text
-    except ConfigError:
-        raise
-    except TimeoutError:
-        raise ConfigError(
-            f"{where}: the tokenizer's chat template takes too long: it may take {TEMPLATE_SECONDS:g} s for a row, "
-            f"and {ROW_SECONDS:g} s on average; correct it"
-        ) from None
-    except Exception as error:  # a template is a program of the model's author and may raise anything
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
-    return Prompt(index, token_ids, text, answer, task, row.fields, where)
+        try:
+            text = converse(self.tokenizer, prompt, True, self.seconds_left)
+        except TimeoutError:
+            raise ConfigError(
+                f"{where}: the tokenizer's chat template takes too long: it may take {TEMPLATE_SECONDS:g} s for a row, "
+                f"and {ROW_SECONDS:g} s on average; correct it"
+            ) from None
+        left = max(self.seconds_left - (time.monotonic() - start), 0.0)
+        self.seconds_left = min(left + ROW_SECONDS, TEMPLATE_SECONDS)
+        return text
 
 
 def converse(
     tokenizer: Tokenizer, messages: list[dict], add_generation_prompt: bool, seconds: float = TEMPLATE_SECONDS
 ) -> str:
-    """Return the messages as the chat template writes them. Raises TimeoutError, and the template's own errors."""
-    with _time_limit(seconds):
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after `seconds`. Other threads than the main one have no limit."""
+    """Return the messages as the chat template writes them. Raises the template's own errors, and TimeoutError."""
 
     def ring(*_: object) -> None:
         raise TimeoutError(f"it does not end within {seconds:g} s")
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    kind = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    write = partial(tokenizer.apply_chat_template, messages, **kind)
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
+        return write()
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        return write()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _check_characters(text: str, max_tokens: int, where: str) -> None:
-    """Raise ConfigError for a text that must be too long, before tokenising takes minutes."""
-    if len(text) > TOKEN_CHARACTERS * max_tokens:
-        raise ConfigError(
-            f"{where}: the prompt has {len(text)} characters, far too many for rollout.max_prompt_tokens = "
-            f"{max_tokens}; raise it, or remove the row"
-        )
-
-
-def _check_lengths(prompts: list[Prompt], max_prompt_tokens: int) -> list[Prompt]:
-    if empty := next((p for p in prompts if not p.token_ids), None):
-        raise ConfigError(f"{empty.where}: the prompt has no tokens")
-    if long := [p for p in prompts if len(p.token_ids) > max_prompt_tokens]:
-        longest = max(len(p.token_ids) for p in long)
-        raise ConfigError(
-            f"{long[0].where}: the prompt has {len(long[0].token_ids)} tokens, over rollout.max_prompt_tokens = "
-            f"{max_prompt_tokens}; raise it, or remove the row ({len(long)} are too long, the longest has {longest})"
-        )
-    return prompts
 
 
 class PromptCursor:
@@ -290,19 +260,18 @@ class PromptCursor:
 
     def __init__(self, prompts: Sequence[Prompt], seed: int):
         self.prompts, self.seed = prompts, seed
-        self.epoch = self.position = 0
-        self._order = self._permutation()
+        self._move(0, 0)
 
-    def _permutation(self) -> np.ndarray:
-        return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.prompts))
+    def _move(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+        self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
 
     def take(self, count: int) -> list[Visit]:
         """Return the next `count` visits; an epoch that ends is followed by the next."""
         taken = []
         for _ in range(count):
             if self.position == len(self.prompts):
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._permutation()
+                self._move(self.epoch + 1, 0)
             taken.append(Visit(self.epoch, self.prompts[self._order[self.position]]))
             self.position += 1
         return taken
@@ -316,8 +285,7 @@ class PromptCursor:
                 f"the checkpoint was written with {state['num_prompts']} training prompts, data.train now has "
                 f"{len(self.prompts)}; resume with the same data"
             )
-        self.epoch, self.position = state["epoch"], state["position"]
-        self._order = self._permutation()
+        self._move(state["epoch"], state["position"])
 
 
 # ---- rollouts on disk --------------------------------------------------------------------------------------------
@@ -326,7 +294,7 @@ class PromptCursor:
 def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
     """Write a step's groups, one JSON line each: prompt, samples (tokens, log-probs), rewards, advantages [P, R]."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = _dump_path(folder, step)
+    path = folder / DUMP.format(step)
     part = path.with_suffix(".part")
     with open(part, "w", encoding="utf-8") as file:
         for group, row in zip(groups, advantages, strict=True):
@@ -336,7 +304,7 @@ def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: Se
 
 def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:
     """Read a step that `dump_groups` wrote. Raises ConfigError if it is missing, damaged or of another model."""
-    path = _dump_path(folder, step)
+    path = folder / DUMP.format(step)
     try:
         rows = [json.loads(line) for line in regular(path).read_text(encoding="utf-8").splitlines()]
     except (ValueError, RecursionError) as error:
@@ -368,15 +336,15 @@ def _group(row: dict, vocabulary: int) -> Group:
         raise ValueError(f"{len(group.samples)} samples with {len(group.rewards)} rewards")
     for ids in (prompt.token_ids, *(sample.token_ids for sample in samples)):
         if not ids or max(ids) >= vocabulary:
-            raise ValueError(f"token_ids = {_short(ids)} must be tokens below {vocabulary}")
+            raise ValueError(f"token_ids = {ids!r:.60} must be tokens below {vocabulary}")
     for sample in group.samples:
         if len(sample.logprobs) != len(sample.token_ids):
             raise ValueError(f"{len(sample.logprobs)} logprobs of {len(sample.token_ids)} tokens")
         places = [*(place for span in sample.spans for place in (span.start, span.end)), len(sample.token_ids)]
         if not sample.spans or not all(map(len, sample.spans)) or places != sorted(places):
-            raise ValueError(f"spans = {_short(sample.spans)} of {len(sample.token_ids)} tokens")
+            raise ValueError(f"spans = {sample.spans!r:.60} of {len(sample.token_ids)} tokens")
         if sample.finish_reason not in ("stop", "length"):
-            raise ValueError(f"finish_reason = {_short(sample.finish_reason)}")
+            raise ValueError(f"finish_reason = {sample.finish_reason!r:.60}")
     return group
 
 
@@ -385,7 +353,7 @@ def _read(kind: type[T], values: dict) -> T:
     made = kind(**{name: _tuples(value) for name, value in values.items()})
     for field in fields(kind):
         if not _fits(value := getattr(made, field.name), field.type):
-            raise ValueError(f"{kind.__name__}.{field.name} = {_short(value)}")
+            raise ValueError(f"{kind.__name__}.{field.name} = {value!r:.60}")
     return made
 
 
@@ -403,7 +371,3 @@ def _fits(value: object, kind: object) -> bool:
     if kind is float:
         return type(value) in (int, float) and reward_number(value) is not None
     return type(value) is kind and (not isinstance(value, int) or 0 <= value < 2**63)
-
-
-def _dump_path(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}.jsonl"

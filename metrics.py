@@ -146,18 +146,24 @@ class Recorder:
         self.active, self.shown, self.lines = active, 0.0, 0
         self.steps, self.first, self.began = steps, first_step, time.perf_counter()
         self.means: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))  # rewards by kind of round
-        self.bar = tqdm(
-            total=steps, initial=first_step, desc="step", unit="step", disable=None if active else True, leave=False
-        )
+        shown = {"disable": None if active else True, "leave": False}
+        self.bar = tqdm(total=steps, initial=first_step, desc="step", unit="step", **shown)
         if not active:
             return
         self.path = run / "steps.jsonl"
         for record in _drop_after(self.path, first_step):
             self._mean(record)
         self.file = open(self.path, "a", encoding="utf-8")
-        self.tensorboard = _tensorboard(run) if config.tensorboard else None
-        self.wandb = _wandb(config.wandb, run, settings) if config.wandb else None
         self.trace = Trace(run / "trace.json", first_step) if config.trace else None
+        self.tensorboard = self.wandb = None  # neither package is needed without its setting
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(run / "tensorboard"))
+        if config.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project=config.wandb, name=run.name, dir=str(run), config=settings)
 
     def say(self, text: str) -> None:
         """Print one line above the progress bar."""
@@ -194,18 +200,17 @@ class Recorder:
             self.say("".join(name.rjust(width) for name, width in COLUMNS.items()))
         self.lines += 1
         self.say("".join(text.rjust(width) for text, width in zip(self._row(record), COLUMNS.values(), strict=True)))
-        played, train = record.get("round"), record["train"]
-        if train["skipped"]:
-            self.say(f"WARNING: step {record['step']}: update skipped: {train['skipped']}")
-        if record["reward_errors"]:
-            first = record["first_reward_error"]
-            self.say(f"WARNING: step {record['step']}: {record['reward_errors']} rewards failed and count 0: {first}")
         self.bar.update()
+        played, warning = record.get("round"), f"WARNING: step {record['step']}: "
+        if skipped := record["train"]["skipped"]:
+            self.say(f"{warning}update skipped: {skipped}")
+        if errors := record["reward_errors"]:
+            self.say(f"{warning}{errors} rewards failed and count 0: {record['first_reward_error']}")
         if played and played["padded"]:
             self.say(
-                f"WARNING: step {record['step']}: dynamic sampling found {played['zero_variance']} of "
-                f"{played['prompts']} prompts with equal rewards and trains {played['padded']} of them, because "
-                "scheduler.max_draws is reached; raise it, or take prompts of medium difficulty"
+                f"{warning}dynamic sampling found {played['zero_variance']} of {played['prompts']} prompts with equal "
+                f"rewards and trains {played['padded']} of them, because scheduler.max_draws is reached; raise it, or "
+                "take prompts of medium difficulty"
             )
         if "eval" in record:
             self.evaluation(record["step"], record["eval"])
@@ -250,27 +255,18 @@ class Recorder:
         self.bar.close()
         if not self.active:
             return
-        self.file.close()
-        if self.trace:
-            self.trace.close()
-        if self.tensorboard:
-            self.tensorboard.close()
+        for file in (self.file, self.trace, self.tensorboard):
+            if file:
+                file.close()
         if self.wandb:
             self.wandb.finish()
         rows = [(r["step"], r["eval"]) for r in read_records(self.path) if r.get("eval")]
         if rows:
             names = [name for name in rows[0][1] if "@" in name]
-            print(
-                "\n"
-                + "step".rjust(6)
-                + "".join(name.rjust(9) for name in names)
-                + "   mean length   max length   cut off"
-            )
+            print("\n  step" + "".join(name.rjust(9) for name in names) + "   mean length   max length   cut off")
             for at, result in rows:
-                scores = "".join(f"{result[name]:9.3f}" for name in names)
-                print(
-                    f"{at:6d}{scores}{result['length']['mean']:14.1f}{result['length']['max']:13.0f}{result['truncated']:10.1%}"
-                )
+                scores, length = "".join(f"{result[name]:9.3f}" for name in names), result["length"]
+                print(f"{at:6d}{scores}{length['mean']:14.1f}{length['max']:13.0f}{result['truncated']:10.1%}")
         if step < steps:
             print(f"\nstopped after step {step} of {steps}; continue with --resume")
         model = run / "checkpoints" / f"step_{step:06d}"
@@ -287,7 +283,8 @@ class Trace:
         kept = []
         if path.exists() and first_step:
             lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if line.endswith("},") and _trace_step(line) <= first_step]
+            events = [(line, json.loads(line[:-1])) for line in lines if line.endswith("},")]
+            kept = [line for line, event in events if event.get("step", math.inf) <= first_step]  # not the last names
         path.write_text("".join(f"{line}\n" for line in ("[", *kept)), encoding="utf-8")
         self.file, self.named = open(path, "a", encoding="utf-8"), 0
 
@@ -316,39 +313,20 @@ class Trace:
 
     def close(self) -> None:
         """Write the names of the processes, and complete the JSON."""
-        names = ((self.REPLICAS, "replicas"), (self.ROUNDS, "rounds"))
+        names = enumerate(("replicas", "rounds"))  # by REPLICAS and ROUNDS
         events = ({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in names)
         self.file.write(",\n".join(map(json.dumps, events)) + "\n]\n")
         self.file.close()
 
 
-def _trace_step(line: str) -> int:
-    return json.loads(line.removesuffix(",")).get("step", math.inf)  # the names at the end have none
-
-
 def check_loggers(config: LogConfig) -> None:
     """Raise ConfigError if a logger's package is not installed."""
-    for wanted, key, package in (
-        (config.tensorboard, "log.tensorboard", "tensorboard"),
-        (config.wandb, "log.wandb", "wandb"),
-    ):
-        if wanted:
-            try:
+    for package in ("tensorboard", "wandb"):
+        try:
+            if getattr(config, package):
                 __import__(package)
-            except ImportError:
-                raise ConfigError(f"{key} needs a package that is not installed: pip install {package}") from None
-
-
-def _tensorboard(run: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(run / "tensorboard"))
-
-
-def _wandb(project: str, run: Path, settings: Record) -> Any:
-    import wandb
-
-    return wandb.init(project=project, name=run.name, dir=str(run), config=settings)
+        except ImportError:
+            raise ConfigError(f"log.{package} needs a package that is not installed: pip install {package}") from None
 
 
 def _drop_after(path: Path, first_step: int) -> list[Record]:
@@ -391,26 +369,18 @@ def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return P50, P75, P99, mean and maximum; of no values, zeros."""
+    """Return P50, P75, P99, maximum and mean; zeros when there are no values."""
     array = np.asarray(values if len(values) else [0])
     p50, p75, p99 = np.percentile(array, [50, 75, 99])
-    return {
-        "p50": float(p50),
-        "p75": float(p75),
-        "p99": float(p99),
-        "max": float(array.max()),
-        "mean": float(array.mean()),
-    }
+    named = {"p50": p50, "p75": p75, "p99": p99, "max": array.max(), "mean": array.mean()}
+    return {name: float(value) for name, value in named.items()}
 
 
 def peak_memory() -> dict[str, float]:
     """Return the peak resident memory of this process, and of its GPU, in MiB."""
-    memory = {
-        "host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
-    }
-    if torch.cuda.is_initialized():
-        memory["gpu_mib"] = torch.cuda.max_memory_allocated() / 2**20
-    return memory
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
+    gpu = {"gpu_mib": torch.cuda.max_memory_allocated() / 2**20} if torch.cuda.is_initialized() else {}
+    return {"host_mib": host, **gpu}
 
 
 def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Tokenizer, count: int = 16) -> None:
@@ -422,8 +392,6 @@ def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Tokenizer,
         text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
         cost = f"{len(sample.token_ids)} tokens, {sample.finish_reason}"
         head = f"--- prompt {group.prompt.index} | reward {reward.value:g} | {cost}"
-        parts.append(
-            f"{head}\n{group.prompt.text}{text}\nanswer: {group.prompt.answer}\n"
-            + (f"error: {reward.error}\n" if reward.error else "")
-        )
+        error = f"error: {reward.error}\n" if reward.error else ""
+        parts.append(f"{head}\n{group.prompt.text}{text}\nanswer: {group.prompt.answer}\n{error}")
     path.write_text("\n".join(parts), encoding="utf-8")

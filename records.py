@@ -1,5 +1,6 @@
-"""The records of a step and of an evaluation: pure functions of what came of them, for `metrics.Recorder` to write."""
+"""The records of a step and of an evaluation, pure: from groups, updates and counts to JSON objects."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -55,8 +56,8 @@ def step_record(
 ) -> Record:
     """Return the JSON record of a step of so many seconds.
 
-    `played`: the sections "round" and "planner", none when the groups were replayed; `updates`: what each
-    `trainer.update` returned; `reports`: one of each rank.
+    `played`: the sections "round" and "planner", empty when the groups were replayed; `updates`: the result of each
+    `trainer.update`; `reports`: one of each rank.
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
@@ -103,10 +104,9 @@ def train_record(updates: Sequence[dict]) -> Record:
 
 def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
     """Return what all replicas did together."""
-    names = "decoded_tokens", "prefilled_tokens", "shared_tokens"
+    names = "decoded_tokens", "prefilled_tokens", "shared_tokens", "preemptions"
     return {
         **{name: sum(getattr(r.engine, name) for r in of_replicas(reports)) for name in names},
-        "preemptions": preemptions(reports),
         "regroup_bytes": sum(r.engine.regroup_bytes for r in reports),
         "decode_steps": max(r.engine.decode_steps for r in reports),
         "peak_pages": max(r.engine.peak_pages for r in reports),
@@ -178,12 +178,12 @@ def judge_record(judges: Sequence[JudgeStats]) -> dict[str, float]:
         "peak_queue": max(s.peak_queue for s in judges),
         "streamed_gib": sum(s.streamed_bytes for s in judges) / 2**30,
         "mean_resident_layers": sum(s.resident_layers for s in judges) / batches,
-        **({"verdict_mass": mass / texts} if mass else {}),  # a reward model speaks no verdict
+        **({"verdict_mass": mass / texts} if mass else {}),  # a reward model gives no verdict
     }
 
 
 def planner_record(kind: str, choice: Choice) -> Record:
-    """Return the tensor-parallel size that was chosen for a round of this kind, with the reason."""
+    """Return the tensor-parallel size of a round of this kind, with the reason."""
     return {"kind": kind, **asdict(choice), "predicted": {str(n): t for n, t in choice.predicted.items()}}
 
 
@@ -221,7 +221,7 @@ def reward_parts(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
 
 
 def _means(named: Iterable[tuple[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = defaultdict(list)
     for name, value in named:
-        values.setdefault(name, []).append(value)
+        values[name].append(value)
     return {name: sum(v) / len(v) for name, v in sorted(values.items())}

@@ -1,5 +1,6 @@
 """The settings of a run: all sections of the config, and the checks that refuse a run which would fail later."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,10 +76,8 @@ class Config:
 
 
 def model_dtype(config: Config, device_type: str) -> torch.dtype:
-    name = config.model.dtype
-    if name == "auto":
-        name = "bfloat16" if device_type == "cuda" else "float32"
-    return getattr(torch, name)
+    auto = "bfloat16" if device_type == "cuda" else "float32"
+    return getattr(torch, auto if config.model.dtype == "auto" else config.model.dtype)
 
 
 def model_source(config: Config) -> Path:
@@ -94,22 +93,20 @@ def rollout_sizes(
     Raises ConfigError, with the possible sizes, if that size does not divide ranks, machines or model, or if its pages
     do not hold one full sequence.
     """
-    c, dtype = config.rollout, model_dtype(config, device.type)
-    own = c.tensor_parallel
+    own = config.rollout.tensor_parallel
     check_group_size(own, num_ranks, node_size)
     check_split(shape, own)
-    num_pages_for(c, shape, dtype, device, own)
-    if not elastic:
-        return [own]
-    possible = [n for n in group_sizes(num_ranks, node_size) if can_split(shape, n)]
-    return [n for n in possible if n == own or _holds_one(c, shape, dtype, device, n)]
 
+    def pages(size: int) -> int:
+        return num_pages_for(config.rollout, shape, model_dtype(config, device.type), device, size)
 
-def _holds_one(c: RolloutConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, size: int) -> bool:
-    try:
-        return num_pages_for(c, shape, dtype, device, size) > 0
-    except ConfigError:
+    def is_possible(size: int) -> bool:
+        with suppress(ConfigError):  # its pages hold no full sequence
+            return can_split(shape, size) and pages(size) > 0
         return False
+
+    pages(own)
+    return [n for n in group_sizes(num_ranks, node_size) if is_possible(n)] if elastic else [own]
 
 
 def profile_path(config: Config) -> Path:
@@ -157,14 +154,12 @@ def check_settings(c: Config, world_size: int) -> None:
     """Raise ConfigError on values and combinations that need no file to be refused."""
     if not c.run.dir:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
-    tp = c.rollout.tensor_parallel
+    tp, prompts = c.rollout.tensor_parallel, c.scheduler.num_prompts
     check_group_size(tp, world_size, own_node_size(world_size))
-    if c.scheduler.num_prompts % (world_size // tp):
-        replicas = f"{world_size // tp} replicas of {tp} ranks" if tp > 1 else f"{world_size} ranks"
-        near = max(c.scheduler.num_prompts // (world_size // tp), 1) * (world_size // tp)
+    if prompts % (replicas := world_size // tp):
         raise ConfigError(
-            f"scheduler.num_prompts = {c.scheduler.num_prompts} is not a multiple of the {replicas}; "
-            f"take {near} prompts, or another number of ranks"
+            f"scheduler.num_prompts = {prompts} is not a multiple of the {replicas} replicas ({world_size} ranks / "
+            f"tensor_parallel {tp}); take {max(prompts // replicas, 1) * replicas} prompts, or another number of ranks"
         )
     if world_size % c.trainer.shard:
         raise ConfigError(
@@ -172,29 +167,20 @@ def check_settings(c: Config, world_size: int) -> None:
             f"{[n for n in range(1, world_size + 1) if world_size % n == 0]}"
         )
     if c.run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "run.device = cuda, but torch sees no GPU; take run.device = auto, or install torch with CUDA"
-        )
-    check_scheduler(c.scheduler, tp)
+        raise ConfigError("run.device = cuda, but torch sees no GPU; take auto, or install torch with CUDA")
+    check_scheduler(c.scheduler, tp, c.planner.rule)
     check_stream(c, world_size)
-    if c.scheduler.window_seconds and c.planner.rule != "fixed":
-        raise ConfigError(
-            f"scheduler.window_seconds = {c.scheduler.window_seconds} with planner.rule = {c.planner.rule}: the ranks "
-            "of a replica must end windows after the same step; take window_iterations (and window_seconds = 0)"
-        )
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo, gspo or cispo")
-    if c.trainer.updates_per_step > c.scheduler.num_prompts:
+    if c.trainer.updates_per_step > prompts:
         raise ConfigError(
-            f"trainer.updates_per_step = {c.trainer.updates_per_step} is over scheduler.num_prompts = "
-            f"{c.scheduler.num_prompts}; an update needs a prompt"
+            f"trainer.updates_per_step = {c.trainer.updates_per_step} is over scheduler.num_prompts = {prompts}; an "
+            "update needs a prompt"
         )
     if c.loss.tis_cap and c.loss.old_logprobs != "trainer":
         raise ConfigError(f"loss.tis_cap = {c.loss.tis_cap} needs loss.old_logprobs = trainer")
     if c.sampling.temperature == 0:
-        raise ConfigError(
-            "sampling.temperature = 0 draws the same response every time, which teaches nothing; take 1.0"
-        )
+        raise ConfigError("sampling.temperature = 0 draws equal responses, which teach nothing; take 1.0")
     if c.reward.overlong_buffer > c.rollout.max_response_tokens:
         raise ConfigError(
             f"reward.overlong_buffer = {c.reward.overlong_buffer} is over rollout.max_response_tokens = "
@@ -231,19 +217,19 @@ def check_source(c: Config) -> tuple[ModelShape, Tokenizer]:
 def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: bool) -> None:
     """Raise ConfigError on data that cannot be read or are too few, and on graders that do not work."""
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
-    first = {p.task: p for p in reversed(prompts + held_out)}
-    also = by_grader("reward.also", c.reward.also)
-    first = {name: prompt for prompt in (prompts + held_out)[:1] for name in also} | first
+    everything = prompts + held_out
+    first = dict.fromkeys(by_grader("reward.also", c.reward.also), everything[0])
+    first |= {prompt.task: prompt for prompt in reversed(everything)}
     if TASK_OF_JUDGE in first:
         check_judge(c.judge, dtype)
     elif c.judge.path:
         raise ConfigError(
-            f"judge.path = {c.judge.path!r}, but no data row has the task {TASK_OF_JUDGE}; set data.task = "
-            f"{TASK_OF_JUDGE}"
+            f"judge.path = {c.judge.path!r}, but no data row has the task {TASK_OF_JUDGE}; take it as data.task"
         )
-    check_rewards(c.reward, prompts + held_out)
+    check_rewards(c.reward, everything)
+    first.pop(TASK_OF_JUDGE, None)
     if is_main:
-        try_graders(c.reward, {task: prompt for task, prompt in first.items() if task != TASK_OF_JUDGE})
+        try_graders(c.reward, first)
     if len(prompts) < c.scheduler.num_prompts:
         raise ConfigError(
             f"data.train has {len(prompts)} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}; "
@@ -251,12 +237,13 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         )
 
 
-def check_scheduler(c: SchedulerConfig, tensor_parallel: int) -> None:
+def check_scheduler(c: SchedulerConfig, tensor_parallel: int, rule: str) -> None:
     """Refuse combinations of settings without effect, or on which ranks could not agree."""
-    if c.window_seconds and tensor_parallel > 1:
+    if c.window_seconds and (tensor_parallel > 1 or rule != "fixed"):
         raise ConfigError(
-            f"scheduler.window_seconds = {c.window_seconds}: the {tensor_parallel} ranks of a replica must end windows "
-            "after the same step; take scheduler.window_iterations (and window_seconds = 0), or tensor_parallel = 1"
+            f"scheduler.window_seconds = {c.window_seconds} with rollout.tensor_parallel = {tensor_parallel} and "
+            f"planner.rule = {rule}: the ranks of a replica must end windows after the same step; take "
+            "scheduler.window_iterations (and window_seconds = 0)"
         )
     if c.audit and (c.policy == "synchronous" or c.eta_prompts == c.eta_responses == 1):
         raise ConfigError(
@@ -265,14 +252,13 @@ def check_scheduler(c: SchedulerConfig, tensor_parallel: int) -> None:
         )
     if c.dynamic_sampling and c.policy == "tail_batching" and c.max_draws < c.eta_prompts:
         raise ConfigError(
-            f"scheduler.max_draws = {c.max_draws} is under scheduler.eta_prompts = {c.eta_prompts}, the launch of a "
-            "round; raise it"
+            f"scheduler.max_draws = {c.max_draws} is under scheduler.eta_prompts = {c.eta_prompts}; raise it"
         )
 
 
 def check_stream(c: Config, num_ranks: int) -> None:
     """Refuse stream training that would change the gradient, and ranks that can never be halved."""
-    policy = f"stream.policy = {c.stream.policy}"
+    policy, sizes = f"stream.policy = {c.stream.policy}", [c.rollout.tensor_parallel]
     if c.stream.policy == "off":
         return
     if c.stream.first > c.stream.last:
@@ -293,10 +279,9 @@ def check_stream(c: Config, num_ranks: int) -> None:
             f"{policy} has no effect with scheduler.dynamic_sampling, which may still drop a complete group; take "
             "stream.policy = off"
         )
-    sizes = [c.rollout.tensor_parallel]
     if c.planner.rule != "fixed":
         sizes = group_sizes(num_ranks, own_node_size(num_ranks))
-    if num_ranks > 1 and not any(can_halve(num_ranks, n, c.trainer.shard) for n in sizes):
+    if num_ranks > 1 and not any(half(num_ranks // n, replicas_together(c.trainer.shard, n)) for n in sizes):
         raise ConfigError(
             f"{policy} lets half of the replicas leave, but {num_ranks} ranks with rollout.tensor_parallel = "
             f"{sizes[0]} and trainer.shard = {c.trainer.shard} have no two halves of whole groups; take smaller "
@@ -304,28 +289,12 @@ def check_stream(c: Config, num_ranks: int) -> None:
         )
 
 
-def can_halve(num_ranks: int, tensor_parallel: int, shard: int) -> bool:
-    """Return whether half of the replicas, rounded down, are ranks of whole shard groups."""
-    return half(num_ranks // tensor_parallel, replicas_together(shard, tensor_parallel)) > 0
-
-
+# `--resume` takes other values of these: they change no trajectory. (Rows stay, whatever names data.graders adds.)
 FREE_TO_CHANGE = (
-    "run.steps",
-    "run.eval_every",
-    "run.checkpoint_every",
-    "run.keep_checkpoints",
-    "run.timeout_seconds",
-    "run.dump_rollouts",
-    "run.dir",
-    "data.graders",  # names that rows may use; the rows stay
-    "reward.num_workers",
-    "reward.max_failures",
-    "reward.max_queue",
-    "reward.concurrency",
-    "reward.worker_gib",
-    "trainer.shard",
-    "trainer.recompute",
-    "trainer.offload_optimizer",
+    *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints")),
+    *("run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),
+    *(f"reward.{key}" for key in ("num_workers", "max_failures", "max_queue", "concurrency", "worker_gib")),
+    *(f"trainer.{key}" for key in ("shard", "recompute", "offload_optimizer")),
 )
 
 
@@ -345,11 +314,10 @@ def check_run_folder(config: Config, resume: bool) -> None:
         before = flatten(load_config(Config, str(saved), []))
     except ConfigError as error:
         reason = str(error).removeprefix("--config=")
-        raise ConfigError(f"--resume: {reason}; mend the file, or start another run in a new run.dir") from None
+        raise ConfigError(f"--resume: {reason}; correct the file, or start another run in a new run.dir") from None
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream."))
-        if key == "run.steps" and config.trainer.lr_schedule != "constant":
-            is_free = False  # the schedule ends with the run
+        is_free &= key != "run.steps" or config.trainer.lr_schedule == "constant"  # a schedule ends with the run
         if value != before[key][0] and not is_free:
             raise ConfigError(
                 f"--resume: {key} is {value!r} now and was {before[key][0]!r} when {folder} was started; "

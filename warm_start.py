@@ -52,11 +52,10 @@ class WarmStartConfig:
 def ensure_model(config: WarmStartConfig, train: str, models: Path, world: World) -> Path:
     """Return the folder of the warm-started model; make it unless it exists for the same inputs. Collective."""
     task, folder = config.task or train, model_folder(config, train, models)
-    if parallel.broadcast_object(world, folder.exists()):
-        return folder
-    if world.is_main:
-        print(f"warm start: {config.steps} supervised steps on {task} -> {folder}", flush=True)
-    make_model(config, task, folder, world)
+    if not parallel.broadcast_object(world, folder.exists()):
+        if world.is_main:
+            print(f"warm start: {config.steps} supervised steps on {task} -> {folder}", flush=True)
+        make_model(config, task, folder, world)
     return folder
 
 
@@ -68,14 +67,11 @@ def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
             f"model.path is empty, and a small model can only learn a built-in task ({', '.join(TASKS)}), "
             f"not {task!r}; give a local Hugging Face folder as model.path, or name a built-in task as warm_start.task"
         )
-    if (
-        config.hidden_size % config.num_heads
-        or config.num_heads % config.num_kv_heads
-        or config.hidden_size // config.num_heads % 2
-    ):
+    width, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+    if width % (2 * heads) or heads % kv_heads:
         raise ConfigError(
-            f"warm_start: hidden_size {config.hidden_size} must be an even multiple of num_heads {config.num_heads}, "
-            f"and num_heads a multiple of num_kv_heads {config.num_kv_heads}"
+            f"warm_start: hidden_size {width} must be an even multiple of num_heads {heads}, and num_heads a multiple "
+            f"of num_kv_heads {kv_heads}"
         )
     longest = max(len(TASKS[task].prompt(n) + TASKS[task].solution(n)) for n in TASKS[task].numbers()) + 1
     if config.steps and config.max_positions < longest:
@@ -99,16 +95,15 @@ def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -
     parallel.barrier(world)
     tokenizer = load_tokenizer(part)
     model = _random_model(config, part).to(world.device)
-    trainer_config = TrainerConfig(lr=config.lr, lr_schedule="linear", lr_warmup_updates=20, beta2=0.99)
-    loss = LossConfig(name="sft")
-    trainer = Trainer(model, trainer_config, loss, SamplingConfig(), world, config.max_positions, config.steps)
+    learning = TrainerConfig(lr=config.lr, lr_schedule="linear", lr_warmup_updates=20, beta2=0.99), LossConfig("sft")
+    trainer = Trainer(model, *learning, SamplingConfig(), world, config.max_positions, config.steps)
     numbers = [n for n in TASKS[task].numbers() if not is_held_out(n)]
     bar = tqdm(range(config.steps), desc="warm start", disable=None if world.is_main else True, leave=False)
     start = said = time.perf_counter()
     for step in bar:
         batch = _examples(config, task, numbers, step, tokenizer)
         share = assign_by_load([e.num_tokens for e in batch], world.size)[world.rank]
-        trainer.accumulate([batch[i] for i in share])
+        trainer.accumulate([batch[i] for i in share])  # no buffer: no rollout fills the batch
         stats = trainer.update()
         bar.set_postfix(loss=f"{stats['loss']:.3f}")
         if world.is_main and bar.disable and (now := time.perf_counter()) - said >= SAY_SECONDS:  # no terminal: a log
@@ -176,10 +171,8 @@ def _random_model(config: WarmStartConfig, folder: Path) -> Model:
     model = Model(parse_shape(json.loads((folder / "config.json").read_text()), str(folder)))
     generator = torch.Generator().manual_seed(config.seed)
     for name, tensor, _ in model.hf_tensors():
-        if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
-        elif name.endswith(".bias"):
-            tensor.zero_()
+        if name.endswith(("norm.weight", ".bias")):
+            tensor.fill_(name.endswith("norm.weight"))
         else:
             tensor.normal_(0.0, 0.07, generator=generator)
     return model
@@ -187,12 +180,10 @@ def _random_model(config: WarmStartConfig, folder: Path) -> Model:
 
 def _examples(config: WarmStartConfig, task: str, numbers: list[int], step: int, tokenizer: Tokenizer) -> list[Example]:
     """Return the worked solutions of a step, with slips."""
-    rng = Random(f"{config.seed} {step}")
-    examples, end = [], tokenizer.eos_token_id
-    assert end is not None, "the byte tokenizer has an end token"
+    rng, of = Random(f"{config.seed} {step}"), TASKS[task]
+    examples = []
     for i, n in enumerate(rng.choices(numbers, k=config.batch_size)):
-        prompt = tokenizer.encode(TASKS[task].prompt(n))
-        solution = tokenizer.encode(TASKS[task].slip(TASKS[task].solution(n), rng, config.slip))
-        ids = *solution, end
+        prompt = tokenizer.encode(of.prompt(n))
+        ids = tuple(tokenizer.encode(of.slip(of.solution(n), rng, config.slip) + END))
         examples.append(Example(SampleId(0, i, 0), tuple(prompt), ids, (Span(0, len(ids), 0),), (), 1.0))
     return examples

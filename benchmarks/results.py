@@ -7,11 +7,13 @@
     python benchmarks/results.py check                  exit code 1 when a block or a result is not up to date
 
 `results/NAME.json` holds a run. A result is old when a file that it measures has changed since; comments, docstrings
-and layout do not count. An old result needs a reason in `old_results.json`, which stands beside its numbers until the
-next run. A block is `<!-- results:NAME TEMPLATE -->text<!-- end -->`; NAME may also be the path of any JSON file, or
-`all`, whose `rows` have `command` and `claim` of every benchmark. The template is `str.format` with the fields of the
-JSON line, and `commit`, `date`, `minutes`, `command`, `output` and those of `machine`. One that begins on a new line
-is a block of lines, where `@rows | {name} | {seconds:.1f} |` is repeated for each item of the list `rows`.
+and layout do not count. An old result needs a reason in `old_results.json`. Until the next run the reason stands
+behind its numbers or, on a page with a block `<!-- results:notes -->`, once for all numbers in its sentences.
+
+A block is `<!-- results:NAME TEMPLATE -->text<!-- end -->`; NAME may also be the path of any JSON file, or `all`,
+whose `rows` have `command` and `claim` of every benchmark. The template is `str.format` with the fields of the JSON
+line, and `commit`, `date`, `minutes`, `command`, `output` and those of `machine`. A template that begins on a new line
+makes a block of lines, where `@rows | {name} | {seconds:.1f} |` is repeated for each item of the list `rows`.
 """
 
 import argparse
@@ -286,11 +288,14 @@ class Cells(string.Formatter):
         return text.replace("%", " %") if spec.endswith("%") else text
 
 
+def claimed() -> list[str]:
+    return [n for n, b in BENCHMARKS.items() if b.claim and (ROOT / RESULTS / f"{n}.json").exists()]
+
+
 def fields(name: str) -> dict[str, Any]:
     """Return what a template may name: the fields of a result, or of any JSON file, or all claims as `rows`."""
     if name == "all":
-        shown = [n for n, b in BENCHMARKS.items() if b.claim and (ROOT / RESULTS / f"{n}.json").exists()]
-        return {"rows": [fields(n) | {"claim": fill(n, BENCHMARKS[n].claim)} for n in shown]}
+        return {"rows": [fields(n) | {"claim": fill(n, BENCHMARKS[n].claim)} for n in claimed()]}
     path = ROOT / (name if name.endswith(".json") else RESULTS / f"{name}.json")
     data = json.loads(path.read_text(encoding="utf-8"))
     if isinstance(data, list):
@@ -302,8 +307,18 @@ def fields(name: str) -> dict[str, Any]:
     return known | {"commit": data["commit"][:7], "minutes": minutes, "output": "\n".join(data["output"])}
 
 
-def fill(name: str, template: str) -> str:
-    """Return the text of a block."""
+def notes(names: Sequence[str]) -> str:
+    """Return a sentence for each reason why some of the results are old."""
+    old, because = reasons(), dict[str, list[str]]()
+    for name in dict.fromkeys(names):
+        if name in old:
+            script, commit = BENCHMARKS[name].files[0], fields(name)["commit"]
+            because.setdefault(old[name], []).append(f"`{script}` at commit {commit}")
+    return " ".join(f"Measured before {reason}: {', '.join(of)}." for reason, of in because.items())
+
+
+def fill(name: str, template: str, note: bool = False) -> str:
+    """Return the text of a block; with `note` it says after its numbers why they are old."""
     known, cells = fields(name), Cells()
     lines: list[str] = []
     for line in template.strip().splitlines():
@@ -312,24 +327,27 @@ def fill(name: str, template: str) -> str:
             lines += [cells.vformat(rest, (), {**known, **item}) for item in known[each[1:]]]
         else:
             lines.append(cells.vformat(line, (), known))
-    old = reasons().get(name)
-    note = f"measured at commit {known['commit']}, before {old}" if old else ""
+    said = f"easured at commit {known['commit']}, before {reasons()[name]}" if note and name in reasons() else ""
     if not template.startswith("\n"):
-        return lines[0] + f" ({note})" * bool(old)
-    return "\n" + "\n".join([*lines, *(["", f"({note[0].upper()}{note[1:]}.)"] if old else [])]) + "\n"
+        return lines[0] + f" (m{said})" * bool(said)
+    return "\n" + "\n".join([*lines, *(["", f"(M{said}.)"] if said else [])]) + "\n"
 
 
 def filled(path: Path) -> str:
     """Return a document with all its blocks filled anew. Raises ValueError for a template that its file cannot fill."""
+    text = path.read_text(encoding="utf-8")
+    names = [name for block in BLOCK.findall(text) for name in (claimed() if block[0] == "all" else [block[0]])]
 
     def replace(match: re.Match) -> str:
         name, template, _ = match.groups()
+        note = "notes" not in names or template.startswith("\n")
         try:
-            return f"<!-- results:{name}{template}-->{fill(name, template)}<!-- end -->"
+            inner = notes(names) if name == "notes" else fill(name, template, note)
+            return f"<!-- results:{name}{template}-->{inner}<!-- end -->"
         except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
             raise ValueError(f"{path}: results:{name}: {type(error).__name__}: {error}") from error
 
-    return BLOCK.sub(replace, path.read_text(encoding="utf-8"))
+    return BLOCK.sub(replace, text)
 
 
 def documents() -> list[Path]:

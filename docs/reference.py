@@ -8,7 +8,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config import _toml
+from config import toml_text
 from settings import FREE_TO_CHANGE, Config
 from simulate import SimulationConfig
 
@@ -44,7 +44,7 @@ def table(section: str, config: Any) -> str:
     rows = [made, "", "| key | default | meaning | limits |", "|---|---|---|---|"]
     for field in dataclasses.fields(config):
         help = field.metadata["help"].replace("<", "&lt;")
-        cells = f"`{section}.{field.name}`", f"`{_toml(getattr(config, field.name))}`", help, limits(field.metadata)
+        cells = f"`{section}.{field.name}`", f"`{toml_text(getattr(config, field.name))}`", help, limits(field.metadata)
         rows.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(rows)
 

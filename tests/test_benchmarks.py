@@ -234,6 +234,12 @@ def test_code_makes_a_result_old_and_comments_do_not(house: ModuleType, tmp_path
     (tmp_path / house.OLD).write_text('{"one": "the mend of X"}')
     house.write()
     assert not house.problems() and "before the mend of X)<!-- end" in (tmp_path / "README.md").read_text()
+    with open(tmp_path / "README.md", "a") as file:
+        file.write("<!-- results:notes --><!-- end -->")
+    house.write()
+    text, commit = (tmp_path / "README.md").read_text(), house.fields("one")["commit"]
+    assert "{ratio} -->1.52<!-- end -->" in text and text.count("(Measured at commit ") == 1  # after the block of lines
+    assert f"-->Measured before the mend of X: `one.py` at commit {commit}.<!-- end -->" in text
     house.run("one", quick=False)  # measured anew: no reason is needed any more
     house.write()
     assert not house.reasons() and "before" not in (tmp_path / "README.md").read_text()

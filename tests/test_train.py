@@ -541,15 +541,15 @@ def test_bad_settings_are_refused_in_one_line(settings, tmp_path, capsys, overri
 
 
 def test_timed_windows_and_shared_replicas_are_refused_together():
-    check_scheduler(SchedulerConfig(window_seconds=0.5), tensor_parallel=1)
+    check_scheduler(SchedulerConfig(window_seconds=0.5), tensor_parallel=1, rule="fixed")
     with pytest.raises(ConfigError, match="scheduler.window_seconds = 0.5.*take scheduler.window_iterations"):
-        check_scheduler(SchedulerConfig(window_seconds=0.5), tensor_parallel=2)
+        check_scheduler(SchedulerConfig(window_seconds=0.5), tensor_parallel=2, rule="fixed")
 
 
 def test_a_world_size_that_does_not_divide_is_refused(settings, torchrun):
     done = torchrun(3, *settings(), check=False)
     assert done.returncode != 0
-    assert "scheduler.num_prompts = 4 is not a multiple of the 3 ranks" in done.stderr
+    assert "scheduler.num_prompts = 4 is not a multiple of the 3 replicas" in done.stderr
     assert done.stderr.count("error: ") == 1
 
 
