@@ -116,13 +116,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What a grader said. `error` tells why a sample got 0 without having been judged."""
+    """The result of a grader. `error`: why a sample got 0 without a verdict."""
 
     value: float
     seconds: float = 0.0
     error: str = ""
     cases: tuple[tuple[float, bool, bool], ...] = ()  # test cases that ran: seconds, passed, timed out
-    parts: dict[str, float] = field(default_factory=dict)  # what the value was added up from, before weights
+    parts: dict[str, float] = field(default_factory=dict)  # of the value, before weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,6 @@ class Group:
     @property
     def visit(self) -> VisitId:
         return VisitId(self.epoch, self.prompt.index)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(sample.token_ids) for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class RoundStats:
-    """What one round came to, for the records."""
+    """The numbers of a round, for the records."""
 
     kind: str
     audit: bool
@@ -212,4 +208,4 @@ class RoundStats:
     wasted_tokens_total: int  # of the whole run
     longest: int  # tokens of the longest trained response
     zero_variance: int  # prompts that dynamic sampling replaced
-    padded: int  # of those, trained all the same because max_draws was reached
+    padded: int  # of those, trained because max_draws was reached

@@ -37,13 +37,13 @@ class RewardConfig:
     weights: str = option("", "factor on the advantages of a grader's samples, as math=1,code=0.5; others: 1")
     case_factor: float = option(
         1.5,
-        "a test case may take this times its slowest correct run (lambda; section 4.3); 0: always case_max_seconds",
+        "limit of a test case over its slowest correct run (lambda; section 4.3); 0: always case_max_seconds",
         min=0,
         max=1e3,
     )
     case_quantile: float = option(
         0.99,
-        "a case without a correct run takes this quantile of the slowest correct runs of all other cases for its own",
+        "a case without a correct run uses this quantile of the other cases' slowest correct runs",
         above=0,
         max=1,
     )

@@ -313,15 +313,15 @@ class SchedulerConfig:
     num_responses: int = option(
         8, "responses trained per prompt (R0); a step trains num_prompts x num_responses samples", min=2, max=65536
     )
-    eta_prompts: float = option(1.25, "a short round launches this many times num_prompts", min=1.0, max=16.0)
+    eta_prompts: float = option(1.25, "a short round launches num_prompts times this", min=1.0, max=16.0)
     eta_responses: float = option(
         1.25,
-        "a short round launches this many times num_responses of a prompt; 1 censors no length",
+        "a short round launches num_responses times this for each prompt; at 1 a trained prompt loses no response",
         min=1.0,
         max=16.0,
     )
     window_iterations: int = option(
-        16, "engine steps between two exchanges of events; more waits less and aborts later", min=1
+        16, "engine steps between two exchanges of events; a larger number waits less and aborts later", min=1
     )
     window_seconds: float = option(
         0.0,
@@ -333,10 +333,10 @@ class SchedulerConfig:
         False, "replicas without work take sequences from others; gains little, and only if the tail is long"
     )
     dynamic_sampling: bool = option(
-        False, "replace prompts whose rewards are all equal by new ones (DAPO, section 3.2)"
+        False, "replace prompts whose rewards are all equal by new prompts (DAPO, section 3.2)"
     )
     max_draws: float = option(
-        4.0, "dynamic sampling launches at most this many times num_prompts in a step", min=1.0, max=1e3
+        4.0, "dynamic sampling launches at most num_prompts times this in a step", min=1.0, max=1e3
     )
     audit: float = option(
         0.0, "share of short rounds that finish every response, to record what the race leaves out", min=0.0, max=1.0

@@ -53,8 +53,8 @@ class TrainerConfig:
     shard: int = option(
         1, "neighbouring ranks that share masters, gradients and optimizer state (FSDP); 1: every rank has all", min=1
     )
-    recompute: bool = option(False, "keep only the input of each layer for the backward pass and compute it again")
-    offload_optimizer: bool = option(False, "keep the optimizer's state in host memory but for the update itself")
+    recompute: bool = option(False, "keep only each layer's input for the backward pass, and compute the rest again")
+    offload_optimizer: bool = option(False, "keep the optimizer's state in host memory, except during the update")
 
 
 class NonFiniteError(RuntimeError):

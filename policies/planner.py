@@ -196,7 +196,7 @@ def fixed(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool
 
 
 def paper(planner: ParallelismPlanner, kind: str, launch: Launch, is_first: bool) -> Choice:
-    """Double when preemptions rise by more than RISE, halve after QUIET_ROUNDS without any. (section 4.2)"""
+    """Double when preemptions rise by over 5 %, halve after four rounds without any. (Section 4.2)"""
     if is_first and planner.times:
         predicted = planner.predict(kind, launch)
         return Choice(min(predicted, key=predicted.__getitem__), "start: the profile's best", predicted)

@@ -65,7 +65,9 @@ class JudgeConfig:
         choices=("probability", "hard", "score"),
     )
     batch_tokens: int = option(8192, "tokens of one forward, and of the longest text", min=16, max=2**22)
-    max_wait_seconds: float = option(0.5, "longest wait of a response for others to fill its forward", min=0.0, max=1e7)
+    max_wait_seconds: float = option(
+        0.5, "longest time that a response waits for others to fill a forward", min=0.0, max=1e7
+    )
     memory_gib: float = option(
         0.0,
         "device memory of the judge in GiB; layers beyond it stream from the host; 0: all free memory (on CPU: all)",

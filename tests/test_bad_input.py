@@ -489,7 +489,9 @@ def test_a_run_folder_with_damage_is_refused_by_name(capsys, base) -> None:
     Path("run/checkpoints").unlink()
     Path("run/config.toml").write_text("[run\nsteps")
     code, said = check(capsys, base, "--resume")
-    assert code == 2 and said.startswith("error: --resume: run/config.toml: not valid TOML") and "correct the file" in said
+    assert (
+        code == 2 and said.startswith("error: --resume: run/config.toml: not valid TOML") and "correct the file" in said
+    )
 
 
 def test_two_runs_do_not_share_a_folder(capsys, base, monkeypatch) -> None:
