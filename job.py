@@ -35,7 +35,7 @@ EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups that a step learns from, the same on every rank, and what came of the round that made them."""
+    """The groups that a step learns from, the same on every rank, and the record of the round that made them."""
 
     groups: list[Group]
     buffer: SampleBuffer  # takes them in; it knows what was trained while the rollout went on
@@ -139,8 +139,8 @@ class Job:
         """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
         self._refuse_if_released()
         c = self.config
-        told = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
-        played = Round(self.engine, self.graders, self.world, clock, *told)
+        settings = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
+        played = Round(self.engine, self.graders, self.world, clock, *settings)
         with clock.span("rollout"):
             if streamed:
                 streamed.play(played, referee)

@@ -136,7 +136,7 @@ def rollout_profile(
     return load_profile(path, profile_conditions(config, shape, num_ranks, device), sizes)
 
 
-def check(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
+def check_run(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     """Raise ConfigError on anything that would fail later: combinations, data, graders, model folder, run folder."""
     check_settings(config, world_size)
     check_loggers(config.log)

@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until there is somebody to handle it
+if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until a handler is set
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from config import ConfigError, describe, load_config
@@ -22,7 +22,7 @@ from process import ending, launcher, run_folder
 from process.ending import StopSignal
 from process.watchdog import Watchdog
 from records import of_replicas, step_record
-from settings import Config, check
+from settings import Config, check_run
 
 # ---- the step loop -----------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ def main(argv: list[str], script: str = __file__) -> int:
             if not flags.check:
                 return launcher.launch(script, asked, argv)
             size = launcher.pretend(asked)
-        check(config, size, flags.resume, is_main=rank == 0)
+        check_run(config, size, flags.resume, is_main=rank == 0)
     except (ConfigError, OSError) as error:  # of the system: a name that is too long, a folder that may not be read
         return ending.refuse(error)
     if flags.check:

@@ -32,7 +32,7 @@ from process.run_folder import write_settings
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts
 from scheduler import POLICIES, SchedulerConfig
-from settings import Config, check, check_scheduler
+from settings import Config, check_run, check_scheduler
 
 GRADERS = ROOT / "tests" / "graders.py"
 TRAJECTORY = ("loss", "grad_norm", "entropy", "kl")
@@ -265,7 +265,7 @@ def test_ranks_killed_in_a_short_and_in_a_long_round_are_restarted_and_lose_noth
 def train_until(world: World, settings: list[str], step: int) -> None:
     """Begin or resume, and stop after `step` as on a signal. Every rank learns a time limit before each step."""
     config, take_step = load_config(Config, None, settings), train.take_step
-    check(config, world.size, resume=True, is_main=world.is_main)
+    check_run(config, world.size, resume=True, is_main=world.is_main)
     if world.is_main:
         Path(config.run.dir).mkdir(exist_ok=True)
         write_settings(config, Path(config.run.dir))
