@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import stat
+import textwrap
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -173,7 +174,7 @@ def flatten(config: Dataclass, prefix: str = "") -> dict[str, tuple[object, str]
 
 
 def describe(config: Dataclass) -> str:
-    """Return the text of `--help`: each key with its default and one line of meaning."""
+    """Return the text of `--help`: each key with its default and its meaning, in lines of the console's width."""
     rows = {f"--{key}={toml_text(value)}": help for key, (value, help) in flatten(config).items()}
     width = max(map(len, rows)) + 2
     lines, section = [], ""
@@ -181,7 +182,8 @@ def describe(config: Dataclass) -> str:
         if (head := text.partition(".")[0]) != section:
             section = head
             lines.append("")
-        lines.append(f"  {text:<{width}}{help}")
+        indent = " " * (width + 2)
+        lines += textwrap.wrap(f"  {text:<{width}}{help}", 110, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """Settings: what is merged, what is refused and how it is said, and that nothing is lost on the way to TOML."""
 
 import math
+import re
 import sys
 import tomllib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -344,7 +345,9 @@ def test_awkward_numbers_read_back_equal(number, toml):
 
 
 def test_help_lists_every_key_with_default_and_meaning():
-    lines = [line.strip() for line in describe(settings.Config()).splitlines() if line.strip()]
+    text = describe(settings.Config())
+    assert max(map(len, text.splitlines())) <= 110
+    lines = [line.strip() for line in re.sub(r"\n {20,}", " ", text).splitlines() if line.strip()]
     assert len(lines) == len(limits())
     for (key, default, limit), line in zip(limits(), lines):
         assert line.startswith(f"--{key}=") and line.endswith("  " + limit["help"])
