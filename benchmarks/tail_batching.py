@@ -249,7 +249,7 @@ def record(
         steps=max(decoded),
         round=asdict(policy.close(current.aborted)) | current.record,
         prompts=[g.visit for g in groups],
-        tokens=sum(g.num_tokens for g in groups),
+        tokens=sum(len(sample.token_ids) for g in groups for sample in g.samples),
     )
 
 
