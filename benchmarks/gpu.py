@@ -119,11 +119,12 @@ def main() -> int:
         if name not in options.only:
             continue
         left = SECONDS - GRACE - (time.perf_counter() - start)
-        if left < 5:
+        if left < 5 and options.device == "cuda":
             results.append((name, Row("section", "the run's time is used up", "skipped")))
             continue
         known = {key: value for _, row in results for key, value in row.metrics.items()}
-        rows = run_section(function, options.device, min(seconds, left), known)
+        limit = min(seconds, left) if options.device == "cuda" else SECONDS  # small shapes end by themselves
+        rows = run_section(function, options.device, limit, known)
         if name == "generate":  # how long others compile is not our failure
             rows = [replace(row, state="skipped") if row.case == "time" else row for row in rows]
         results += [(name, row) for row in rows]

@@ -11,15 +11,19 @@ import torch
 import torch.multiprocessing as mp
 
 import parallel
+import train
 from checkpoint import load_model
+from config import load_config
 from metrics import read_records
 from model import Model
 from rollout import Engine
+from settings import Config
 from warm_start import WarmStartConfig, make_model
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)  # tests run side by side
-mp.set_forkserver_preload(["torch", "train"])  # imported once for all ranks of all tests
+# Imported once for all ranks of all tests; the last two a run would import itself: for its optimizer, its tokenizer.
+mp.set_forkserver_preload(["torch", "train", "torch._dynamo", "transformers.models.auto.tokenization_auto"])
 torch.set_flush_denormal(True)
 TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
 ALONE = parallel.World(0, 1, torch.device("cpu"))
@@ -76,6 +80,14 @@ def run_ranks(tmp_path: Path):
     return run
 
 
+def train_runs(world: parallel.World, *runs: list[str], resume: bool = False) -> None:
+    """Train each run, a command line without `--ranks`, one after another on the same ranks."""
+    for arguments in runs:
+        config = load_config(Config, None, arguments)
+        Path(config.run.dir).mkdir(exist_ok=True)
+        train.train(config, world, resume)
+
+
 def torchrun_command(ranks: int, *args: str, script: str | Path = "train.py", max_restarts: int = 0) -> list[str]:
     launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={max_restarts}"]
     return [sys.executable, "-m", *launch, str(ROOT / script), *args]
@@ -87,7 +99,7 @@ def torchrun():
 
     def run(ranks: int, *args: str, check: bool = True, **options) -> subprocess.CompletedProcess:
         command, env = torchrun_command(ranks, *args, **options), {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 

@@ -22,11 +22,5 @@ def raises(response: str, answer: str, row: dict) -> float:
     return 1.0
 
 
-def slow(response: str, answer: str, row: dict) -> float:
-    """Takes longer than a tiny model's rollout."""
-    time.sleep(0.2)
-    return share_of_digits(response, answer, row)
-
-
 def parts(response: str, answer: str, row: dict) -> dict[str, float]:
     return {"length": min(len(response), 8) / 8, "ascii": float(response.isascii())}

@@ -14,12 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, steps_of
-
-import train
-from config import load_config
-from parallel import World
-from settings import Config
+from conftest import ROOT, steps_of, train_runs
 
 FILE = ROOT / "tests" / "golden.json"
 MODE = os.environ.get("GOLDEN", "short")
@@ -57,14 +52,6 @@ SHORT |= {("synchronous", 2), ("tensor parallel", 2), ("sharded", 2)}
 SAME = ("tail batching", "stream training", "sharded", "tensor parallel")  # one trajectory, however it is computed
 
 
-def play(world: World, runs: dict[str, list[str]]) -> None:
-    """Train each run, one after another, on the same ranks."""
-    for arguments in runs.values():
-        config = load_config(Config, None, arguments)
-        Path(config.run.dir).mkdir(exist_ok=True)
-        train.train(config, world, resume=False)
-
-
 def trajectory(folder: Path) -> dict[str, list]:
     """Return what must not move: of each step the loss, the gradient's norm and a hash of the trained tokens."""
     steps = steps_of(folder)
@@ -95,7 +82,7 @@ def test_trajectories_are_the_golden_ones(ranks: int, settings, run_ranks, tmp_p
     rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(48)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     make = partial(settings, data__train=tmp_path / "prompts.jsonl", rollout__max_prompt_tokens=32)
-    run_ranks(ranks, play, {name: make(name, **{**SMALL, **SETTINGS[name][2]}) for name in chosen})
+    run_ranks(ranks, train_runs, *(make(name, **SMALL | SETTINGS[name][2]) for name in chosen))
     played = {name: trajectory(tmp_path / name) for name in chosen}
     golden = json.loads(FILE.read_text()) if FILE.exists() else {"machine": "", "runs": {}}
     if MODE == "write":

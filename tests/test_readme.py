@@ -34,7 +34,7 @@ def test_the_python_blocks_run(tiny_folder, tmp_path, monkeypatch) -> None:
     assert blocks
     for block in blocks:
         subprocess.run(
-            [sys.executable, "-c", block], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=240
+            [sys.executable, "-c", block], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=1200
         )
 
 

@@ -4,8 +4,6 @@ import ctypes
 import json
 import os
 import shutil
-import subprocess
-import sys
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -14,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, steps_of
+from conftest import steps_of, train_runs
 from test_rollout import FusedEngine
 from test_tensor_parallel import CONFIG, FAMILIES, SHAPE, random_model
 
 import profiler
 import train
-from config import ConfigError, load_config
+from config import ConfigError
 from engine.cpu import Packed
 from engine.sequence import Sequence
 from model import Model, parse_shape
@@ -30,7 +28,6 @@ from policies.planner import Choice, EngineLimits, Launch, simulate_replica
 from policies.step_times import PROFILE_NAME, FittedTimes
 from rollout import Engine, RolloutConfig, kv_page_bytes
 from sampling import SamplingConfig, sample_key
-from settings import Config
 
 ORDER = (2, 4, 1, 4, 2)
 
@@ -161,12 +158,9 @@ def every_step_another(p, kind: str, launch: Launch, is_first: bool) -> Choice:
     return Choice(p.sizes[(p.sizes.index(p.tracks[kind].size) + 1) % len(p.sizes)], "the next")
 
 
-def train_on(world: World, settings: list[str], switches: bool) -> None:
-    if switches:
-        planner.RULES["paper"] = every_step_another
-    config = load_config(Config, None, settings)
-    Path(config.run.dir).mkdir(exist_ok=True)
-    train.train(config, world, resume=False)
+def train_fixed_and_switching(world: World, *runs: list[str]) -> None:
+    planner.RULES["paper"] = every_step_another
+    train_runs(world, *runs)
 
 
 @pytest.fixture
@@ -181,8 +175,8 @@ SYNCHRONOUS = {"scheduler__policy": "synchronous"}  # the rule keeps short and l
 
 
 def test_switching_at_every_step_leaves_the_training_as_it_was(run_ranks, settings, tmp_path) -> None:
-    run_ranks(4, train_on, settings("switching", planner__rule="paper", rollout__prepack="false", **SYNCHRONOUS), True)
-    run_ranks(4, train_on, settings("fixed", **SYNCHRONOUS), False)
+    switching = settings("switching", planner__rule="paper", rollout__prepack="false", **SYNCHRONOUS)
+    run_ranks(4, train_fixed_and_switching, switching, settings("fixed", **SYNCHRONOUS))
     switched, fixed = steps_of(tmp_path / "switching"), steps_of(tmp_path / "fixed")
     assert [r["planner"]["size"] for r in switched] == [2, 4, 1, 2, 4]
     assert [r["planner"]["size"] for r in fixed] == [1] * 5
@@ -196,25 +190,27 @@ def test_switching_at_every_step_leaves_the_training_as_it_was(run_ranks, settin
         assert mine["train"]["logprob_diff_max"] < 1e-4
 
 
-def test_a_profile_is_made_and_used_and_one_of_other_ranks_refused(settings, torchrun, tiny_folder, tmp_path) -> None:
+def test_a_profile_is_made_and_used_and_one_of_other_ranks_refused(
+    settings, torchrun, run_ranks, tiny_folder, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
-    args = settings("run", model__path=folder, planner__rule="predict", run__steps=2, rollout__page_size=8)
-    check = [sys.executable, "train.py", "--check", "--ranks=2"]
-    done = subprocess.run([*check, *args], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode and "cannot read the rollout profile" in done.stderr
+    given = dict(model__path=folder, planner__rule="predict", rollout__page_size=8, rollout__max_running=16)
+    args = settings("run", run__steps=2, data__eval_prompts=0, **given)
+    assert train.main(["--check", "--ranks=2", *args]) == 2
+    assert "cannot read the rollout profile" in capsys.readouterr().err
     torchrun(2, *args, script="profiler.py")
     profile = json.loads((folder / PROFILE_NAME).read_text())
     assert set(profile["sizes"]) == {"1", "2"} and profile["made_on"]["ranks"] == 2
     for size in profile["sizes"].values():
-        assert {n for n, _, _ in size["decode"]} == {1, 4, 16, 64, 256} and size["pages"] > 0
+        assert {n for n, _, _ in size["decode"]} == {1, 4, 16} and size["pages"] > 0
         assert min(seconds for *_, seconds in size["decode"] + size["prefill"]) > 0
-    torchrun(2, *args)
+    run_ranks(2, train_runs, args)
     for record in steps_of(tmp_path / "run"):
         assert set(record["planner"]["predicted"]) == {"1", "2"} and record["planner"]["size"] in (1, 2)
-    other = settings("other", model__path=folder, planner__rule="predict")
-    done = subprocess.run([*check[:-1], *other], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode and "'ranks': 2" in done.stderr
+    assert train.main(["--check", *settings("other", **given)]) == 2
+    assert "'ranks': 2" in capsys.readouterr().err
 
 
 # ---- refusals, and the simulator against the engine --------------------------------------------------------------
