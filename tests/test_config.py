@@ -4,8 +4,10 @@ import math
 import re
 import sys
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,7 +202,7 @@ def test_the_error_of_an_override_does_not_blame_the_file(toml):
 # ---- the real config
 
 
-def limits() -> list[tuple[str, object, dict]]:
+def limits() -> list[tuple[str, Any, Mapping]]:
     """(key, default, limits) of every key of the real config"""
     config = settings.Config()
     return [

@@ -30,7 +30,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     before = [dict(table) for table in tables]
     monkeypatch.chdir(ROOT)
 
-    def run(name: str, *arguments: str) -> int:
+    def run(name: str, *arguments: str) -> object:
         monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *arguments])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")

@@ -11,6 +11,7 @@ import os
 import platform
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from conftest import ROOT, steps_of, train_runs
 
 FILE = ROOT / "tests" / "golden.json"
 MODE = os.environ.get("GOLDEN", "short")
-SMALL = dict(
+SMALL: dict[str, Any] = dict(
     run__steps=6,
     run__eval_every=0,
     run__eval_samples=1,
@@ -35,7 +36,7 @@ SMALL = dict(
 )
 RACES = dict(scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5)
 # The settings, the ranks that each is played on, and how far losses may be from the golden ones: 0 is bit-equal.
-SETTINGS: dict[str, tuple[tuple[int, ...], float, dict]] = {
+SETTINGS: dict[str, tuple[tuple[int, ...], float, dict[str, Any]]] = {
     "synchronous": ((1, 2, 4), 0.0, {}),
     "tail batching": ((1, 2, 4), 0.0, RACES),
     "eta on prompts": ((2,), 0.0, RACES | dict(scheduler__eta_responses=1)),
@@ -84,7 +85,7 @@ def test_trajectories_are_the_golden_ones(ranks: int, settings, run_ranks, tmp_p
     make = partial(settings, data__train=tmp_path / "prompts.jsonl", rollout__max_prompt_tokens=32)
     run_ranks(ranks, train_runs, *(make(name, **SMALL | SETTINGS[name][2]) for name in chosen))
     played = {name: trajectory(tmp_path / name) for name in chosen}
-    golden = json.loads(FILE.read_text()) if FILE.exists() else {"machine": "", "runs": {}}
+    golden: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"machine": "", "runs": {}}
     if MODE == "write":
         golden["machine"] = machine()
         golden["runs"] |= {f"{name}, {ranks} ranks": run for name, run in played.items()}

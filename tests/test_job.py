@@ -2,7 +2,9 @@
 
 import json
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from job import Job
 from parallel import World
 from settings import Config
 
-RACE = dict(
+RACE: dict[str, Any] = dict(
     run__steps=3,
     run__eval_every=0,
     run__eval_samples=1,
@@ -61,10 +63,10 @@ def test_a_released_job_has_given_its_memory_back_and_refuses_to_work(settings) 
         job.release()
         assert kv_memory.expired() and job.engine.runner.memory.whole is None
         assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
-        refused = [(job.plan,), (job.regroup, plan), (job.roll_out, plan), (job.learn, rollout), (job.sync_weights,)]
-        for work, *arguments in (*refused, (job.evaluate,), (job.save,), (job.release,)):
+        given = partial(job.regroup, plan), partial(job.roll_out, plan), partial(job.learn, rollout)
+        for work in (job.plan, *given, job.sync_weights, job.evaluate, job.save, job.release):
             with pytest.raises(RuntimeError, match="take_back"):
-                work(*arguments)
+                work()
         assert job.step == 1
 
         job.take_back()
@@ -110,7 +112,7 @@ def test_releases_change_no_trajectory(settings, run_ranks, tmp_path: Path) -> N
 
 def test_jobs_that_take_turns_train_as_they_do_alone(settings, tmp_path: Path) -> None:
     """Each rolls out while the other waits to learn."""
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "one": dict(loss__kl_coef=0.1, trainer__offload_optimizer="true"),
         "other": dict(run__seed=1, rollout__prepack="false"),
     }

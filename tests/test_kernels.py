@@ -377,7 +377,8 @@ def test_compiles_for_an_h100(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns when nobody chooses
     monkeypatch.setattr(kernels, "use_triton", lambda x: True)
-    monkeypatch.setattr(Compiled, "found", found := [])
+    found: list = []
+    monkeypatch.setattr(Compiled, "found", found)
     for name in "_paged_decode _merge_splits _rms_norm _rope_and_write _silu_mul _tile_masses _pick_token".split():
         monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name)))
     args, _ = decode_case([40, 500], 4, groups, size, 16, dtype, Random(4))

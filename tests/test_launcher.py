@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def start(folder, how: str) -> subprocess.Popen:
     code = "import sys; from process.launcher import launch, parse; sys.exit(launch('script.py', *parse(sys.argv[1:])))"
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, "--ranks=2", how]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
 
 

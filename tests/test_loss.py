@@ -126,7 +126,8 @@ def slow_loss(name: str, t: Tokens, config: LossConfig) -> tuple[tuple, tuple, t
         else:
             # In gspo each of the sample's tokens has this ratio and a share of 1 / length in it: they add up to one.
             rows.append((-a * (bounded if too_far else ratio), too_far, 0.0 if too_far else -a * ratio))
-    return tuple(zip(*rows, strict=True))
+    losses, flags, gradients = zip(*rows, strict=True)
+    return losses, flags, gradients
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sft"])
@@ -141,7 +142,7 @@ def test_losses_follow_their_formula_and_so_do_their_gradients(name: str, seed: 
     torch.testing.assert_close(t.logprobs.grad, tensor(gradient))
 
 
-def one_token(name: str, ratio: float, advantage: float, **clip: float) -> tuple[float, float, bool]:
+def one_token(name: str, ratio: float, advantage: float, **clip: float) -> tuple:
     """Return the loss of a lone token, its gradient and whether it was clipped."""
     new, zero = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True), torch.tensor([0])
     t = Tokens(new, new.detach() - math.log(ratio), tensor([advantage]), zero, zero + 1)

@@ -19,7 +19,7 @@ import parallel
 from buffer import SampleBuffer
 from checkpoint import list_checkpoints
 from config import ConfigError, load_config
-from core import Prompt
+from core import Prompt, SampleId
 from data import PromptCursor
 from engine.sequence import Sequence
 from job import Job
@@ -218,7 +218,7 @@ def test_an_engine_without_memory_takes_it_again(tiny_model, kind: type[Engine])
     for i in range(3):
         engine.add(Sequence(i, 0, 0, (5, 6, 7 + i), 0, 8, ignore_eos=True))
     engine.step()  # in inference mode
-    assert len(engine.export([(0, 0, 0)])) == 1, "its pages' places are filled, outside of that mode"
+    assert len(engine.export([SampleId(0, 0, 0)])) == 1, "its pages' places are filled, outside of that mode"
     with pytest.raises(AssertionError, match="have their pages"):
         engine.free_memory()
 

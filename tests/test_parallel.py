@@ -63,9 +63,9 @@ def check_collectives(world: World) -> None:
             size if rank == 1 else rank for rank in range(world.size)
         ]
     value = {"rank": world.rank, "text": "ü" * world.rank, "tuple": (1, 2.5)}
-    gathered = parallel.gather_objects(world, value)
-    assert [v["rank"] for v in gathered] == list(range(world.size)) and gathered[world.rank] == value
-    assert [len(v["text"]) for v in gathered] == list(range(world.size))
+    values = parallel.gather_objects(world, value)
+    assert [v["rank"] for v in values] == list(range(world.size)) and values[world.rank] == value
+    assert [len(v["text"]) for v in values] == list(range(world.size))
     assert parallel.broadcast_object(world, value) == {"rank": 0, "text": "", "tuple": (1, 2.5)}
     assert parallel.broadcast_object(world, None if world.is_main else "mine") is None
 

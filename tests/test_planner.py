@@ -77,7 +77,7 @@ def test_preemptions_that_rise_double_and_quiet_rounds_halve(start, preemptions,
 
 def test_short_and_long_rounds_are_judged_apart() -> None:
     p = planner("paper", start=2)
-    sizes = {"short": [], "long": []}
+    sizes: dict[str, list[int]] = {"short": [], "long": []}
     for step in range(2 * QUIET_ROUNDS + 2):
         kind = ("short", "long")[step % 2]
         sizes[kind] += play(p, [0 if kind == "long" else 100 + 10 * step], kind)
@@ -186,7 +186,7 @@ def test_a_gain_under_the_margin_changes_nothing() -> None:
     profile = Profile({}, {1: size_profile(1e-3, each=3e-6, read=0), 2: size_profile(1.03e-3, each=0, read=0)})
     limits = EngineLimits(2, {1: 1000, 2: 1000}, PAGE, 64, 1024)
     nervous, calm = (ParallelismPlanner(PlannerConfig("predict", margin=m), limits, 1, profile) for m in (0.0, 0.08))
-    sizes = {}
+    sizes: dict[ParallelismPlanner, list[int]] = {}
     for p in (nervous, calm):
         sizes[p] = []
         for step in range(8):

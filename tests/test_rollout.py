@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -130,7 +132,7 @@ def test_greedy_tokens_equal_the_oracle_and_transformers(model, oracle, tiny_fol
     from transformers import AutoModelForCausalLM
 
     save_model(tmp_path, model, tiny_folder)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     sequences = make_sequences(10)
     samples = generate(make_engine(model, GREEDY), sequences)
     assert len({token for s in samples.values() for token in s.token_ids}) > 50  # no test on one repeated token
@@ -585,14 +587,13 @@ def test_a_continued_sequence_ends_as_if_it_had_not_been_interrupted(model, give
 
 def test_a_prompt_that_generate_refuses_leaves_nothing_behind(model) -> None:
     engine = make_engine(model)
-    for prompts in ([[5, 6], [7] * 50], "text", ["text"], [[5, 999]], [[]]):
+    refused: tuple[Any, ...] = ([[5, 6], [7] * 50], "text", ["text"], [[5, 999]], [[]])
+    for prompts in refused:
         with pytest.raises(ValueError, match="prompt|token ids"):
             engine.generate(prompts, num_responses=2)
         assert engine.is_idle
-    engine.weights.logits = lambda hidden: 1 / 0
-    with pytest.raises(ZeroDivisionError):
+    with patch.object(engine.weights, "logits", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
         engine.generate([[5, 6], [7, 8]])
-    del engine.weights.logits
     assert engine.is_idle and engine.pages.used == 0
     assert len(engine.generate([[5, 6]])[0][0].token_ids) == LIMIT
 
@@ -685,7 +686,7 @@ def test_sharing_pages_changes_no_token(model, oracle, name: str) -> None:
     prompts = [Prompt(i, s.prompt_ids, "", "", "match") for i, s in enumerate(make_sequences(4))]
     group = [s for prompt in prompts for s in sequences_for(Visit(0, prompt), 5, 0, LIMIT)]
     engine = make_engine(model, kind=FusedEngine, **SETTINGS[name])
-    samples = {}
+    samples: dict = {}
     for i in range(0, len(group), 3):  # siblings arrive together, during the prefill and late
         for s in group[i : i + 3]:
             engine.add(s)

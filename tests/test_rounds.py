@@ -6,7 +6,7 @@ import pytest
 from conftest import ALONE
 
 from config import load_config
-from core import Decision, RoundPlan, Visit
+from core import Decision, Finished, RoundPlan, Visit
 from job import Job
 from metrics import Clock
 from rounds import Round
@@ -18,7 +18,8 @@ class Patient:
     """Launches a second prompt two windows after the first has ended: until then the replica is dry."""
 
     def __init__(self, second: Visit):
-        self.second, self.events, self.windows = second, [], 0
+        self.second, self.windows = second, 0
+        self.events: list[tuple[int, Finished]] = []
 
     def observe(self, finished, rewards) -> Decision:
         self.windows += 1

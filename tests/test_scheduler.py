@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -84,10 +85,10 @@ class Story:
 
 def run(
     config: SchedulerConfig, steps: int, toy: Toy, num_prompts: int = 200, kill: float = 0.0
-) -> tuple[Story, TailBatching, PromptCursor]:
+) -> tuple[Story, Any, PromptCursor]:
     """Run `steps`; after each, with probability `kill`, go on with fresh objects from the saved state."""
 
-    def build() -> tuple[TailBatching, PromptCursor]:
+    def build() -> tuple[RoundPolicy, PromptCursor]:
         return POLICIES[config.policy](config, toy.seed), PromptCursor(PROMPTS[:num_prompts], toy.seed)
 
     (policy, cursor), story, rng = build(), Story(), Random(toy.seed)

@@ -99,7 +99,7 @@ def test_a_measured_profile_stands_in_for_the_roofline() -> None:
 
 
 def test_windows_and_responses_cost_what_is_said() -> None:
-    def rollouts(**costs: float) -> list[float]:
+    def rollouts(**costs: float) -> list[tuple[float, dict]]:
         model = replace(MODEL, efficiency=Efficiency(**costs))
         return [
             (r["seconds"]["rollout"], r["round"])
@@ -258,7 +258,7 @@ def test_programs_get_the_limits_of_real_runs() -> None:
     def run(i: int, config: GradingConfig, timeouts: AdaptiveTimeouts, solves: bool = True) -> tuple[float, bool]:
         seconds, *learned = run_program(prompts[i], SampleId(0, i, 0), solves, config, timeouts, 0)
         timeouts.observe(*learned)
-        return seconds, learned[2]
+        return seconds, bool(learned[2])
 
     timeouts = ends.timeouts()
     assert run(0, hangs, timeouts) == (30.0, False)  # nothing is known
@@ -345,7 +345,8 @@ class Listening:
     """A policy that writes down what it is told and what it answers."""
 
     def __init__(self, policy: RoundPolicy):
-        self.policy, self.log, self.plan_made = policy, [], None
+        self.policy, self.plan_made = policy, None
+        self.log: list[tuple] = []
 
     def __getattr__(self, name: str):
         return getattr(self.policy, name)

@@ -50,7 +50,7 @@ def sequences() -> list[Sequence]:
 def generate(engine: Engine) -> dict:
     for s in sequences():
         engine.add(s)
-    samples = {}
+    samples: dict = {}
     while not engine.is_idle:
         samples |= {s.id: s for s in engine.step()}
     return samples
