@@ -46,7 +46,7 @@ def test_a_full_queue_makes_the_caller_wait():
     third.join(0.2)
     assert third.is_alive()
     assert gradings.get().id == 0
-    third.join(10)
+    third.join(60)
     assert not third.is_alive() and gradings.take_longest() == 2
 
 
@@ -60,7 +60,7 @@ def test_a_closed_queue_lets_everybody_go(full):
     )
     waits.start()
     gradings.close()
-    waits.join(10)
+    waits.join(60)
     assert not waits.is_alive() and gradings.get() is None
 
 

@@ -77,7 +77,7 @@ def test_a_check_sees_the_ranks_that_it_is_told(alone, settings, capsys) -> None
     assert train.main([*settings(), "--check"]) == 0 and "fine for 1 rank (--ranks=N" in capsys.readouterr().out
     assert train.main([*settings(), "--check", "--ranks=2"]) == 0 and "fine for 2 ranks" in capsys.readouterr().out
     assert train.main([*settings(), "--check", "--ranks=3"]) == 2
-    assert "not a multiple of the 3 ranks" in capsys.readouterr().err
+    assert "not a multiple of the 3 replicas" in capsys.readouterr().err
     whole = settings(rollout__tensor_parallel=2)
     assert train.main([*whole, "--check"]) == 2 and "does not divide 1 ranks" in capsys.readouterr().err
     assert train.main([*whole, "--check", "--ranks=2"]) == 0

@@ -77,15 +77,15 @@ def make_tail() -> None:
 # ---- gradients ---------------------------------------------------------------------------------------------------
 
 
-def streamed_gradients(world: World, settings: list[str]) -> None:
-    """For every loss: stream a round, learn what is left, and learn the same groups again without streaming."""
+def streamed_gradients(world: World, settings: list[str], losses: list[str]) -> None:
+    """For each loss: stream a round, learn what is left, and learn the same groups again without streaming."""
     config = load_config(Config, None, settings)
     Path(config.run.dir).mkdir(exist_ok=True)
     job, seen, take, arrived = Job(config, world, resume=False), [], SampleStream.take, []
     SampleStream.take = lambda *args: arrived.append(take(*args)) or arrived[-1]
     job.trainer._step = lambda lr: seen.append(gradient(job.trainer).clone())
     with job.graders:
-        for name in LOSSES:
+        for name in losses:
             job.trainer.loss = LossConfig(name=name, kl_coef=0.1)
             plan = job.policy.begin(job.cursor.take, 9)
             buffer, again = SampleBuffer(plan.keep_prompts), SampleBuffer(plan.keep_prompts)
@@ -110,16 +110,16 @@ def streamed_gradients(world: World, settings: list[str]) -> None:
             for key in ("loss", "entropy", "kl", "trained_tokens", "clip_fraction"):
                 assert mixed[key] == pytest.approx(plain[key], rel=1e-5, abs=1e-7), (name, key)
             assert mixed["kl"] == 0 or mixed["trained_tokens"] > 0
-    assert len(seen) == 2 * len(LOSSES)
+    assert len(seen) == 2 * len(losses)
     SampleStream.take = take
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------
 
 
-def check_ranks(world: World, settings: list[str], runs: list[list[str]]) -> None:
+def check_ranks(world: World, settings: list[str], losses: list[str], runs: list[list[str]]) -> None:
     make_tail()
-    streamed_gradients(world, settings)
+    streamed_gradients(world, settings, losses)
     train_runs(world, *runs)
 
 
@@ -139,14 +139,19 @@ def trained(folder: Path) -> list[list[tuple]]:
 
 
 @pytest.mark.parametrize(
-    "ranks, variants",
-    [(2, [{}]), (4, [{"trainer__shard": 2}, {"rollout__tensor_parallel": 2, "stream__policy": "paper"}])],
+    "ranks, losses, variants",
+    [
+        (2, list(LOSSES), [{}]),
+        (4, ["gspo"], [{"trainer__shard": 2}, {"rollout__tensor_parallel": 2, "stream__policy": "paper"}]),
+    ],
 )
-def test_gradients_and_training_are_those_of_the_plain_run(run_ranks, settings, tmp_path, ranks: int, variants) -> None:
+def test_gradients_and_training_are_those_of_the_plain_run(
+    run_ranks, settings, tmp_path, ranks: int, losses: list[str], variants: list[dict]
+) -> None:
     whole = WHOLE | dict(run__steps=6, log__trace="true")
     runs = [settings(f"run{i}", **whole, **variant) for i, variant in enumerate(variants)]
     runs.append(settings("plain", **whole, stream__policy="off"))
-    run_ranks(ranks, check_ranks, settings("gradients", loss__kl_coef=0.1, **variants[0]), runs)
+    run_ranks(ranks, check_ranks, settings("gradients", loss__kl_coef=0.1, **variants[0]), losses, runs)
     plain = steps_of(tmp_path / "plain")
     assert any(abs(record["train"]["loss"]) > 1e-3 for record in plain)
     assert not any("stream" in record["round"] for record in plain)

@@ -197,12 +197,12 @@ def test_the_limit_holds_whatever_the_service_does(service, kind, header, versio
     start = time.monotonic()
     with pytest.raises(remote.RemoteError, match="no reward within 0.5 s" if "20" in header else "failed: "):
         ask(service, seconds=0.5)
+    assert time.monotonic() - start < 60  # the service would go on for ever
     over.set()
-    assert time.monotonic() - start < 3
 
 
 def test_the_pool_asks_several_at_a_time(service):
-    together = threading.Barrier(4, timeout=10)
+    together = threading.Barrier(4, timeout=60)
 
     def act(handler, request):
         together.wait()  # passes only when four requests are under way
