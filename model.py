@@ -174,8 +174,12 @@ def rope_table(shape: ModelShape, num_positions: int, device: torch.device) -> t
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2). x [..., D]; cos and sin broadcast to it, sin negative in the first half."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)  # 3 operations: 8 % less of a small decode step
+    """Rotate pairs (i, i + D/2). x [..., D]; cos and sin broadcast to it, sin negative in the first half.
+
+    In fp32, rounded once, as `kernels.rope_and_write`: decoding and training must see the same queries and keys.
+    """
+    wide = x.float()  # 3 operations: 8 % less of a small decode step
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 Weight = Any  # a Tensor, or a callable in its place (`engine.cpu.Packed`)

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from attention import PackedAttention
 from checkpoint import load_model
 from config import ConfigError
-from model import FAMILIES, ROPE_TYPES, Model, parse_shape
+from engine import kernels
+from model import FAMILIES, ROPE_TYPES, Model, apply_rope, parse_shape
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -143,6 +144,22 @@ def test_a_model_used_in_inference_mode_first_can_be_trained(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prefill_and_training_turn_as_decoding_does(dtype):
+    model = Model(parse_shape({**SMALL, "model_type": "qwen3", "head_dim": 8}, "here")).to(dtype)
+    positions, (heads, size, page) = torch.randperm(128)[:40], (2, 8, 16)
+    torch.manual_seed(2)
+    qkv = torch.randn(40, heads, 5, size).to(dtype)  # of each KV head: 3 queries, its key, its value
+    pages = torch.zeros(2, 40, heads, page, size, dtype=dtype)
+    table = torch.arange(40, dtype=torch.int32)[:, None].expand(40, 8)  # a page for each row, at whatever place
+    cos, sin = (x[:, 0, 0] for x in model.rope_tables())
+    decoded = kernels.rope_and_write_torch(qkv.flatten(1), cos, sin, positions, table, *pages, 3 * heads, heads)
+    turned = apply_rope(qkv[:, :, :-1], *model.rope(positions))
+    assert turned.dtype == dtype
+    assert torch.equal(turned[:, :, :-1].flatten(1, 2), decoded)
+    assert torch.equal(turned[:, :, -1], pages[0, torch.arange(40), :, positions % page])
+
+
 def test_bf16_stays_near_fp32(tmp_path):
     make_oracle(SHAPES["llama3 rope"], tmp_path)
     exact = packed_logits(load_model(tmp_path, CPU, torch.float32), token_lists())
