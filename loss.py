@@ -8,7 +8,7 @@ nobody sampled, such as the prompt, are context of the forward pass and appear n
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -148,9 +148,9 @@ class LossConfig:
         False, "leave samples cut at the length limit out of the loss and its divisor (DAPO, section 3.4)"
     )
     old_logprobs: str = option(
-        "rollout",
-        "the ratio's denominator: rollout (as sampled) or trainer (recomputed; for bf16)",
-        choices=("rollout", "trainer"),
+        "auto",
+        "ratio's denominator: rollout (as sampled), trainer (recomputed), or auto: trainer in bfloat16, else rollout",
+        choices=("auto", "rollout", "trainer"),
     )
     tis_cap: float = option(
         0.0,
@@ -158,3 +158,8 @@ class LossConfig:
         min=0.0,
         max=1e6,
     )
+
+    def for_dtype(self, dtype: torch.dtype) -> "LossConfig":
+        """Decide `old_logprobs = auto`: in bf16, rounding in rollout and trainer moves ratios as updates do."""
+        found = "trainer" if dtype == torch.bfloat16 else "rollout"
+        return replace(self, old_logprobs=found) if self.old_logprobs == "auto" else self

@@ -138,19 +138,20 @@ def rollout_profile(
 
 def check_run(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
     """Raise ConfigError on anything that would fail later: combinations, data, graders, model folder, run folder."""
-    check_settings(config, world_size)
+    device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+    dtype = model_dtype(config, device.type)
+    check_settings(config, world_size, dtype)
     check_loggers(config.log)
     check_run_folder(config, resume)
-    device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
     shape, tokenizer = check_source(config)
     elastic = config.planner.rule != "fixed"
     sizes = rollout_sizes(config, shape, world_size, own_node_size(world_size), device, elastic)
     if is_main:
         rollout_profile(config, shape, sizes, world_size, device)
-    check_data(config, tokenizer, model_dtype(config, device.type), is_main)
+    check_data(config, tokenizer, dtype, is_main)
 
 
-def check_settings(c: Config, world_size: int) -> None:
+def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
     """Raise ConfigError on values and combinations that need no file to be refused."""
     if not c.run.dir:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
@@ -177,7 +178,7 @@ def check_settings(c: Config, world_size: int) -> None:
             f"trainer.updates_per_step = {c.trainer.updates_per_step} is over scheduler.num_prompts = {prompts}; an "
             "update needs a prompt"
         )
-    if c.loss.tis_cap and c.loss.old_logprobs != "trainer":
+    if c.loss.tis_cap and c.loss.for_dtype(dtype).old_logprobs != "trainer":
         raise ConfigError(f"loss.tis_cap = {c.loss.tis_cap} needs loss.old_logprobs = trainer")
     if c.sampling.temperature == 0:
         raise ConfigError("sampling.temperature = 0 draws equal responses, which teach nothing; take 1.0")

@@ -83,7 +83,8 @@ class Trainer:
         total_updates: int,
         reference: Model | None = None,
     ):
-        self.model, self.config, self.loss, self.sampling, self.world = model, config, loss, sampling, world
+        self.model, self.config, self.sampling, self.world = model, config, sampling, world
+        self.loss = loss.for_dtype(model.head_weight.dtype)
         self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
         self.params: list[Tensor] = list(model.parameters())
         self.learner: Any = model

@@ -429,6 +429,17 @@ def test_old_logprobs_of_the_trainer_make_the_ratio_one(tiny_model, examples, na
     assert exact.update()["logprob_diff_max"] < 1e-5
 
 
+@pytest.mark.parametrize("dtype, denominator", [(torch.bfloat16, "trainer"), (torch.float32, "rollout")])
+def test_the_dtype_chooses_the_denominator(tiny_model, examples, dtype: torch.dtype, denominator: str) -> None:
+    gradients = []
+    for loss in (LossConfig(), LossConfig(old_logprobs=denominator)):
+        trainer = make_trainer(copy.deepcopy(tiny_model).to(dtype), loss)
+        trainer.accumulate(examples)
+        gradients.append(gradient(trainer).clone())
+    assert trainer.update()["clip_fraction"] == (0 if denominator == "trainer" else pytest.approx(0.3, abs=0.2))
+    assert torch.equal(*gradients)
+
+
 def test_old_logprobs_are_kept_over_several_updates(tiny_model, examples) -> None:
     loss = LossConfig(old_logprobs="trainer")
     trainer = make_trainer(tiny_model, loss, lr=1e-2)
