@@ -89,10 +89,7 @@ def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
         threshold = logits.detach().topk(config.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, -torch.inf)
     if config.top_p < 1.0:
-        ordered = logits.detach().sort(descending=True).values
-        probs = ordered.softmax(-1)
-        inside = probs.cumsum(-1) - probs < config.top_p  # mass before a token; the first is always inside
-        threshold = ordered.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
+        threshold = kernels.least_in_nucleus(logits.detach(), config.top_p)
         logits = logits.masked_fill(logits < threshold, -torch.inf)
     if config.min_p:
         threshold = logits.detach().amax(-1, keepdim=True) + math.log(config.min_p)

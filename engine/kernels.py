@@ -7,6 +7,8 @@ on shapes alone and nothing waits for the device; first calls compile, so warm u
 Shapes: n rows, H query heads, K key/value heads, G = H / K, D head size. Sums are float32 whatever the inputs are.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -343,3 +345,56 @@ def sample_inverse_cdf_torch(logits: Tensor, uniforms: Tensor, temperature: floa
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cdf, target, right=True)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+@triton.jit
+def _in_order(x):
+    """Turn the bits of a float32 into an int32 of the same order, and back."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _least_in_nucleus(logits, least, row_length, vocab, reach, top_p, BLOCK: tl.constexpr):
+    """One program: one row. Bisects between the largest logit and one with more than top_p of the mass above it."""
+    row, i = logits + tl.program_id(0).to(tl.int64) * row_length, tl.arange(0, BLOCK)
+    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        peaks = tl.maximum(peaks, tl.load(row + start + i, mask=start + i < vocab, other=float("-inf")))
+    peak = tl.max(peaks, 0)
+    masses = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        masses += tl.exp(tl.load(row + start + i, mask=start + i < vocab, other=float("-inf")) - peak)
+    goal = tl.sum(masses, 0) * top_p
+    low = _in_order((peak - reach).to(tl.int32, bitcast=True)).to(tl.int64)
+    high = _in_order(peak.to(tl.int32, bitcast=True)).to(tl.int64)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        masses = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, vocab, BLOCK):
+            x = tl.load(row + start + i, mask=start + i < vocab, other=float("-inf"))
+            masses += tl.where(_in_order(x.to(tl.int32, bitcast=True)) > middle, tl.exp(x - peak), 0.0)
+        is_inside = tl.sum(masses, 0) < goal
+        high, low = tl.where(is_inside, middle, high), tl.where(is_inside, low, middle)
+    tl.store(least + tl.program_id(0), _in_order(high.to(tl.int32)).to(tl.float32, bitcast=True))
+
+
+def least_in_nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Return the least logit of the smallest set with probability top_p < 1. [n, V] float32 -> [n, 1]
+
+    It is the least logit above which there is less than top_p: found by bisection, without a sort of the vocabulary.
+    """
+    if not use_triton(logits):
+        return least_in_nucleus_torch(logits, top_p)
+    (n, vocab), least = logits.shape, logits.new_empty(len(logits), 1)
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
+    # All tokens that are less likely than the first by e ** -reach have less than 1 - top_p of the mass together.
+    sizes, block = (logits.stride(0), vocab, math.log(vocab / (1 - top_p)) + 1), triton.next_power_of_2(vocab)
+    _least_in_nucleus[(n,)](logits, least, *sizes, top_p, BLOCK=min(8192, block), num_warps=8)
+    return least
+
+
+def least_in_nucleus_torch(logits: Tensor, top_p: float) -> Tensor:
+    ordered = logits.sort(descending=True).values
+    probs = ordered.softmax(-1)
+    inside = probs.cumsum(-1) - probs < top_p  # mass before a token; the first is always inside
+    return ordered.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)

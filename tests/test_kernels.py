@@ -317,6 +317,28 @@ def test_sampling_at_the_edges_of_equal_tokens(runner: str) -> None:
     assert tokens.tolist() == [0, 2048, 4095, 4096, 8191, 8191]
 
 
+@pytest.mark.skipif("triton" not in RUNNERS, reason="the twin is the sort itself")
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize("vocab", [3, 300, 9000])
+def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> None:
+    rng = Random(f"{vocab} {top_p}")
+    logits = randn(rng, 24, vocab) * torch.tensor([0.1, 1.0, 4.0, 20.0], device=DEVICE).repeat(6)[:, None]
+    logits[4:8] = (logits[4:8] * 2).round() / 2  # ties
+    logits[8:12] += torch.tensor([-1e4, -40.0, 40.0, 1e4], device=DEVICE)[:, None]
+    logits[12:16, vocab // 2 :] = -torch.inf
+    logits[16:20, : vocab - 1] = -torch.inf  # one token has all
+    least = kernels.least_in_nucleus(strided(logits), top_p)
+    assert torch.isin(least, logits).all()
+    theirs, probs = kernels.least_in_nucleus_torch(logits, top_p), logits.double().softmax(-1)
+    for mine, other, row, p in zip(least, theirs, logits, probs, strict=True):
+        edge = p[row > min(mine, other)].sum()  # they differ only where rounding moves this sum across top_p
+        assert torch.equal(mine, other) or abs(edge - top_p) < 1e-5
+    uniforms = torch.rand(24, dtype=torch.float64, device=DEVICE)
+    kept = (logits.masked_fill(logits < threshold, -torch.inf) for threshold in (least, theirs))
+    mine, other = (sample(rest, uniforms, SamplingConfig())[0] for rest in kept)
+    assert torch.equal(mine, other)
+
+
 # ---- which code runs ---------------------------------------------------------------------------------------------
 
 
@@ -379,7 +401,8 @@ def test_compiles_for_an_h100(
     monkeypatch.setattr(kernels, "use_triton", lambda x: True)
     found: list = []
     monkeypatch.setattr(Compiled, "found", found)
-    for name in "_paged_decode _merge_splits _rms_norm _rope_and_write _silu_mul _tile_masses _pick_token".split():
+    names = "_paged_decode _merge_splits _rms_norm _rope_and_write _silu_mul _tile_masses _pick_token _least_in_nucleus"
+    for name in names.split():
         monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name)))
     args, _ = decode_case([40, 500], 4, groups, size, 16, dtype, Random(4))
     x, table = torch.zeros(2, 4 * (groups + 2) * size, dtype=dtype), torch.zeros(64, size // 2)
@@ -389,7 +412,8 @@ def test_compiles_for_an_h100(
     kernels.add_rms_norm(x, x, x[0], 1e-6)
     kernels.silu_mul(x, 2)
     kernels.sample_inverse_cdf(x, torch.zeros(2, dtype=torch.float64), 1.0)
-    assert len(found) == 7
+    kernels.least_in_nucleus(x.float(), 0.9)
+    assert len(found) == 8
     for name, made in found:
         assert made.metadata.shared <= 99 * 1024, name  # what one program may use on every recent GPU
         assert "tf32" not in made.asm["ptx"], name
@@ -409,7 +433,8 @@ def test_a_captured_step_follows_its_inputs() -> None:
         query = kernels.rope_and_write(qkv, cos, sin, positions, table, k_pages, v_pages, 14, 2)
         attended = kernels.paged_decode(query, k_pages, v_pages, table, lengths)
         normed = kernels.add_rms_norm(x, residual, x[0], 1e-6)
-        return (attended, *normed, kernels.silu_mul(x, 2), *kernels.sample_inverse_cdf(normed[0], uniforms, 0.7))
+        drawn = kernels.sample_inverse_cdf(normed[0], uniforms, 0.7)
+        return attended, *normed, kernels.silu_mul(x, 2), *drawn, kernels.least_in_nucleus(normed[0].float(), 0.7)
 
     step()  # compile
     torch.cuda.synchronize()
