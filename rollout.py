@@ -204,9 +204,9 @@ class Engine:
         if chunks or (batcher.running and not runner.graphs):
             runner.forward(batcher, chunks)
         if batcher.running:
-            self.flights.append(Flight(batcher.running, runner.rows.ended))
-        lag = 1 if runner.graphs and not batcher.num_stops else 0
-        while len(self.flights) > lag:
+            asking = {s: batcher.num_drawn(s) for s in batcher.running if s.stop} if batcher.num_stops else {}
+            self.flights.append(Flight(batcher.running, runner.rows.ended, asking))
+        while len(self.flights) > (1 if runner.graphs else 0):
             self._land()
         finished, self.finished = self.finished, []
         return finished
@@ -285,11 +285,13 @@ class Engine:
 
     def _land(self) -> None:
         """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
-        ended = {s: flag for s, flag in self.flights.popleft().land() if s.row >= 0}  # else an earlier flight's
-        if self.batcher.num_stops:
+        flight = self.flights.popleft()
+        ended = {s: flag for s, flag in flight.land() if s.row >= 0}  # else an earlier flight's
+        if asking := {s: count for s, count in flight.asking.items() if s.row >= 0}:
             assert self.tokenizer, "`add` refuses stop texts without a tokenizer"
-            asking = {s: self.batcher.num_drawn(s) for s in self.batcher.running if s.stop}
-            ended |= {s: 2 * asking[s] + 1 for s in stopped_by_text(asking, self.runner.rows.tokens, self.tokenizer)}
+            with self.runner.rows.reading():
+                stopped = stopped_by_text(asking, self.runner.rows.tokens, self.tokenizer)
+            ended |= {s: 2 * asking[s] + 1 for s in stopped}
         if not ended:
             return
         if self.flights:

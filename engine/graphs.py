@@ -36,7 +36,8 @@ class DecodeGraphs:
         # Two, in turns: the copy of the step before may still be on its way.
         self.sent = deque(torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=ended.is_cuda) for _ in range(2))
         # Its own: graphs of one stream share a cuBLAS workspace, which the end of any of them frees (pytorch #193402).
-        self.stream = torch.cuda.Stream(ended.device) if ended.is_cuda else None
+        # Of high priority, which a graph's kernels keep wherever it is replayed: a judge's stream has to wait.
+        self.stream = torch.cuda.Stream(ended.device, priority=-1) if ended.is_cuda else None
         self.captures = ended.is_cuda  # False: run every step eagerly, to compare
         self.layout = 1
         self.graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
@@ -85,10 +86,14 @@ class DecodeGraphs:
 
 
 class Flight:
-    """Flags of one step on their way to the host, with the sequences that the rows were then."""
+    """Flags of one step on their way to the host, with the sequences that the rows were then.
 
-    def __init__(self, sequences: list[Sequence], ended: Tensor):
+    `asking`: those with stop texts, and how many tokens each had drawn after the step.
+    """
+
+    def __init__(self, sequences: list[Sequence], ended: Tensor, asking: dict[Sequence, int]):
         self.sequences, self.event = list(sequences), torch.cuda.Event() if ended.is_cuda else None
+        self.asking = asking
         self.host = torch.empty(len(sequences), dtype=ended.dtype, pin_memory=ended.is_cuda)
         self.host.copy_(ended[: len(sequences)], non_blocking=True)
         if self.event:

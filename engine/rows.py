@@ -1,7 +1,7 @@
 """The state of the decoding rows on the device: what each has drawn, and what ends it."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -75,12 +75,16 @@ class Rows:
         self.ended[rows] += (alive & (stopped | (count >= self.limit[rows]))) * (2 * count + stopped)
 
     def read(self, rows: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Return the tokens and log-probs of rows whose flags have arrived, without waiting for the step under way."""
-        if self.reader and self.moved:
-            self.reader.wait_event(self.moved)
-        with torch.cuda.stream(self.reader) if self.reader else nullcontext():
+        """Return the tokens and log-probs of rows whose flags have arrived."""
+        with self.reading():
             index = upload(rows, self.device)
             return self.tokens[index, :longest].tolist(), self.logprobs[index, :longest].tolist()
+
+    def reading(self) -> AbstractContextManager:
+        """Read inside what steps before the one under way have drawn, without waiting for that."""
+        if self.reader and self.moved:
+            self.reader.wait_event(self.moved)
+        return torch.cuda.stream(self.reader) if self.reader else nullcontext()
 
     def close(self, removed: Removed, num_running: int) -> None:
         """Move rows into the holes that others left; the rows behind the first `num_running` are dead."""

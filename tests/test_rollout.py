@@ -17,17 +17,19 @@ import pytest
 import torch
 from conftest import FusedEngine
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from attention import PackedAttention
 from checkpoint import load_tokenizer, save_model
 from config import ConfigError
 from core import Prompt, Sample, Span, Visit
 from engine.cpu import BatchedPages, Packed
-from engine.graphs import row_bucket
+from engine.graphs import DecodeGraphs, row_bucket
 from engine.rows import stopped_by_text
 from engine.sequence import Sequence
 from engine.shard import Shard
 from model import Model, parse_shape
+from rewards.judge import background_stream
 from rollout import Engine, RolloutConfig, kv_page_bytes, num_pages_for, sequences_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
 
@@ -542,6 +544,26 @@ def test_a_stop_text_ends_the_response_that_asked_for_it(model, oracle, kind) ->
     assert len(samples[sequences[3].id].token_ids) == LIMIT
 
 
+def test_a_stop_text_keeps_no_step_waiting(model, oracle) -> None:
+    """On a GPU the next step runs while the host looks at texts; the token that it draws is dropped."""
+    engine, sequences = make_engine(model, kind=FusedEngine), make_sequences(4)
+    engine.tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids), all_special_tokens=[])
+    tokens = oracle(sequences[0].prompt_ids, sequences[0].key, SamplingConfig())
+    sequences[0].stop = (f"<{tokens[8]}>",)
+    for s in sequences:
+        engine.add(s)
+    done: dict = {}
+    while sequences[0].id not in done:
+        done |= {sample.id: sample for sample in engine.step()}
+        assert len(engine.flights) == 1
+    ended = done[sequences[0].id]
+    assert ended.token_ids == tokens[: tokens.index(tokens[8]) + 1] and ended.finish_reason == "stop"
+    assert len(ended.logprobs) == len(ended.token_ids)
+    for s in sequences[1:]:
+        done |= drain(engine)
+        assert done[s.id].token_ids == oracle(s.prompt_ids, s.key, SamplingConfig(), LIMIT)
+
+
 def test_a_stop_text_is_not_found_in_the_name_of_a_special_token(model, tiny_folder) -> None:
     tokenizer = load_tokenizer(tiny_folder)
     text = tokenizer.decode([tokenizer.eos_token_id])
@@ -809,3 +831,14 @@ def test_the_remedy_of_a_refusal_is_enough(model) -> None:
 def test_there_are_no_more_pages_than_the_rows_can_use(model) -> None:
     config = RolloutConfig(max_prompt_tokens=10, max_response_tokens=20, page_size=8, max_running=3, kv_gib=1.0)
     assert num_pages_for(config, model.shape, torch.float32, CPU) == 3 * 4
+
+
+def test_a_gpu_decodes_ahead_of_its_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded calls: the lower number goes first, and kernels of a graph keep the priority of its capture."""
+    priorities = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: priorities.append(priority))
+    with FakeTensorMode():
+        DecodeGraphs(torch.zeros(4, device="cuda"), 4, 8)
+    background_stream(torch.device("cuda"), sm_share=0.0)
+    decode, judge = priorities
+    assert decode < judge
