@@ -440,6 +440,14 @@ def test_the_dtype_chooses_the_denominator(tiny_model, examples, dtype: torch.dt
     assert torch.equal(*gradients)
 
 
+def test_old_logprobs_come_from_the_operations_of_the_gradient(tiny_model, examples, monkeypatch) -> None:
+    """Kernels may round otherwise, and the ratio of the first update would not be 1."""
+    monkeypatch.setattr(kernels, "use_triton", lambda x: True)
+    for name in ("add_rms_norm", "silu_mul"):
+        monkeypatch.setattr(kernels, name, lambda *_: pytest.fail("a kernel"))
+    make_trainer(tiny_model).with_old_logprobs(examples)
+
+
 def test_old_logprobs_are_kept_over_several_updates(tiny_model, examples) -> None:
     loss = LossConfig(old_logprobs="trainer")
     trainer = make_trainer(tiny_model, loss, lr=1e-2)
