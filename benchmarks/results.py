@@ -8,7 +8,7 @@
 
 `results/NAME.json` holds a run. A result is old when a file that it measures has changed since; comments, docstrings
 and layout do not count. An old result needs a reason in `old_results.json`. Until the next run the reason stands
-behind its numbers or, on a page with a block `<!-- results:notes -->`, once for all numbers in its sentences.
+behind its numbers or, where a page has a block `<!-- results:notes NAMES -->`, once there for sentences and cells.
 
 A block is `<!-- results:NAME TEMPLATE -->text<!-- end -->`; NAME may also be the path of any JSON file, or `all`,
 whose `rows` have `command` and `claim` of every benchmark. The template is `str.format` with the fields of the JSON
@@ -310,7 +310,7 @@ def fields(name: str) -> dict[str, Any]:
 def notes(names: Sequence[str]) -> str:
     """Return a sentence for each reason why some of the results are old."""
     old, because = reasons(), dict[str, list[str]]()
-    for name in dict.fromkeys(names):
+    for name in names:
         if name in old:
             script, commit = BENCHMARKS[name].files[0], fields(name)["commit"]
             because.setdefault(old[name], []).append(f"`{script}` at commit {commit}")
@@ -336,13 +336,14 @@ def fill(name: str, template: str, note: bool = False) -> str:
 def filled(path: Path) -> str:
     """Return a document with all its blocks filled anew. Raises ValueError for a template that its file cannot fill."""
     text = path.read_text(encoding="utf-8")
-    names = [name for block in BLOCK.findall(text) for name in (claimed() if block[0] == "all" else [block[0]])]
+    noted = [name for kind, names, _ in BLOCK.findall(text) if kind == "notes" for name in names.split()]
+    noted = [each for name in noted for each in (claimed() if name == "all" else [name])]
 
     def replace(match: re.Match) -> str:
         name, template, _ = match.groups()
-        note = "notes" not in names or template.startswith("\n")
+        note = name not in noted or template.startswith("\n")
         try:
-            inner = notes(names) if name == "notes" else fill(name, template, note)
+            inner = notes(noted) if name == "notes" else fill(name, template, note)
             return f"<!-- results:{name}{template}-->{inner}<!-- end -->"
         except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
             raise ValueError(f"{path}: results:{name}: {type(error).__name__}: {error}") from error

@@ -233,7 +233,7 @@ def test_code_makes_a_result_old_and_comments_do_not(house: ModuleType, tmp_path
     house.write()
     assert not house.problems() and "before the mend of X)<!-- end" in (tmp_path / "README.md").read_text()
     with open(tmp_path / "README.md", "a") as file:
-        file.write("<!-- results:notes --><!-- end -->")
+        file.write("<!-- results:notes one --><!-- end -->")
     house.write()
     text, commit = (tmp_path / "README.md").read_text(), house.fields("one")["commit"]
     assert "{ratio} -->1.52<!-- end -->" in text and text.count("(Measured at commit ") == 1  # after the block of lines
