@@ -625,18 +625,18 @@ def test_masters_keep_what_bf16_weights_would_lose(tiny_model, examples) -> None
 
 
 def test_bf16_gradients_add_up_in_fp32(tiny_model, examples) -> None:
-    model = tiny_model.bfloat16()
-    trainer = make_trainer(model, tokens_per_microbatch=1)
+    model, loss = tiny_model.bfloat16(), LossConfig(old_logprobs="rollout")
+    trainer = make_trainer(model, loss, tokens_per_microbatch=1)
     expected = torch.zeros_like(gradient(trainer))
     for e in examples:
-        one = make_trainer(model)
+        one = make_trainer(model, loss)
         one.accumulate([e])
         expected += gradient(one)
     trainer.accumulate(examples)
     assert gradient(trainer).dtype == torch.float32
     assert_same_gradient(gradient(trainer), expected, 1e-6)
     assert all(p.grad is None for p in trainer.params)
-    exact = make_trainer(model.float())
+    exact = make_trainer(model.float(), loss)
     exact.accumulate(examples)
     assert_same_gradient(gradient(trainer), gradient(exact), 0.05)
 
