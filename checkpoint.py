@@ -3,23 +3,35 @@
 import json
 import os
 import shutil
+import warnings
 import zlib
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, SUFFIX
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
+import parallel
 from config import ConfigError, regular
 from core import Tokenizer
 from model import Model, ModelShape, parse_shape
+from parallel import World
+from policies.placement import assign_by_load
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-STATE = "state.pt"
+SHARD_BYTES = 5 * 2**30  # of a file of weights, at most
+STATE = "state.json"
+OPTIMIZER = "optimizer"  # the folder of a checkpoint's tensors beside the model
 CHECKSUMS = "checksums.json"  # CRC-32 of every file of a checkpoint
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Files that a checkpoint copies from the model's folder, beside config.json. No other file there is read.
@@ -27,6 +39,7 @@ CARRIED = """generation_config.json tokenizer.json tokenizer_config.json special
 vocab.json vocab.txt merges.txt tokenizer.model chat_template.jinja chat_template.json""".split()
 WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")  # types of weights; all others are quantised or not weights
 SCORE = "score.weight"  # the head of a reward model
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single rank saves and loads alone
 
 
 # ---- Hugging Face folders ----------------------------------------------------------------------------------------
@@ -251,62 +264,178 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def save_model(folder: str | Path, model: Model, source: str | Path) -> None:
     """Write a folder that `transformers` loads: weights of `model`, config and tokenizer of the `source` folder."""
-    folder, source = Path(folder), Path(source)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_weights(folder, model)
+    weights, others = _export(model, Path(source))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, tensors in weights.items():
+        save_file(tensors, Path(folder) / name, {"format": "pt"})
+    for name, content in others.items():
+        (Path(folder) / name).write_bytes(content)
+
+
+def _export(
+    model: Model, source: Path, rank: int = 0, num_ranks: int = 1
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
+    """Return the content of a folder that `transformers` loads: tensors by file of weights, and all other files.
+
+    The tensors are copies in host memory. Of `num_ranks` ranks that write together, each gets other files of weights.
+    """
+    views = {name: (view, like) for name, view, like in model.hf_tensors()}
+    sizes = {name: view.to("meta").reshape(like) for name, (view, like) in views.items()}
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
+    weights = {
+        file: {name: _on_host(views[name][0]).reshape(views[name][1]) for name in names}
+        for file, names in sorted(split.filename_to_tensors.items())[rank::num_ranks]
+    }
     config = read_config(source)
     config.pop("torch_dtype", None)
     config["tie_word_embeddings"] = model.shape.tied
     config["dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    for path in carried_files(source):
-        shutil.copyfile(path, folder / path.name)
-
-
-def save_weights(folder: Path, model: Model, max_shard_bytes: int = 5 * 2**30) -> None:
-    """Write safetensors under Hugging Face names; weights larger than one shard become several, with an index."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in model.export().items()}
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
-    for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # of an earlier export
-        old.unlink(missing_ok=True)
-    for filename, names in split.filename_to_tensors.items():
-        save_file({name: tensors[name] for name in names}, folder / filename, metadata={"format": "pt"})
+    others = {"config.json": json.dumps(config, indent=2).encode()}
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        others[INDEX] = json.dumps({"metadata": split.metadata, "weight_map": split.tensor_to_filename}).encode()
+    return weights, others | {path.name: path.read_bytes() for path in carried_files(source)}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 # ---- checkpoints of a run ----------------------------------------------------------------------------------------
 
 
-def save_checkpoint(run: Path, step: int, model: Model, source: str | Path, state: dict, keep: int) -> Path:
-    """Write `run/checkpoints/step_N` under another name, then rename it: it exists whole or not at all."""
-    folder = run / "checkpoints" / f"step_{step:06d}"
-    for leftover in folder.parent.glob(".*_step_*"):  # of a save that was killed
-        shutil.rmtree(leftover)
-    part = folder.with_name(f".part_{folder.name}")
-    try:
-        save_model(part, model, source)
-        torch.save(state, part / STATE)
-        checksums = {path.name: _checksum(path) for path in sorted(part.iterdir())}
-        (part / CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
-        for path in part.iterdir():
-            _sync(path)
-        _sync(part)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own on a full disk
-        shutil.rmtree(part, ignore_errors=True)
-        free = shutil.disk_usage(run).free / 2**20
+class Checkpoints:
+    """Writes the checkpoints of a run while training goes on, one at a time. Making one is collective.
+
+    Each rank first copies its share of a checkpoint to host memory. Then a thread of each rank writes the share under
+    another name, by torch.distributed.checkpoint and a process group of its own. The first rank renames the folder when
+    all have written: a checkpoint exists whole or not at all. `shard`: ranks that hold parts of the same tensors. All
+    ranks make the same calls. As a context it waits for the checkpoint under way when an exception ends the run.
+    """
+
+    def __init__(self, run: Path, source: Path, keep: int, world: World, shard: int = 1):
+        self.run, self.source, self.keep = run, source, keep
+        self.world = parallel.beside(world)
+        self.replica, self.num_replicas = world.rank // shard, world.size // shard
+        self.under_way: Future | None = None
+
+    def save(self, step: int, model: Model, tensors: dict[str, Tensor], state: dict) -> None:
+        """Begin to write `run/checkpoints/step_N`: the model, tensors by name, a state of plain values. Collective.
+
+        `tensors` are the same on all ranks, or DTensors. All may change when this returns. Raises OSError when the
+        checkpoint before it could not be written.
+        """
+        self.wait()
+        self.folder = self.run / "checkpoints" / f"step_{step:06d}"
+        weights, others = _export(model, self.source, self.world.rank, self.world.size)
+        writer = _Writer(self.folder, self.keep, weights, others | {STATE: json.dumps(state).encode()})
+        names = list(tensors)
+        shares = assign_by_load([tensors[name].nbytes for name in names], self.num_replicas)
+        own = {names[i]: tensors[names[i]] for i in shares[self.replica]}
+        group, alone = self.world.objects, self.world.size == 1
+        self.under_way = cast(Future, dcp.async_save(own, storage_writer=writer, process_group=group, no_dist=alone))
+
+    def check(self) -> None:
+        """Raise OSError when the checkpoint under way could not be written. Never waits."""
+        if self.under_way and self.under_way.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way is whole. Raises OSError when it could not be written."""
+        under_way, self.under_way = self.under_way, None
+        try:
+            if under_way:
+                under_way.result(self.world.timeout_seconds)
+            return
+        except TimeoutError:
+            reason = f"not done after run.timeout_seconds = {self.world.timeout_seconds:g}"
+        except dcp.api.CheckpointException as error:  # the same on all ranks
+            cause, _ = next(iter(error.failures.values()))
+            if not isinstance(cause, OSError | RuntimeError | SafetensorError):  # the last two on a full disk
+                raise cause from error
+            reason = str(cause).partition("\n")[0]
+            if self.world.is_main:
+                _remove_leftovers(self.folder.parent)
+        free = shutil.disk_usage(self.run).free / 2**20
         raise OSError(
-            f"cannot write {folder} ({str(error).partition(chr(10))[0]}; {free:.0f} MiB are free); make room or "
-            "remove the cause, and resume: the checkpoint before it is whole"
-        ) from None
-    if folder.exists():  # only when a resumed run writes the same step again
-        _remove(folder)
-    part.rename(folder)
-    _sync(folder.parent)
-    for old in list_checkpoints(run)[:-keep]:
-        _remove(old)
-    return folder
+            f"cannot write {self.folder} ({reason}; {free:.0f} MiB are free); make room or remove the cause, and "
+            "resume: the checkpoint before it is whole"
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not parallel.is_lost(error):
+            self.wait()
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes one checkpoint as torch.distributed.checkpoint calls it. It holds safetensors and JSON only.
+
+    (The pickles of torch's other writer run code when they are read.) Methods run in the thread, but for `stage`.
+    """
+
+    def __init__(self, folder: Path, keep: int, weights: dict[str, dict[str, Tensor]], others: dict[str, bytes]):
+        super().__init__(str(folder))
+        self.folder, self.keep, self.weights, self.others = folder, keep, weights, others
+        self.part = folder.with_name(f".part_{folder.name}")
+
+    def stage(self, state_dict: dict) -> dict:
+        return {name: _on_host(tensor) for name, tensor in state_dict.items()}
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make room. (The first rank, before any writes.)"""
+        _remove_leftovers(self.folder.parent)
+        (self.part / OPTIMIZER).mkdir(parents=True)
+        return [replace(plan, storage_data=f"{OPTIMIZER}/shard-{rank:05d}{SUFFIX}") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future:
+        """Write this rank's files; give the name and CRC-32 of each.
+
+        Not by torch's own way to safetensors: it copies everything twice, and holds up all other threads meanwhile.
+        """
+        tensors, offsets = {}, {}
+        for item in plan.items:
+            assert item.tensor_data, "a tensor: the state has no other values"
+            tensors[item.index.fqn] = cast(Tensor, planner.resolve_data(item))
+            offsets[item.index.fqn] = {SAVED_OFFSETS_KEY: item.tensor_data.chunk.offsets}
+        written = [self._write(name, weights, format="pt") for name, weights in self.weights.items()]
+        written.append(self._write(plan.storage_data, tensors, **{CUSTOM_METADATA_KEY: json.dumps(offsets)}))
+        done: torch.futures.Future = torch.futures.Future()
+        done.set_result(written)
+        return done
+
+    def _write(self, name: str, tensors: dict[str, Tensor], **about: str) -> WriteResult:
+        path = self.part / name
+        save_file(tensors, path, about)
+        _sync(path)
+        return WriteResult(MetadataIndex(name), path.stat().st_size, _checksum(path))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the other files and show the checkpoint. (The first rank, when all have written.)"""
+        checksums = {result.index.fqn: result.storage_data for rank in results for result in rank}
+        checksums |= {name: zlib.crc32(content) for name, content in self.others.items()}
+        self.others[CHECKSUMS] = json.dumps(checksums, indent=1).encode()
+        for name, content in self.others.items():
+            (self.part / name).write_bytes(content)
+            _sync(self.part / name)
+        _sync(self.part / OPTIMIZER)
+        _sync(self.part)
+        if self.folder.exists():  # only when a resumed run writes the same step again
+            _remove(self.folder)
+        self.part.rename(self.folder)
+        _sync(self.folder.parent)
+        for old in list_checkpoints(self.folder.parent.parent)[: -self.keep]:
+            _remove(old)
+
+
+def _remove_leftovers(checkpoints: Path) -> None:
+    """Remove what saves that failed or were killed have left."""
+    for leftover in checkpoints.glob(".*_step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
@@ -333,18 +462,17 @@ def _checksum(path: Path) -> int:
     return value
 
 
-def damage(folder: Path) -> str:
-    """Return a message if a file of a checkpoint is damaged, else ""."""
-    if not (folder / CHECKSUMS).exists():  # an old version has written it
-        return ""
+def damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str:
+    """Return a message if a file of a checkpoint is damaged, else "". Each rank looks at other files."""
+    if (folder / "state.pt").exists():
+        return f"{folder}: an earlier version has written it; this one can start a new run with model.path={folder}"
     try:
-        known = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        wrong = [name for name, value in known.items() if _checksum(folder / name) != value]
+        known = sorted(json.loads((folder / CHECKSUMS).read_text(encoding="utf-8")).items())
+        changed = (folder / name for name, value in known[rank::num_ranks] if _checksum(folder / name) != value)
+        wrong = next((f"{path}: damaged since it was written" for path in changed), "")
     except (OSError, ValueError, AttributeError) as error:
-        return f"{folder}: cannot be read ({error}); remove {folder} to resume from the checkpoint before it"
-    if not wrong:
-        return ""
-    return f"{folder / wrong[0]}: damaged since it was written; remove {folder} to resume from the checkpoint before it"
+        wrong = f"{folder}: cannot be read ({error})"
+    return wrong and f"{wrong}; remove {folder} to resume from the checkpoint before it"
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -354,10 +482,16 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def load_state(folder: Path) -> dict:
-    """Return the `state` that was given to `save_checkpoint`. Its tensors are read from the file when they are used."""
-    try:
-        return torch.load(folder / STATE, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch raises many kinds of errors for a damaged file
-        raise ConfigError(
-            f"{folder / STATE}: damaged ({error}); remove {folder} to resume from the checkpoint before it"
-        ) from None
+    """Return the `state` of a checkpoint that is not damaged."""
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+
+
+def load_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
+    """Fill the tensors of a checkpoint by name, DTensors with this rank's part. Collective.
+
+    Raises ConfigError when the checkpoint has others.
+    """
+    reader = HuggingFaceStorageReader(str(folder / OPTIMIZER))
+    if others := reader.read_metadata().state_dict_metadata.keys() ^ tensors.keys():
+        raise ConfigError(f"{folder}: {min(others)} is saved or wanted, not both; resume with the same model.dtype")
+    dcp.load(tensors, storage_reader=reader, process_group=world.objects, no_dist=world.size == 1)

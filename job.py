@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -82,9 +83,11 @@ class Job:
             self.streaming = StreamTraining(config.stream, config.reward, *parts)
         self.cursor = PromptCursor(prompts, config.run.seed)
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
+        keep, shard = config.run.keep_checkpoints, config.trainer.shard
+        self.checkpoints = checkpoint.Checkpoints(self.folder, self.source, keep, world, shard)
         state = checkpoint.load_state(saved) if saved else {}
         if saved:
-            self._restore(state)
+            self._restore(saved, state)
         # The first rank of a replica has its samples graded: any rank, when the size changes.
         grades = self.engine.parallel.rank == 0 or config.planner.rule != "fixed"
         tasks = {p.task for p in (*prompts, *self.held_out)} if grades else set()
@@ -220,24 +223,33 @@ class Job:
             write_transcripts(self.folder / "samples" / f"step_{self.step:06d}.txt", groups, self.tokenizer)
         return evaluation_record(groups, time.perf_counter() - start)
 
-    def save(self) -> None:
-        """Write a checkpoint. Sampling is counter-based, so there is no random state in it. Collective."""
-        self._refuse_if_released()
-        state = {"step": self.step, "trainer": self.trainer.state_dict()}  # collective when it is sharded
-        if self.world.is_main:
-            state |= {"timeouts": self.graders.timeouts.state_dict()}
-            state |= {"stream": self.cursor.state_dict(), "policy": self.policy.state_dict()}
-            state |= {"planner": self.planner.state_dict()}
-            state |= {"streaming": self.streaming.state_dict()} if self.streaming else {}
-            keep = self.config.run.keep_checkpoints
-            checkpoint.save_checkpoint(self.folder, self.step, self.trainer.model, self.source, state, keep)
-        parallel.barrier(self.world)
+    def save(self, waits: bool = False) -> None:
+        """Begin to write a checkpoint of this moment, as soon as the one before it is whole. Collective.
 
-    def _restore(self, state: dict) -> None:
-        """Take over the state of a checkpoint. The model has its weights already."""
+        `waits`: until this one is whole too. Sampling is counter-based, so there is no random state in it. Raises
+        OSError when a checkpoint could not be written.
+        """
+        self._refuse_if_released()
+        state = {
+            "step": self.step,
+            "trainer": self.trainer.state_dict(),
+            "cursor": self.cursor.state_dict(),
+            "policy": self.policy.state_dict(),
+            "planner": self.planner.state_dict(),
+            "timeouts": self.graders.timeouts.state_dict(),
+        }
+        if self.streaming:
+            state["streaming"] = self.streaming.state_dict()
+        with self.trainer.saved_tensors() as tensors:
+            self.checkpoints.save(self.step, self.trainer.model, tensors, state)
+        if waits:
+            self.checkpoints.wait()
+
+    def _restore(self, saved: Path, state: dict) -> None:
+        """Take over the state of a checkpoint. The model has its weights already. Collective."""
         config, self.step = self.config, state["step"]
-        self.trainer.load_state_dict(state["trainer"])
-        self.cursor.load_state_dict(state["stream"])
+        self.trainer.load_state_dict(state["trainer"], partial(checkpoint.load_tensors, saved, world=self.world))
+        self.cursor.load_state_dict(state["cursor"])
         self.planner.load_state_dict(state["planner"])
         if self.streaming and "streaming" in state:
             self.streaming.load_state_dict(state["streaming"])
@@ -287,9 +299,9 @@ def newest_checkpoint(folder: Path, world: World) -> Path | None:
     checkpoints = checkpoint.list_checkpoints(folder)
     if not checkpoints:
         return None
-    wrong = parallel.broadcast_object(world, checkpoint.damage(checkpoints[-1]) if world.is_main else "")
-    if wrong:
-        raise ConfigError(wrong)
+    wrong = parallel.gather_objects(world, checkpoint.damage(checkpoints[-1], world.rank, world.size))
+    if any(wrong):
+        raise ConfigError(max(wrong))
     return checkpoints[-1]
 
 

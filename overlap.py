@@ -83,12 +83,12 @@ class StreamTraining:
         return StreamedRound(self, plan, buffer) if self.policy.begin(plan.kind) else None
 
     def state_dict(self) -> Record:
-        times = {n: list(known.windows) for n, known in self.times.items()}
+        times = [(n, list(known.windows)) for n, known in self.times.items()]
         return {"policy": self.policy.state_dict(), "times": times, "rate": self.rate}
 
     def load_state_dict(self, state: Record) -> None:
         self.policy.load_state_dict(state["policy"])
-        self.times |= {n: FittedTimes(self.times[n].capacity, w) for n, w in state["times"].items() if n in self.times}
+        self.times |= {n: FittedTimes(self.times[n].capacity, w) for n, w in state["times"] if n in self.times}
         self.rate = state["rate"]
 
 

@@ -192,6 +192,14 @@ def subsets(world: World, parts: Iterable[Sequence[int]]) -> list[World | None]:
     return worlds
 
 
+def beside(world: World) -> World:
+    """Return a world of the same ranks with a gloo group of its own: for a thread beside the work. Collective."""
+    if world.size == 1:
+        return world
+    group = dist.new_group(timeout=timedelta(seconds=world.timeout_seconds), backend="gloo")
+    return replace(world, tensors=group, objects=group)
+
+
 def own_group(world: World, parts: Iterable[list[int]]) -> dist.ProcessGroup:
     """Make a process group of each list of ranks; return the group of this rank.
 

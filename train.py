@@ -32,7 +32,7 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
     clock = clock or Clock(config.log.trace)
     with clock.span("start"):
         job = Job(config, world, resume, clock)
-    with job.graders, StopSignal() as stop:
+    with job.graders, job.checkpoints, StopSignal() as stop:
         if job.step == 0:
             before = job.evaluate()
             job.recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
@@ -47,9 +47,10 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
             job.recorder.write(record)
             job.recorder.step(record)
             stopping = stop.agreed(world)
-            if is_last or stopping or is_due(job.step, config.run.checkpoint_every):
-                with clock.span("checkpoint"):
-                    job.save()
+            with clock.span("checkpoint"):
+                job.checkpoints.check()
+                if is_last or stopping or is_due(job.step, config.run.checkpoint_every):
+                    job.save(waits=is_last or stopping)
     job.recorder.finish(job.folder, job.step, config.run.steps)
 
 

@@ -86,7 +86,9 @@ class Trainer:
         self.model, self.config, self.sampling, self.world = model, config, sampling, world
         self.loss = loss.for_dtype(model.head_weight.dtype)
         self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
-        self.params: list[Tensor] = list(model.parameters())
+        names, params = zip(*model.named_parameters(), strict=True)
+        self.names: list[str] = list(names)
+        self.params: list[Tensor] = list(params)
         self.learner: Any = model
         self.masters: list[Tensor]
         self.mesh = sharding.shard_mesh(world, config.shard) if config.shard > 1 else None
@@ -327,39 +329,33 @@ class Trainer:
     def take_back(self) -> None:
         self.released.bring_back()
 
-    def state_dict(self) -> dict:
-        """Return whole tensors on rank 0, whatever the sharding: any number of ranks can go on. Collective."""
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts that go on from here."""
+        steps = next((int(state["step"]) for state in self.optimizer.state.values()), 0)  # of all masters the same
+        return {"num_updates": self.num_updates, "bad_updates": self.bad_updates, "optimizer_steps": steps}
 
-        def keep(tensor: Tensor) -> Tensor | None:
-            tensor = sharding.whole(tensor.detach())
-            return tensor.to("cpu", copy=self.config.offload_optimizer) if self.world.is_main else None
+    @contextmanager
+    def saved_tensors(self) -> Iterator[dict[str, Tensor]]:
+        """Give by name the tensors that go on beside the model: moments, and masters that hold more than it does."""
+        with self._optimizer_state():
+            tensors: dict[str, Tensor] = {}
+            for name, param, master in zip(self.names, self.params, self.masters, strict=True):
+                moments = self.optimizer.state.get(master, {})
+                tensors |= {f"{key}.{name}": moments[key] for key in ("exp_avg", "exp_avg_sq") if key in moments}
+                if param.dtype != master.dtype:
+                    tensors[f"master.{name}"] = master.detach()
+            yield tensors
 
-        state = self.optimizer.state
-        with self._optimizer_state():  # by place among all masters: how they are grouped may change
-            moments = {i: {k: keep(x) for k, x in state[m].items()} for i, m in enumerate(self.masters) if m in state}
-        return {
-            "optimizer": {"state": moments},
-            "masters": [keep(master) for master in self._own_masters()],
-            "num_updates": self.num_updates,
-            "bad_updates": self.bad_updates,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Take over what `state_dict` returned. The model holds the weights of that moment."""
-        for i, moments in state["optimizer"]["state"].items():
-            master = self.masters[i]
-            self.optimizer.state[master] = {
-                k: sharding.part_like(x.clone(), master) if x.dim() else x.to(master.device, copy=True)
-                for k, x in moments.items()
-            }
-        with torch.no_grad(), self._optimizer_state():  # offloads what was loaded
-            for master, saved in zip(self._own_masters(), state["masters"], strict=True):
-                master.copy_(sharding.part_like(saved, master))
+    def load_state_dict(self, state: dict[str, int], fill: Callable[[dict[str, Tensor]], None]) -> None:
+        """Take over what `state_dict` returned; `fill` fills `saved_tensors`. The model holds the weights of then."""
         self.num_updates, self.bad_updates = state["num_updates"], state["bad_updates"]
-
-    def _own_masters(self) -> list[Tensor]:
-        """Return the masters that hold more than the model does."""
-        return [m for p, m in zip(self.params, self.masters, strict=True) if p.dtype != m.dtype]
+        if state["optimizer_steps"]:
+            for master in (m for group in self.optimizer.param_groups for m in group["params"]):
+                step = torch.tensor(float(state["optimizer_steps"]), device=master.device)
+                moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[master] = {"step": step, **moments}
+        with self.saved_tensors() as tensors:
+            fill(tensors)
 
 
 def _gradient(tensor: Tensor) -> Tensor:

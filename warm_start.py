@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 import parallel
-from checkpoint import load_tokenizer, save_weights
+from checkpoint import load_tokenizer, save_model
 from config import ConfigError, option
 from core import Example, SampleId, Span, Tokenizer
 from loss import LossConfig
@@ -111,7 +111,7 @@ def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -
             print(f"warm start: step {step + 1} of {config.steps}, loss {stats['loss']:.3f}, {left} left", flush=True)
     parallel.barrier(world)  # with no steps, others may still read `part`
     if world.is_main:
-        save_weights(part, model)
+        save_model(part, model, part)
         if folder.exists():  # another run made the same model meanwhile
             shutil.rmtree(part)
         else:

@@ -73,8 +73,8 @@ STAGES = {
     "optimizer": (Trainer, "_step"),
     "sync": (Engine, "load_weights"),
     "checkpoint": (Job, "save"),
-    "weights file": (checkpoint, "save_model"),
-    "state file": (checkpoint, "_sync"),
+    "weights file": (checkpoint._Writer, "write_data"),  # in the thread that writes
+    "state file": (checkpoint._Writer, "finish"),
     "next step": (Round, "begin"),
     "scale down": (StreamedRound, "_scale_down"),
     "stream feed": (StreamedRound, "_send"),
@@ -82,8 +82,8 @@ STAGES = {
     "stream end": (StreamedRound, "_reunite"),
 }
 STREAMED = ("scale down", "stream feed", "stream train", "stream end")
-ON_MAIN = ("weights file", "state file")  # only rank 0 writes
-AT_CHECKPOINT = ("checkpoint", *ON_MAIN)
+ON_MAIN = ("state file",)  # only rank 0 writes it
+AT_CHECKPOINT = ("checkpoint", "weights file", *ON_MAIN)
 ON_DISK = ("truncated", "flipped")
 FINE = ("resumed", "clear error", "recorded")
 ALONE = ("nan", "worker")  # in a run
@@ -133,7 +133,7 @@ def into_runs(faults: list[Fault]) -> list[list[Fault]]:
     runs: list[list[Fault]] = []
     for fault in faults:
         # Three losses in a row that are not numbers must not be in a checkpoint; a checkpoint must be there to break.
-        steps = range(3, STEPS) if fault.kind in ON_DISK else range(2, STEPS)
+        steps = range(2 * EVERY + 1, STEPS) if fault.kind in ON_DISK else range(2, STEPS)
         if fault.stage in AT_CHECKPOINT:
             steps = range(EVERY, STEPS, EVERY)
         for run in runs + [[]]:
@@ -196,7 +196,7 @@ def full(args: tuple) -> None:
 
 
 def readonly(args: tuple) -> None:
-    folder = Path(args[0]).parent
+    folder = args[0].part
     if os.geteuid() == 0:  # who may write anywhere
         os.chmod(folder.parent, 0o755)
         os.seteuid(65534)
@@ -292,7 +292,7 @@ def _fork(rank: int, ranks: int, port: int, args: list[str], fault: Fault | None
 
 def break_checkpoint(folder: Path, kind: str, turn: int) -> None:
     """Damage one file of a checkpoint."""
-    path = folder / ("state.pt", "model.safetensors")[turn % 2]
+    path = folder / ("optimizer/shard-00000.safetensors", "model.safetensors")[turn % 2]
     data = bytearray(path.read_bytes())
     if kind == "truncated":
         del data[len(data) // 2 :]

@@ -178,6 +178,7 @@ class ParallelismPlanner:
         """Go on from a saved state. A size that is not allowed here becomes the next smaller one that is."""
         self.tracks = {kind: Track(**track) for kind, track in state.items()}
         for track in self.tracks.values():
+            track.slowness = {int(n): ratios for n, ratios in track.slowness.items()}  # JSON made texts of the sizes
             track.size = max((n for n in self.sizes if n <= track.size), default=self.sizes[0])
 
 

@@ -1,38 +1,49 @@
 """Hugging Face folders in and out, and checkpoints that are whole at any moment."""
 
+import copy
 import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ALONE
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+import parallel
 import train
 from attention import PackedAttention
 from checkpoint import (
     CHECKSUMS,
     INDEX,
+    OPTIMIZER,
     STATE,
     WEIGHTS,
+    Checkpoints,
+    _Writer,
     check_model,
     damage,
     eos_ids,
     list_checkpoints,
     load_model,
     load_state,
+    load_tensors,
     load_tokenizer,
-    save_checkpoint,
     save_model,
-    save_weights,
 )
 from config import ConfigError
+from job import newest_checkpoint
 from model import Model
+from parallel import World
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 
@@ -131,10 +142,9 @@ def test_a_head_beside_tied_embeddings_is_used_as_transformers_does(name, folder
 
 
 @pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
-def test_save_and_load_is_bit_equal(random_model, folder, tmp_path, max_shard_bytes):
-    (tmp_path / "out").mkdir()
-    shutil.copyfile(folder / "config.json", tmp_path / "out" / "config.json")
-    save_weights(tmp_path / "out", random_model, max_shard_bytes)
+def test_save_and_load_is_bit_equal(random_model, folder, tmp_path, max_shard_bytes, monkeypatch):
+    monkeypatch.setattr("checkpoint.SHARD_BYTES", max_shard_bytes)
+    save_model(tmp_path / "out", random_model, folder)
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert (len(files) == 1) == (max_shard_bytes == 2**30) == (not (tmp_path / "out" / INDEX).exists())
     assert sum(len(load_file(path)) for path in files) == len(weights_of(random_model))  # each tensor in one file
@@ -144,12 +154,10 @@ def test_save_and_load_is_bit_equal(random_model, folder, tmp_path, max_shard_by
 @pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
 @torch.no_grad()
 def test_transformers_computes_and_generates_the_same_from_an_exported_folder(
-    random_model, tiny_folder, tmp_path, max_shard_bytes
+    random_model, tiny_folder, tmp_path, max_shard_bytes, monkeypatch
 ):
+    monkeypatch.setattr("checkpoint.SHARD_BYTES", max_shard_bytes)
     save_model(tmp_path, random_model, tiny_folder)
-    if max_shard_bytes == 20_000:
-        (tmp_path / WEIGHTS).unlink()
-        save_weights(tmp_path, random_model, max_shard_bytes)
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert theirs.dtype == torch.float32
@@ -176,7 +184,7 @@ def test_a_sharded_qwen3_is_trained_and_goes_back_in_shards(settings, tiny_folde
     Qwen3ForCausalLM(config).save_pretrained(source, max_shard_size="20KB")
     rows = [{"prompt": str(i), "answer": ""} for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(save_weights, "__defaults__", (20_000,))
+    monkeypatch.setattr("checkpoint.SHARD_BYTES", 20_000)
     options = {"model__path": source, "data__train": tmp_path / "data.jsonl", "data__eval_prompts": 0, "run__steps": 1}
     grader = f"{ROOT}/tests/graders.py:share_of_digits"
     assert train.main(settings(**options, data__task=grader, trainer__lr_warmup_updates=0)) == 0
@@ -214,14 +222,6 @@ def test_tokenizer_and_generation_files_travel_with_the_export(tiny_model, folde
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_saving_over_a_sharded_export_replaces_it(random_model, tiny_folder, tmp_path):
-    save_model(tmp_path, load(tiny_folder), tiny_folder)
-    (tmp_path / WEIGHTS).unlink()
-    save_weights(tmp_path, load(tiny_folder), 20_000)
-    save_model(tmp_path, random_model, tiny_folder)
-    assert_bit_equal(load(tmp_path), random_model)
-
-
 # ---- bad folders
 
 
@@ -229,7 +229,9 @@ def shard(folder: Path) -> list[Path]:
     """Replace the single file by shards; return them."""
     model = load(folder)
     (folder / WEIGHTS).unlink()
-    save_weights(folder, model, 20_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("checkpoint.SHARD_BYTES", 20_000)
+        save_model(folder, model, folder)
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -324,14 +326,19 @@ def test_a_broken_generation_config_is_refused_by_name(folder):
 # ---- checkpoints of a run
 
 
-def state_of(step: int) -> dict:
-    return {"step": step, "moments": torch.arange(100.0) * step, "stream": {"epoch": 1, "position": step}}
+def save(run: Path, step: int, model: Model, source: Path, keep: int) -> Path:
+    """Write a checkpoint of a run, with moments that belong to its step; return its folder."""
+    checkpoints = Checkpoints(run, source, keep, ALONE)
+    state = {"step": step, "queue": [[0, 7, 1.5]], "planner": {"short": None}}
+    checkpoints.save(step, model, {"moments": torch.arange(100.0).view(4, 25) * step}, state)
+    checkpoints.wait()
+    return checkpoints.folder
 
 
 def test_the_newest_checkpoints_are_kept_oldest_first(tiny_model, tiny_folder, tmp_path):
     assert list_checkpoints(tmp_path) == []
     for step in (9, 10, 11, 100, 101):
-        saved = save_checkpoint(tmp_path, step, tiny_model, tiny_folder, state_of(step), keep=3)
+        saved = save(tmp_path, step, tiny_model, tiny_folder, keep=3)
         assert saved == list_checkpoints(tmp_path)[-1]
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000011", "step_000100", "step_000101"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_000011", "step_000100", "step_000101"]
@@ -339,30 +346,104 @@ def test_the_newest_checkpoints_are_kept_oldest_first(tiny_model, tiny_folder, t
 
 def test_steps_beyond_the_zeros_of_the_name_stay_in_order(tiny_model, tiny_folder, tmp_path):
     for step in (999_999, 1_000_000):
-        save_checkpoint(tmp_path, step, tiny_model, tiny_folder, state_of(step), keep=1)
+        save(tmp_path, step, tiny_model, tiny_folder, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_1000000"]
 
 
-def test_a_checkpoint_gives_back_model_and_state(random_model, tiny_folder, tmp_path):
-    folder = save_checkpoint(tmp_path, 3, random_model, tiny_folder, state_of(3), keep=2)
+def test_a_checkpoint_gives_back_model_tensors_and_state(random_model, tiny_folder, tmp_path):
+    folder = save(tmp_path, 3, random_model, tiny_folder, keep=2)
     assert_bit_equal(load(folder), random_model)
-    state = load_state(folder)
-    assert torch.equal(state.pop("moments"), torch.arange(100.0) * 3)
-    assert state == {"step": 3, "stream": {"epoch": 1, "position": 3}}
+    moments = torch.zeros(4, 25)
+    load_tensors(folder, {"moments": moments}, ALONE)
+    assert torch.equal(moments, torch.arange(100.0).view(4, 25) * 3)
+    assert load_state(folder) == {"step": 3, "queue": [[0, 7, 1.5]], "planner": {"short": None}}
     assert load_tokenizer(folder).encode("abc") == load_tokenizer(tiny_folder).encode("abc")
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [cut_in_half, lambda path: path.write_bytes(b""), lambda path: path.unlink(), lambda path: path.write_text("no")],
-    ids=["cut", "empty", "gone", "other"],
-)
-def test_a_damaged_state_is_refused_with_the_way_out(tiny_model, tiny_folder, tmp_path, harm):
-    folder = save_checkpoint(tmp_path, 3, tiny_model, tiny_folder, state_of(3), keep=2)
-    harm(folder / STATE)
-    with pytest.raises(ConfigError) as caught:
-        load_state(folder)
-    assert str(folder / STATE) in str(caught.value) and "resume from the checkpoint before" in str(caught.value)
+def test_a_checkpoint_with_other_tensors_is_refused(tiny_model, tiny_folder, tmp_path):
+    folder = save(tmp_path, 3, tiny_model, tiny_folder, keep=2)
+    with pytest.raises(ConfigError, match="master.norm .*model.dtype"):
+        load_tensors(folder, {"moments": torch.zeros(4, 25), "master.norm": torch.zeros(2)}, ALONE)
+
+
+def test_a_checkpoint_is_of_the_moment_of_its_save_and_seen_when_whole(
+    random_model, tiny_folder, tmp_path, monkeypatch
+):
+    """Whatever changes while it is written; and the next save, or the end of the run, waits for it."""
+    may_write, write = threading.Event(), _Writer.write_data
+    monkeypatch.setattr(_Writer, "write_data", lambda *args: may_write.wait(60) and write(*args))
+    before = copy.deepcopy(random_model)
+    checkpoints, moments, state = Checkpoints(tmp_path, tiny_folder, 9, ALONE), torch.ones(3), {"step": 1}
+    checkpoints.save(1, random_model, {"moments": moments}, state)
+    for tensor in (moments, *random_model.parameters()):
+        tensor.data.zero_()
+    state["step"] = 2
+    checkpoints.check()
+    assert list_checkpoints(tmp_path) == [], "nothing is there before all of it is"
+    threading.Timer(0.2, may_write.set).start()
+    checkpoints.save(2, random_model, {"moments": moments}, state)
+    [first] = list_checkpoints(tmp_path)
+    assert_bit_equal(load(first), before)
+    assert load_state(first) == {"step": 1}
+    load_tensors(first, {"moments": moments}, ALONE)
+    assert moments.tolist() == [1, 1, 1]
+    with pytest.raises(ValueError), checkpoints:
+        raise ValueError
+    assert [load_state(folder) for folder in list_checkpoints(tmp_path)] == [{"step": 1}, {"step": 2}]
+
+
+def test_a_write_that_does_not_end_is_given_up(tiny_model, tiny_folder, tmp_path, monkeypatch):
+    may_write = threading.Event()
+    monkeypatch.setattr(_Writer, "write_data", lambda *_: may_write.wait(60))
+    checkpoints = Checkpoints(tmp_path, tiny_folder, 9, replace(ALONE, timeout_seconds=0.1))
+    checkpoints.save(1, tiny_model, {}, {})
+    with pytest.raises(OSError, match="step_000001 .*not done after run.timeout_seconds = 0.1"):
+        checkpoints.wait()
+    may_write.set()
+
+
+def test_an_error_of_ours_in_the_writing_is_no_full_disk(tiny_model, tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(_Writer, "finish", lambda *_, **__: [][0])
+    checkpoints = Checkpoints(tmp_path, tiny_folder, 9, ALONE)
+    checkpoints.save(1, tiny_model, {}, {})
+    with pytest.raises(IndexError):
+        checkpoints.wait()
+
+
+def write_together(world: World, run: Path, source: Path) -> None:
+    """On two ranks: tensors that both have, and in parts, of sizes that two does not divide; and a disk too small."""
+    model, mesh = load(source), init_device_mesh("cpu", (2,))
+    whole = {"rows": torch.arange(39.0).view(13, 3), "one": torch.tensor([7.0])}
+    parts = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    for name, tensors, shard in (("copies", whole, 1), ("parts", parts, 2)):
+        checkpoints = Checkpoints(run / name, source, 1, world, shard)
+        checkpoints.save(1, model, tensors, {})
+        checkpoints.wait()
+        for layout in (Shard(0), Shard(-1), Replicate()):
+            found = {n: distribute_tensor(torch.zeros_like(t), mesh, [layout]) for n, t in whole.items()}
+            load_tensors(checkpoints.folder, found, world)
+            assert all(torch.equal(found[n].full_tensor(), whole[n]) for n in whole), (name, layout)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    checkpoints.save(2, model, parts, {})
+    with pytest.raises(OSError, match="cannot write .*step_000002"):
+        checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    parallel.barrier(world)
+    assert [path.name for path in checkpoints.folder.parent.iterdir()] == ["step_000001"]
+
+
+def test_ranks_write_each_tensor_once_and_any_number_reads_it(run_ranks, tiny_folder, tmp_path):
+    run_ranks(2, write_together, tmp_path, tiny_folder)
+    for name, files in (("copies", [{"rows"}, {"one"}]), ("parts", [{"rows", "one"}] * 2)):
+        [folder] = list_checkpoints(tmp_path / name)
+        assert [load_file(path).keys() for path in sorted((folder / OPTIMIZER).iterdir())] == files
+        assert not damage(folder)
+        found = {"rows": torch.zeros(13, 3), "one": torch.zeros(1)}
+        load_tensors(folder, found, ALONE)
+        assert torch.equal(found["rows"], torch.arange(39.0).view(13, 3)) and found["one"].tolist() == [7]
+        assert_bit_equal(load(folder), load(tiny_folder))
 
 
 # One import of torch serves every kill: the victims are forks.
@@ -371,8 +452,10 @@ import os, random, shutil, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from checkpoint import list_checkpoints, load_model, load_state, save_checkpoint
+from checkpoint import Checkpoints, list_checkpoints, load_model, load_state, load_tensors
+from parallel import World
 
+alone = World(0, 1, torch.device("cpu"))
 source, run, mode, keep = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 os.fsync = lambda handle: None  # a kill, unlike a power cut, does not lose what was written
 model = load_model(source, torch.device("cpu"), torch.float32)
@@ -389,16 +472,19 @@ def die_when_due(event, args):  # an audit event comes before each open, rename,
 def save(step):
     for tensor in model.parameters():
         tensor.data.fill_(step)
-    save_checkpoint(run, step, model, source, {"step": step, "moments": torch.full((1000,), float(step))}, keep)
+    checkpoints = Checkpoints(run, source, keep, alone)
+    checkpoints.save(step, model, {"moments": torch.full((1000,), float(step))}, {"step": step})
+    checkpoints.wait()
 
 def check(least):
     steps = []
     for folder in list_checkpoints(run):
-        state = load_state(folder)
+        state, moments = load_state(folder), torch.zeros(1000)
+        load_tensors(folder, {"moments": moments}, alone)
         weights = load_model(folder, torch.device("cpu"), torch.float32).export()
         steps.append(state["step"])
         assert folder.name == f"step_{steps[-1]:06d}"
-        assert (state["moments"] == steps[-1]).all() and all((w == steps[-1]).all() for w in weights.values())
+        assert (moments == steps[-1]).all() and all((w == steps[-1]).all() for w in weights.values())
     assert steps == sorted(steps) and len(steps) >= least, steps
     return steps
 
@@ -454,35 +540,49 @@ else:
 """
 
 
-@pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", [STATE, f"{OPTIMIZER}/shard-00000.safetensors", "model.safetensors", "config.json"])
 def test_one_wrong_bit_or_a_missing_file_is_seen(tiny_model, tiny_folder, tmp_path, name):
-    folder = save_checkpoint(tmp_path, 3, tiny_model, tiny_folder, state_of(3), keep=1)
+    folder = save(tmp_path, 3, tiny_model, tiny_folder, keep=1)
     assert damage(folder) == ""
     path = folder / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert damage(folder).startswith(f"{path}: damaged") and f"remove {folder}" in damage(folder)
+    assert sum(bool(damage(folder, rank, 3)) for rank in range(3)) == 1, "each rank looks at other files"
     path.unlink()
     assert str(path) in damage(folder) and f"remove {folder}" in damage(folder)
-    (folder / CHECKSUMS).unlink()
-    assert damage(folder) == "", "checkpoints of older versions have none"
+    for harm in (lambda path: path.write_text("[]"), cut_in_half, Path.unlink):
+        harm(folder / CHECKSUMS)
+        assert "cannot be read" in damage(folder) and f"remove {folder}" in damage(folder)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_the_way_on(tmp_path):
+    folder = tmp_path / "checkpoints" / "step_000003"
+    folder.mkdir(parents=True)
+    torch.save({"step": 3}, folder / "state.pt")
+    with pytest.raises(ConfigError, match=f"earlier version.*model.path={folder}"):
+        newest_checkpoint(tmp_path, ALONE)
 
 
 @pytest.mark.parametrize("limit", [2_000, 60_000])
 def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(limit, tiny_model, tiny_folder, tmp_path):
-    state = {"step": 3, "moments": torch.zeros(100_000)}
-    first = save_checkpoint(tmp_path, 3, tiny_model, tiny_folder, state, keep=2)
+    checkpoints, moments = Checkpoints(tmp_path, tiny_folder, 2, ALONE), {"moments": torch.zeros(100_000)}
+    checkpoints.save(3, tiny_model, moments, {})
+    checkpoints.wait()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # of a file: weights or state do not fit
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # of a file: weights or moments do not fit
     try:
+        checkpoints.save(6, tiny_model, moments, {})
         with pytest.raises(
             OSError, match="cannot write .*step_000006 .*MiB are free.*the checkpoint before it is whole"
         ):
-            save_checkpoint(tmp_path, 6, tiny_model, tiny_folder, state, keep=2)
+            while True:  # as each step of a run does
+                checkpoints.check()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list_checkpoints(tmp_path) == [first] and not damage(first)
+    [first] = list_checkpoints(tmp_path)
+    assert first.name == "step_000003" and not damage(first)
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 

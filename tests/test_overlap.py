@@ -29,6 +29,7 @@ from metrics import Clock
 from overlap import StreamedRound, StreamTraining
 from parallel import SampleStream, World
 from policies.overlap import StreamPolicy
+from policies.step_times import FittedTimes
 from rewards.graders import GRADERS
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
@@ -112,6 +113,11 @@ def streamed_gradients(world: World, settings: list[str], losses: list[str]) -> 
             assert mixed["kl"] == 0 or mixed["trained_tokens"] > 0
     assert len(seen) == 2 * len(losses)
     SampleStream.take = take
+    times = {n: [list(window) for window in known.windows] for n, known in job.streaming.times.items()}
+    state = json.loads(json.dumps(job.streaming.state_dict()))  # as a checkpoint keeps it
+    job.streaming.times = {n: FittedTimes(known.capacity) for n, known in job.streaming.times.items()}
+    job.streaming.load_state_dict(state)
+    assert {n: list(known.windows) for n, known in job.streaming.times.items()} == times and any(times.values())
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------

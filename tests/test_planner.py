@@ -1,5 +1,6 @@
 """The planner's rules on made-up rounds, its simulator on counts that can be checked by hand, and its profile file."""
 
+import json
 from pathlib import Path
 from random import Random
 
@@ -278,8 +279,8 @@ def test_a_restored_planner_goes_on_as_the_first_would(rule) -> None:
         assert one.choose(kind, LAUNCH) == two.choose(kind, LAUNCH)
         one.observe(kind, report)
         two.observe(kind, report)
-        state, two = two.state_dict(), fresh()
-        two.load_state_dict(state)
+        state, two = json.dumps(two.state_dict()), fresh()
+        two.load_state_dict(json.loads(state))
 
 
 def test_a_restored_size_that_is_not_allowed_gives_way_to_a_smaller_one() -> None:

@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT, steps_of
 from test_judge import TEMPLATE, tiny
 
-from checkpoint import list_checkpoints
+from checkpoint import list_checkpoints, load_state
 from config import load_config
 from model import Model
 from policies.step_times import Profile, SizeProfile
@@ -89,7 +89,7 @@ def test_all_parts_in_one_run_of_four_ranks(torchrun, arguments, tmp_path: Path)
     assert streamed["projected"]["replicas"] == 2 and streamed["projected"]["seconds_saved"] == 1
     assert sum(r["judge"].get("texts", 0) for r in records) > 0
     assert sum(r["rewards"]["cases"]["timeouts"] for r in records) > 0
-    state = torch.load(list_checkpoints(tmp_path / "run")[-1] / "state.pt", weights_only=True)
+    state = load_state(list_checkpoints(tmp_path / "run")[-1])
     assert state["timeouts"], "limits follow what correct programs took"
     tasks = {task for record in records for task in record["reward_by_task"]}
     assert tasks == {"code", "judge", "match"}

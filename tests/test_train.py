@@ -14,13 +14,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ALONE, ROOT, steps_of, torchrun_command, train_runs
 from test_scheduler import HalfWins, NeverAgain
 from torch.multiprocessing.spawn import ProcessException
 
 import train
-from checkpoint import list_checkpoints, load_tokenizer
+from checkpoint import _Writer, list_checkpoints, load_state, load_tokenizer
 from config import ConfigError, flatten, load_config
 from core import Group, Prompt, Reward, Sample
 from data import PromptCursor, load_groups
@@ -229,21 +228,26 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 
 def train_and_be_killed(world: World, settings: list[str]) -> None:
-    """Train, and be killed in step 3, whose rollout has begun."""
-    decode = Round.decode
+    """Train, and be killed in step 3, whose rollout has begun. The checkpoint of step 2 is still being written."""
+    decode, write = Round.decode, _Writer.write_data
     windows = count()
+
+    def write_or_wait(self: _Writer, *args):
+        if self.folder.name == "step_000002":
+            threading.Event().wait()
+        return write(self, *args)
 
     def decode_or_die(self: Round, *args):
         if self.engine.version == 2 and next(windows) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return decode(self, *args)
 
-    Round.decode = decode_or_die
+    Round.decode, _Writer.write_data = decode_or_die, write_or_wait
     train_runs(world, settings)
 
 
 def test_a_killed_run_resumes_to_the_same_trajectory(settings, run_ranks, tmp_path):
-    overrides = dict(run__steps=4, run__checkpoint_every=2, loss__kl_coef=0.01, trainer__updates_per_step=2)
+    overrides = dict(run__steps=4, run__checkpoint_every=1, loss__kl_coef=0.01, trainer__updates_per_step=2)
     overrides |= dict(data__task=f"{GRADERS}:has_many_digits")  # which takes another time at every call
     overrides |= dict(scheduler__eta_responses=2, rollout__max_response_tokens=100, rollout__kv_gib=0.03)
     overrides |= dict(data__eval_prompts=0)
@@ -252,7 +256,7 @@ def test_a_killed_run_resumes_to_the_same_trajectory(settings, run_ranks, tmp_pa
     with pytest.raises(ProcessException):
         run_ranks(2, train_and_be_killed, args)
     assert steps_of(tmp_path / "killed")[-1]["step"] == 2
-    assert [folder.name for folder in list_checkpoints(tmp_path / "killed")] == ["step_000002"]
+    assert [folder.name for folder in list_checkpoints(tmp_path / "killed")] == ["step_000001"]
     run_ranks(2, partial(train_runs, resume=True), args)
     assert trajectory(tmp_path / "killed") == trajectory(tmp_path / "straight")  # bit by bit
     assert rounds_of(tmp_path / "killed") == rounds_of(tmp_path / "straight")
@@ -319,7 +323,7 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_then_alone(settings, run_ranks
     assert trained_samples(elastic) == trained_samples(straight)
     ranks = {"start 0": 4, "step 0": 4, "start 1": 2, "step 1": 2, "start 2": 1, "step 2": 1, "step 3": 1}
     prompts = [f"{when} on rank {rank}" for when, count in ranks.items() for rank in range(count)]
-    known = torch.load(list_checkpoints(elastic)[-1] / "state.pt", weights_only=True)["timeouts"]
+    known = load_state(list_checkpoints(elastic)[-1])["timeouts"]
     names = AdaptiveTimeouts(1.5, 2.0, 30.0, 0.0, 0.99)
     assert known.keys() == {names.plan(prompt, 1, 0).names[0] for prompt in prompts}, "what every rank has learned"
 
@@ -604,11 +608,11 @@ def test_several_domains_in_one_run_with_programs_among_them(settings, tmp_path,
     assert any(record["reward_by_task"].get("code", 0) > 0 for record in records)
     assert sum(record["rewards"]["graded"] for record in records) == 48
     assert sum(record["rewards"]["cases"]["cases"] for record in records) == 24
-    state = torch.load(list_checkpoints(tmp_path / "run")[-1] / "state.pt", weights_only=True)
+    state = load_state(list_checkpoints(tmp_path / "run")[-1])
     assert state["timeouts"] and all(0 < seconds < 20 for seconds in state["timeouts"].values())
     more = [a for a in arguments if "run.steps" not in a] + ["--run.steps=4", "--resume"]
     assert train.main(more) == 0
-    state_after = torch.load(list_checkpoints(tmp_path / "run")[-1] / "state.pt", weights_only=True)
+    state_after = load_state(list_checkpoints(tmp_path / "run")[-1])
     assert all(state_after["timeouts"][case] >= seconds for case, seconds in state["timeouts"].items())
 
 

@@ -1,10 +1,10 @@
 """The trainer's gradient is that of the plain batch, however it is packed, streamed, sharded or resumed."""
 
 import copy
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sharding
 from attention import PackedAttention
-from checkpoint import load_model
+from checkpoint import Checkpoints, list_checkpoints, load_model, load_state, load_tensors
 from core import Example, Prompt, Sample, SampleId, Span
 from engine import kernels
 from learning import examples_of
@@ -644,8 +644,22 @@ def test_bf16_gradients_add_up_in_fp32(tiny_model, examples) -> None:
 # ---- state -------------------------------------------------------------------------------------------------------
 
 
+def save(trainer: Trainer, source: Path, run: Path) -> Checkpoints:
+    checkpoints = Checkpoints(run, source, 1, trainer.world, trainer.config.shard)
+    with trainer.saved_tensors() as tensors:
+        checkpoints.save(trainer.num_updates, trainer.model, tensors, trainer.state_dict())
+    return checkpoints
+
+
+def resume(run: Path, dtype: torch.dtype, world: World = ALONE, **settings) -> Trainer:
+    [folder] = list_checkpoints(run)
+    trainer = make_trainer(load_model(folder, CPU, dtype), world=world, **settings)
+    trainer.load_state_dict(load_state(folder), partial(load_tensors, folder, world=world))
+    return trainer
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_restored_trainer_continues_bit_by_bit(tiny_model, examples, dtype: torch.dtype) -> None:
+def test_a_restored_trainer_continues_bit_by_bit(tiny_model, tiny_folder, examples, tmp_path, dtype) -> None:
     settings = {"lr_warmup_updates": 3, "lr_schedule": "linear", "weight_decay": 0.1, "grad_clip": 0.5}
     settings["offload_optimizer"] = dtype == torch.bfloat16
 
@@ -658,17 +672,10 @@ def test_a_restored_trainer_continues_bit_by_bit(tiny_model, examples, dtype: to
 
     straight = make_trainer(tiny_model.to(dtype), **settings)
     train(straight, 2)
-    trainer_file, model_file = io.BytesIO(), io.BytesIO()
-    torch.save(straight.state_dict(), trainer_file)
-    torch.save(straight.model.state_dict(), model_file)
-    expected = train(straight, 3)
-
-    saved = torch.load(io.BytesIO(trainer_file.getvalue()))
-    saved["optimizer"]["param_groups"] = [{"lr": 7.0, "params": list(range(len(straight.masters)))}]  # older files
-    model = Model(tiny_model.shape).to(dtype)
-    model.load_state_dict(torch.load(io.BytesIO(model_file.getvalue())))
-    resumed = make_trainer(model, **settings)
-    resumed.load_state_dict(saved)
+    checkpoints = save(straight, tiny_folder, tmp_path)
+    expected = train(straight, 3)  # beside the writing
+    checkpoints.wait()
+    resumed = resume(tmp_path, dtype, **settings)
     assert train(resumed, 3) == expected
     assert torch.equal(weights(resumed), weights(straight))
     assert all(torch.equal(a, b) for a, b in zip(resumed.masters, straight.masters, strict=True))
@@ -692,54 +699,52 @@ def test_a_release_amid_gradient_sums_changes_no_bit(tiny_model, examples, dtype
         assert torch.equal(shard, plain.model.layers[0].o_proj.weight.chunk(2, 1)[1])
 
 
-def train_and_save(world: World, model_folder: Path, examples: list[Example], result: Path, settings: dict) -> None:
-    """Two updates, resumed when there is something to resume from, and everything that goes on from there."""
-    model = load_model(model_folder, CPU, torch.float32).to(settings.pop("dtype"))
-    before = torch.load(result.with_suffix(".before")) if result.with_suffix(".before").exists() else None
+def train_and_save(
+    world: World, source: Path, examples: list[Example], before: Path | None, run: Path, dtype: torch.dtype, **settings
+) -> None:
+    """Two updates, resumed from the run `before`, and a checkpoint in `run`."""
     if before:
-        model.load_state_dict(before["model"])
-    trainer = make_trainer(model, world=world, **settings)
-    if before:
-        trainer.load_state_dict(before["trainer"])
+        trainer = resume(before, dtype, world, **settings)
+    else:
+        trainer = make_trainer(load_model(source, CPU, dtype), world=world, **settings)
     for _ in range(2):
         trainer.accumulate(examples[world.rank :: world.size])
         trainer.update()
-    state = {"model": trainer.model.state_dict(), "trainer": trainer.state_dict()}
-    if world.is_main:
-        torch.save(state, result)
+    save(trainer, source, run).wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_run_goes_on_with_another_sharding(run_ranks, tiny_folder, examples, tmp_path, dtype: torch.dtype) -> None:
-    plain = {"dtype": dtype, "weight_decay": 0.5}
-    sharded = {**plain, "shard": 2, "offload_optimizer": True}
-    first, second = tmp_path / "first", tmp_path / "second"
-    run_ranks(2, train_and_save, tiny_folder, examples, first, dict(sharded))
-    second.with_suffix(".before").write_bytes(first.read_bytes())
-    train_and_save(ALONE, tiny_folder, examples, second, dict(plain))
-    third = tmp_path / "third"
-    third.with_suffix(".before").write_bytes(first.read_bytes())
-    run_ranks(4, train_and_save, tiny_folder, examples, third, dict(sharded))
-    alone, together = torch.load(second), torch.load(third)
+    plain = partial(train_and_save, dtype=dtype, weight_decay=0.5)
+    sharded = partial(plain, shard=2, offload_optimizer=True)
+    first = tmp_path / "first"
+    run_ranks(2, sharded, tiny_folder, examples, None, first)
+    plain(ALONE, tiny_folder, examples, first, tmp_path / "alone")
+    run_ranks(4, sharded, tiny_folder, examples, first, tmp_path / "four")
+    run_ranks(2, plain, tiny_folder, examples, first, tmp_path / "two")
+    assert len(list(first.glob("checkpoints/*/optimizer/*"))) == 2, "each rank has written its part"
+    alone, *others = (resume(tmp_path / name, dtype, weight_decay=0.5) for name in ("alone", "four", "two"))
     limit = 1e-5 if dtype == torch.float32 else 0.01
-    for a, b in zip(alone["model"].values(), together["model"].values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=limit)
-    assert alone["trainer"]["num_updates"] == together["trainer"]["num_updates"] == 4
-    assert len(together["trainer"]["masters"]) == (0 if dtype == torch.float32 else len(alone["model"]))
-    moments = zip(alone["trainer"]["optimizer"]["state"].values(), together["trainer"]["optimizer"]["state"].values())
-    for a, b in moments:
-        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=0.05 if limit > 1e-3 else 1e-4, atol=limit)
-        assert a["step"] == b["step"] == 4
+    for other in others:
+        torch.testing.assert_close(weights(alone), weights(other), rtol=0, atol=limit)
+        assert alone.state_dict() == other.state_dict()
+        assert alone.state_dict() == {"num_updates": 4, "bad_updates": 0, "optimizer_steps": 4}
+        with alone.saved_tensors() as mine, other.saved_tensors() as theirs:
+            assert len(mine) == len(alone.names) * (2 if dtype == torch.float32 else 3) and mine.keys() == theirs.keys()
+            for name, moment in mine.items():
+                if name.startswith("exp_avg."):
+                    rtol = 0.05 if limit > 1e-3 else 1e-4
+                    torch.testing.assert_close(moment, theirs[name], rtol=rtol, atol=limit)
 
 
-def test_bad_updates_are_counted_across_a_restart(tiny_model, examples) -> None:
+def test_bad_updates_are_counted_across_a_restart(tiny_model, tiny_folder, examples, tmp_path) -> None:
     broken = [replace(examples[0], advantage=math.nan)]
     trainer = make_trainer(tiny_model)
     for _ in range(2):
         trainer.accumulate(broken)
         trainer.update()
-    resumed = make_trainer(tiny_model)
-    resumed.load_state_dict(trainer.state_dict())
+    save(trainer, tiny_folder, tmp_path).wait()
+    resumed = resume(tmp_path, torch.float32)
     resumed.accumulate(broken)
     with pytest.raises(NonFiniteError):
         resumed.update()
