@@ -81,8 +81,8 @@ class Batcher:
 
     def admit(self) -> Started:
         """Give waiting sequences their pages. Those whose prompt is in the cache already begin to decode at once."""
-        late, given = Started(is_late=True), (self.waiting, len(self.admitted), self.pages.free, self._donor)
-        for sequence, donor, is_late, shared, own in self.admission.admit(*given):
+        late, given = Started(is_late=True), (self.waiting, len(self.admitted), self.pages.free)
+        for sequence, donor, is_late, shared, own in self.admission.admit(*given, self._computing, self._cached):
             for page in donor.pages[:shared] if donor else ():
                 self.pages.share(sequence, page)
             for _ in range(own):
@@ -102,13 +102,12 @@ class Batcher:
         self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
         return late
 
-    def _donor(self, sequence: Sequence) -> tuple[Sequence | None, bool]:
-        """Return who computes the same context in this step, or has computed the same prompt: then it is late."""
-        if prefill := self.prefills.get(sequence.context):
-            return prefill.leader, False
-        siblings = () if sequence.token_ids else self.running  # what is resumed is computed again
-        donor = next((s for s in siblings if s.prompt_ids == sequence.prompt_ids), None)
-        return donor, donor is not None
+    def _computing(self, sequence: Sequence) -> Sequence | None:
+        prefill = self.prefills.get(sequence.context)
+        return prefill and prefill.leader
+
+    def _cached(self, sequence: Sequence) -> Sequence | None:
+        return next((s for s in self.running if s.prompt_ids == sequence.prompt_ids), None)
 
     def full_rows(self) -> list[Sequence]:
         """Return the sequences whose next token needs a new page."""

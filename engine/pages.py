@@ -18,13 +18,17 @@ class Holder(Protocol):
     row: int  # in which it decodes; -1: none
 
 
-class HasTokens(Protocol):
+class Entrant(Protocol):
+    """Waits to be admitted: a sequence."""
+
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def is_resumed(self) -> bool: ...
 
 
 N = TypeVar("N", int, np.ndarray)
-S = TypeVar("S", bound=HasTokens)
+S = TypeVar("S", bound=Entrant)
 LAYOUTS = ("whole", "sharded")  # of the rollout's weights over the ranks of a replica; the engine's is "whole"
 
 
@@ -85,20 +89,29 @@ class Admission:
     shares_prompts: bool  # responses share the whole pages of their prompt, as on a GPU; on a CPU they copy them
 
     def admit(
-        self, waiting: deque[S], num_admitted: int, free: int, donor_of: Callable[[S], tuple[S | None, bool]]
+        self,
+        waiting: deque[S],
+        num_admitted: int,
+        free: int,
+        computing: Callable[[S], S | None],
+        cached: Callable[[S], S | None],
     ) -> Iterator[tuple[S, S | None, bool, int, int]]:
         """Take sequences off `waiting`, in order, while rows and pages last.
 
         Yields (sequence, donor, whether it is late, pages of the donor to share, pages to take). The donor has, or will
-        have, the same context in its pages; late: it was computed in an earlier step. `donor_of` returns both,
-        (None, False) for a context that must be computed; it is asked after the sequence before has got in.
+        have, the same context in its pages. `computing` returns a sequence that computes the same context in this step,
+        `cached` one that has computed the same prompt before, and then the new sequence is late. A resumed sequence's
+        own tokens are in nobody's pages: it is computed again.
         """
         while waiting and num_admitted < self.max_running:
             tokens = waiting[0].num_tokens
             needed, shared = pages_needed(tokens, self.page_size), 0
             if not self.shares_prompts and not has_room(needed, free, self.num_pages, num_admitted):
-                return  # before anybody looks for a donor, step after step
-            donor, is_late = donor_of(waiting[0])
+                return  # before it looks for a donor, step after step
+            donor, is_late = computing(waiting[0]), False
+            if not donor and not waiting[0].is_resumed:
+                donor = cached(waiting[0])
+                is_late = donor is not None
             if donor and self.shares_prompts:
                 # A late one decodes the prompt's last token again, for its logits: it needs a page of its own for that.
                 shared = (tokens - is_late) // self.page_size

@@ -34,6 +34,10 @@ class Sequence:
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
+    def is_resumed(self) -> bool:
+        return bool(self.token_ids)
+
+    @property
     def context(self) -> tuple[int, ...]:
         """Prompt and response, but for what a running sequence drew since it was admitted."""
         return self.prompt_ids + tuple(self.token_ids)

@@ -1,6 +1,6 @@
-"""An engine that is played, not run: admission, decoding, preemption, from event to event. Pure, no torch.
+"""A model of an engine: admission, decoding, preemption, from event to event. Pure, no torch.
 
-The simulator's replicas and the planner's predictions are both this class. It keeps to the page what `rollout.Engine`
+Both the simulator's replicas and the planner's predictions are a `Replica`. It does to the page what `rollout.Engine`
 does before and in each step, and admits by the same code (engine/pages.py); tests hold both to the same preemptions and
 steps. Between two events the set of decoding sequences does not change, so any number of decode steps is one
 closed-form sum.
@@ -40,6 +40,10 @@ class Response:
         return self.prompt_tokens + self.done
 
     @property
+    def is_resumed(self) -> bool:
+        return self.done > 0
+
+    @property
     def base(self) -> int:
         """Tokens in the cache after iteration i, less i. The newest token is not in the cache."""
         return self.num_tokens - 1 - self.start
@@ -58,9 +62,9 @@ class Replica:
         self.iteration = 0
         self.running: dict[SampleId, Response] = {}  # in order of admission
         self.waiting: deque[Response] = deque()
-        self.ending: list[tuple[int, SampleId]] = []  # heap; entries of what left early are passed over
+        self.ending: list[tuple[int, SampleId]] = []  # heap; entries of responses that left early are passed over
         self.prompts: dict[VisitId, list[Response]] = {}  # the running ones
-        self.new: list[Response] = []  # admitted, their context not computed
+        self.new: dict[SampleId, Response] = {}  # admitted, their context not computed
         self.has_begun, self.event = False, math.inf  # what comes before the next step is done; see `next_event`
         # Pages: of each sequence the whole ones, counted at iteration 0, and how many tokens are left over.
         self.whole_pages = self.saved_pages = self.base = 0
@@ -78,7 +82,7 @@ class Replica:
         self.has_begun = False
 
     def remove(self, ids: Set[SampleId]) -> list[Response]:
-        """Take out those of these sequences that are here, with what they have; they can go on elsewhere."""
+        """Take those of `ids` that are here out, with their tokens; another replica's `add` continues them."""
         gone = [self._release(id) for id in self.running.keys() & ids]
         gone += [s for s in self.waiting if s.id in ids]
         self.waiting = deque(s for s in self.waiting if s.id not in ids)
@@ -86,14 +90,14 @@ class Replica:
         return gone
 
     def next_event(self) -> float:
-        """Return the iteration at whose end something may happen: a response ends, pages run out, somebody gets in."""
+        """Return the iteration at whose end a response may end, pages run out, or a waiting response get in."""
         if not self.has_begun:
             self._begin()
             self.event = self._next_event()
         return self.event
 
     def run_until(self, iteration: float) -> list[tuple[Finished, float]]:
-        """Decode up to an iteration; return what ended, and when."""
+        """Decode up to an iteration; return the responses that ended, each with the clock at its end."""
         finished = []
         while self.iteration < iteration and (at := self.next_event()) < math.inf:
             self._advance(int(min(at, iteration)))
@@ -111,7 +115,7 @@ class Replica:
             return math.inf
         # A resumed response's prompt can be shared once it has been computed: the first in the queue may then fit.
         first = self.waiting[0] if self.waiting and self.admission.shares_prompts else None
-        if first and not first.done and any(s.done and s.id.visit == first.id.visit for s in self.new):
+        if first and not first.done and any(s.done and s.id.visit == first.id.visit for s in self.new.values()):
             return self.iteration + 1
         while not self._is_current(*self.ending[0]):
             heappop(self.ending)
@@ -156,7 +160,7 @@ class Replica:
     # ---- before a step ---------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Admit, then preempt the newest while pages for the next token of every sequence are not there."""
+        """Admit, then preempt the newest while there are no pages for the next token of every sequence."""
         self.has_begun = True
         self._admit()
         while not self._fits(self.iteration + 1):
@@ -167,8 +171,8 @@ class Replica:
         """Start waiting sequences, in order. A prompt is computed once for all its responses."""
         if not self.waiting:
             return
-        rows, free = len(self.running), self.num_pages - self._pages_at(self.iteration)
-        for sequence, donor, is_late, shared, _ in self.admission.admit(self.waiting, rows, free, self._donor):
+        given = self.waiting, len(self.running), self.num_pages - self.pages_used, self._computing, self._cached
+        for sequence, donor, is_late, shared, _ in self.admission.admit(*given):
             self.events += 1
             sequence.start, sequence.sharers = self.iteration, donor.sharers if donor else []
             sequence.shared = shared if donor else sequence.prompt_tokens // self.page_size
@@ -178,19 +182,16 @@ class Replica:
             if not sequence.done:
                 self._spend(self.times.response_seconds)
             if not is_late:
-                self.new.append(sequence)
+                self.new[sequence.id] = sequence
             heappush(self.ending, (sequence.ends, sequence.id))
         assert self.running or not self.waiting, "one sequence does not fit"
 
-    def _donor(self, sequence: Response) -> tuple[Response | None, bool]:
-        """Return whose prompt a new response takes over, and whether that prompt was computed in an earlier step."""
+    def _computing(self, sequence: Response) -> Response | None:
         siblings = () if sequence.done else self.prompts.get(sequence.id.visit, ())
-        together = (s for s in siblings if s.start == self.iteration and not s.done)
-        earlier = (s for s in siblings if s.start < self.iteration)
-        if donor := next(together, None):
-            return donor, donor not in self.new
-        donor = next(earlier, None)
-        return donor, donor is not None
+        return next((s for s in siblings if s.id in self.new and not s.done), None)
+
+    def _cached(self, sequence: Response) -> Response | None:
+        return next((s for s in self.prompts.get(sequence.id.visit, ()) if s.id not in self.new), None)
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -199,14 +200,11 @@ class Replica:
         context = self.base + rows * self.iteration
         self.decoded += rows * steps
         if self.new:  # a step that computes contexts; it decodes the others only
-            prompts: set[VisitId] = set()
-            for s in self.new:
-                if s.done or s.id.visit not in prompts:
-                    self._spend(self.times.prefill(s.num_tokens))
-                    prompts |= {s.id.visit} if not s.done else set()
-            others = rows - len(self.new)
-            if others:
-                self._spend(self.times.decode(others, context - sum(s.num_tokens - 1 for s in self.new)))
+            computed = {s.id if s.done else s.id.visit: s.num_tokens for s in self.new.values()}
+            for tokens in computed.values():
+                self._spend(self.times.prefill(tokens))
+            if others := rows - len(self.new):
+                self._spend(self.times.decode(others, context - sum(s.num_tokens - 1 for s in self.new.values())))
             self.new.clear()
             steps, context = steps - 1, context + rows
         if steps:
@@ -227,8 +225,7 @@ class Replica:
         siblings.remove(sequence)
         if not siblings:
             del self.prompts[id.visit]
-        if sequence in self.new:
-            self.new.remove(sequence)
+        self.new.pop(id, None)
         sequence.done += self.iteration - sequence.start
         return sequence
 

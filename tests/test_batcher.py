@@ -85,7 +85,7 @@ def test_a_hundredth_of_the_pages_stays_free_once_somebody_is_in() -> None:
     def admitted(num_pages: int, taken: int, num_admitted: int) -> int:
         waiting = deque([Response(SampleId(0, 0, 0), 1, 9) for _ in range(num_pages)])
         rule = Admission(num_pages, PAGE, 10**6, shares_prompts=False)
-        return len([*rule.admit(waiting, num_admitted, num_pages - taken, lambda sequence: (None, False))])
+        return len([*rule.admit(waiting, num_admitted, num_pages - taken, lambda s: None, lambda s: None)])
 
     assert admitted(400, 0, 0) == 396 and admitted(400, 300, 5) == 96 and admitted(99, 0, 0) == 99
 
