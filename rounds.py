@@ -1,12 +1,13 @@
 """One round on the real engines: windows of engine steps, an exchange of events after each, grading beside them.
 
 Every rank runs the same lines. After a window all ranks learn all events by one small collective, feed them to their
-own copy of the policy in the same order, and carry out the same decision. Nobody is asked, nobody waits for a master.
+own copy of the policy in the same order, and carry out the same decision. There is no master to ask or wait for.
 """
 
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Protocol, TypeVar
 
 import parallel
@@ -22,7 +23,7 @@ Note = TypeVar("Note")
 
 
 class Referee(Protocol):
-    """What decides a round: a policy with a round open, or a bare `Race`."""
+    """Decides a round: a policy with a round open, or a bare `Race`."""
 
     def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float]) -> Decision: ...
 
@@ -96,10 +97,8 @@ class Round:
     def decode(self, may_leave: bool = False, feeds: bool = False) -> list[Finished]:
         """Take one window's steps, have finished samples graded, and return the events. (`scheduler.window`)"""
         events: list[Finished] = []
-        iterations, seconds = window(self.config, self.plan.kind, self.placement.num_replicas, may_leave, feeds)
-        deadline = time.perf_counter() + seconds
-        steps = 0
-        while not self.engine.is_idle and steps < iterations and (time.perf_counter() < deadline or not steps):
+        iterations, steps = window(self.config, self.plan.kind, self.placement.num_replicas, may_leave, feeds), 0
+        while not self.engine.is_idle and steps < iterations:
             steps += 1
             samples = self._step()
             for sample in samples if self.is_first else ():
@@ -122,7 +121,8 @@ class Round:
         finished = [event for part, _, _ in everyone for event in part]
         decision = self.referee.observe(finished, {id: r for _, part, _ in everyone for id, r in part.items()})
         self.placement.remove([*(event.id for event in finished), *decision.abort])
-        self._abort(decision.abort)
+        stopped = self.engine.abort(decision.abort) if decision.abort else {}
+        self.aborted.update(stopped if self.is_first else {})
         self._launch(decision.launch)
         if self.config.migrate:
             self.hand_over(self.placement.handovers())
@@ -141,8 +141,8 @@ class Round:
         ids = [visit.id for visit in prompts]
         self.prompts.update(zip(ids, prompts, strict=True))
         shares = self.placement.launch(ids, self.plan.num_responses, expected)
+        limits = self.engine.config.max_response_tokens, self.engine.config.stop
         for i in shares[self.engine.parallel.replica]:
-            limits = self.engine.config.max_response_tokens, self.engine.config.stop
             for sequence in sequences_for(prompts[i], self.plan.num_responses, self.seed, *limits):
                 self.engine.add(sequence)
 
@@ -157,12 +157,10 @@ class Round:
         stats = self.engine.stats
         prefilled, decoded, start = stats.prefilled_tokens, stats.decoded_tokens, time.perf_counter()
         samples = self.engine.step()
-        end = time.perf_counter()
-        if stats.prefilled_tokens > prefilled:
-            stage = "prefill"
+        end, stage = time.perf_counter(), "prefill" if stats.prefilled_tokens > prefilled else "decode"
+        if stage == "prefill":
             self.prefill_seconds += end - start
         else:
-            stage = "decode"
             self.decode_steps += 1
             self.decode_tokens += stats.decoded_tokens - decoded
             self.decode_seconds += end - start
@@ -185,11 +183,6 @@ class Round:
                 self.rewards.update(self.graders.wait(mine))
         return {id: self.shaped(id) for id in mine}
 
-    def _abort(self, ids: Collection[SampleId]) -> None:
-        stopped = self.engine.abort(ids) if ids else {}
-        if self.is_first:
-            self.aborted.update(stopped)
-
     def hand_over(self, moves: Sequence[tuple[SampleId, int, int]]) -> None:
         """Carry sequences from replica to replica; they go on token by token the same."""
         if not moves:
@@ -204,7 +197,7 @@ class Round:
                 self.engine.add(travelling[id])
         self.migrated += len(moves)
 
-    # ---- what came of it -------------------------------------------------------------------------------------
+    # ---- its groups ------------------------------------------------------------------------------------------
 
     def collect(self) -> list[Group]:
         """Return the accepted groups, the same on every rank, in an order that does not depend on how many there are.
@@ -221,15 +214,11 @@ class Round:
             self.aborted |= aborted
             self.audited |= audited
         self.record = {"windows": self.windows, "migrated": self.migrated}
-        groups: dict[VisitId, list[tuple[Sample, Reward]]] = {id.visit: [] for id in sorted(accepted)}
-        for id in sorted(accepted):
-            groups[id.visit].append(trained[id])
-        return [self._group(id, rows) for id, rows in groups.items()]
-
-    def _group(self, id: VisitId, rows: Sequence[tuple[Sample, Reward]]) -> Group:
-        visit = self.prompts[id]
-        samples, rewards = zip(*rows, strict=True)
-        return Group(visit.prompt, visit.epoch, samples, rewards)
+        groups = []
+        for id, members in groupby(sorted(accepted), key=lambda id: id.visit):
+            samples, rewards = zip(*(trained[member] for member in members), strict=True)
+            groups.append(Group(self.prompts[id].prompt, id.epoch, samples, rewards))
+        return groups
 
     def shaped(self, id: SampleId) -> float:
         limit = self.engine.config.max_response_tokens

@@ -41,8 +41,7 @@ class Race:
         self.kept: dict[VisitId, list[SampleId]] = {}  # the first responses of each prompt
         self.tokens: dict[SampleId, int] = {}  # of every response that has ended
         self.complete: list[VisitId] = []
-        self.closed: list[VisitId] = []  # complete since the last window
-        self.ungraded: list[VisitId] = []  # complete since the last window: dynamic sampling asks for their rewards
+        self.closed: list[VisitId] = []  # complete since the last window; dynamic sampling asks for their rewards
         self.varied: dict[VisitId, bool] = {}  # complete and graded: whether rewards differ
         self.accepted: list[VisitId] = []
         self.padded = 0
@@ -62,28 +61,26 @@ class Race:
 
     def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float]) -> Decision:
         """Return the decision after one window's events and the rewards that the decision before asked for."""
-        for id in self.ungraded:
+        graded, self.closed = self.closed if self.take and not self.decided else [], []
+        for id in graded:
             self.varied[id] = len({rewards[sample] for sample in self.kept[id]}) > 1
-        num_replaced = sum(not self.varied[id] for id in self.ungraded)
-        self.ungraded = []
         for event in sorted(finished, key=lambda event: (event.iteration, event.id)):
             self._finish(event)
         launch: tuple[Visit, ...] = ()
         if not self.decided:
             self.accepted = [id for id in self.complete if self.varied.get(id)][: self.plan.keep_prompts]
         if self.take and not self.decided:
+            num_replaced = sum(not self.varied[id] for id in graded)
             launch = tuple(self.take(min(num_replaced, self.max_prompts - len(self.prompts))))
             self._launch(launch)
-            if not self.live and not self.ungraded:  # max_prompts is reached
+            if not self.live and not self.closed:  # max_prompts is reached
                 self.padded = self.plan.keep_prompts - len(self.accepted)
                 self.accepted += self.zero_variance[: self.padded]
         abort = () if self.plan.audit else self._losers()
-        self.closed = []
         for loser in abort:
             del self.live[loser]
-        if self.decided:
-            self.ungraded = []
-        grade = tuple(id for prompt in self.ungraded for id in self.kept[prompt])
+        asks = self.take and not self.decided
+        grade = tuple(id for prompt in self.closed for id in self.kept[prompt]) if asks else ()
         return Decision(abort, launch, grade, done=self.decided and not self.live)
 
     def _launch(self, prompts: Sequence[Visit]) -> None:
@@ -112,9 +109,7 @@ class Race:
         if self._is_complete(prompt):
             self.complete.append(prompt)
             self.closed.append(prompt)
-            if self.take:
-                self.ungraded.append(prompt)
-            else:
+            if not self.take:
                 self.varied[prompt] = True
 
 
@@ -125,10 +120,6 @@ class Waiting:
     visit: Visit
     since: int  # round that first aborted it
     expected: float  # tokens of a response, at least: the mean over its aborted responses
-
-    @property
-    def id(self) -> VisitId:
-        return self.visit.id
 
 
 class RoundPolicy(ABC):
@@ -164,7 +155,7 @@ class RoundPolicy(ABC):
     def requeued(self, count: int) -> list[Waiting]:
         """Take the oldest `count` prompts out of the queue, or all if there are fewer, for the round being planned."""
         old, self.queue = self.queue[:count], self.queue[count:]
-        self._queued |= {w.id: w for w in old}
+        self._queued |= {w.visit.id: w for w in old}
         return old
 
     def begin(self, take: Take, steps_left: int) -> RoundPlan:
@@ -243,13 +234,9 @@ class RoundPolicy(ABC):
     def state_dict(self) -> dict:
         """Return plain values: the state between two rounds."""
         assert self._race is None, "a round is open"
-        queue = [(*w.id, w.since, w.expected) for w in self.queue]
-        return {
-            "queue": queue,
-            "rounds": self.rounds,
-            "wasted_tokens": self.wasted_tokens,
-            "typical": self.typical,
-        }
+        queue = [(*w.visit.id, w.since, w.expected) for w in self.queue]
+        counters = {"rounds": self.rounds, "wasted_tokens": self.wasted_tokens, "typical": self.typical}
+        return {"queue": queue, **counters}
 
     def load_state_dict(self, state: dict, prompts: Sequence[Prompt]) -> None:
         self.queue = [Waiting(Visit(epoch, prompts[i]), *rest) for epoch, i, *rest in state["queue"]]
@@ -267,12 +254,10 @@ class TailBatching(RoundPolicy):
     trains_all = True
 
     def plan(self, take: Take, steps_left: int) -> RoundPlan:
-        c = self.config
-        launch = self.num_launched(c.num_prompts, c.eta_prompts)
-        drawn: list[Visit] = []
-        if len(self.queue) >= c.num_prompts:
-            launch = c.num_prompts
-        else:
+        c, drawn = self.config, list[Visit]()
+        launch = c.num_prompts
+        if len(self.queue) < c.num_prompts:
+            launch = self.num_launched(c.num_prompts, c.eta_prompts)
             drawn = take(min(launch, steps_left * c.num_prompts - len(self.queue)))
         old = self.requeued(launch - len(drawn))
         num_responses = self.num_launched(c.num_responses, c.eta_responses) if drawn else c.num_responses
@@ -323,12 +308,6 @@ class SchedulerConfig:
     window_iterations: int = option(
         16, "engine steps between two exchanges of events; a larger number waits less and aborts later", min=1
     )
-    window_seconds: float = option(
-        0.0,
-        "seconds between two exchanges, in place of window_iterations; runs of one seed then differ; 0 is off",
-        min=0.0,
-        max=1e7,
-    )
     migrate: bool = option(
         False, "replicas without work take sequences from others; gains little, and only if the tail is long"
     )
@@ -348,17 +327,14 @@ RELAXED = 8  # factor on the window's length where nothing races
 
 def window(
     config: SchedulerConfig, kind: str, num_replicas: int, may_leave: bool = False, feeds: bool = False
-) -> tuple[float, float]:
-    """Return the engine steps and the seconds until the next exchange of events.
+) -> float:
+    """Return the engine steps until the next exchange of events; infinite: only at the round's end.
 
     `may_leave`: replicas may leave the round to train at a share of complete responses, which windows should not miss.
     `feeds`: replicas have left and wait for complete groups.
     """
     decides_soon = kind == "short" or config.dynamic_sampling or may_leave
     if num_replicas == 1 and not decides_soon and not feeds:
-        return math.inf, math.inf  # no other replica, and no decision before the end
+        return math.inf  # no other replica, and no decision before the end
     # A replica may run out of work long before the others: it must not wait for them until the time-out.
-    stretch = 1 if decides_soon else RELAXED
-    if config.window_seconds:
-        return math.inf, config.window_seconds * stretch
-    return config.window_iterations * stretch, math.inf
+    return config.window_iterations * (1 if decides_soon else RELAXED)

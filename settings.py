@@ -14,7 +14,7 @@ from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
 from parallel import check_group_size, group_sizes, own_node_size
-from policies.overlap import StreamConfig, half, replicas_together
+from policies.overlap import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.planner import PlannerConfig
 from policies.step_times import PROFILE_NAME, Profile, load_profile
 from reward import RewardConfig, by_grader
@@ -169,7 +169,7 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         )
     if c.run.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device = cuda, but torch sees no GPU; take auto, or install torch with CUDA")
-    check_scheduler(c.scheduler, tp, c.planner.rule)
+    check_scheduler(c.scheduler)
     check_stream(c, world_size)
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo, gspo or cispo")
@@ -238,14 +238,8 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         )
 
 
-def check_scheduler(c: SchedulerConfig, tensor_parallel: int, rule: str) -> None:
-    """Refuse combinations of settings without effect, or on which ranks could not agree."""
-    if c.window_seconds and (tensor_parallel > 1 or rule != "fixed"):
-        raise ConfigError(
-            f"scheduler.window_seconds = {c.window_seconds} with rollout.tensor_parallel = {tensor_parallel} and "
-            f"planner.rule = {rule}: the ranks of a replica must end windows after the same step; take "
-            "scheduler.window_iterations (and window_seconds = 0)"
-        )
+def check_scheduler(c: SchedulerConfig) -> None:
+    """Refuse combinations of settings without effect."""
     if c.audit and (c.policy == "synchronous" or c.eta_prompts == c.eta_responses == 1):
         raise ConfigError(
             f"scheduler.audit = {c.audit}: without a race there is nothing to audit; take scheduler.policy = "
@@ -275,11 +269,7 @@ def check_stream(c: Config, num_ranks: int) -> None:
             f"{policy} trains a group before others are complete, but loss.advantage = {c.loss.advantage} needs all "
             f"groups; take one of {local}, or stream.policy = off"
         )
-    if c.scheduler.dynamic_sampling:
-        raise ConfigError(
-            f"{policy} has no effect with scheduler.dynamic_sampling, which may still drop a complete group; take "
-            "stream.policy = off"
-        )
+    refuse_dynamic_sampling(c.stream, c.scheduler.dynamic_sampling)
     if c.planner.rule != "fixed":
         sizes = group_sizes(num_ranks, own_node_size(num_ranks))
     if num_ranks > 1 and not any(half(num_ranks // n, replicas_together(c.trainer.shard, n)) for n in sizes):

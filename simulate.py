@@ -24,7 +24,7 @@ from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
-from policies.overlap import ScaleDown, StreamConfig, StreamPolicy
+from policies.overlap import ScaleDown, StreamConfig, StreamPolicy, refuse_dynamic_sampling
 from policies.placement import Placement, group_sizes
 from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report
 from policies.replica import Replica, Response
@@ -71,26 +71,21 @@ class GradingConfig:
     """Times of graders. (RollPacker, section 4.3)"""
 
     overlap: bool = option(True, "grade a response when it ends; false: all responses after the rollout")
-    adaptive: bool = option(True, "time limits of code follow the times of correct runs; false: always timeout_seconds")
+    adaptive: bool = option(True, "time limits of code follow the times of correct runs; false: always T_max")
     sandboxes: int = option(22, "programs that run at the same time, over the whole cluster (fitted)", min=1)
     code_seconds: float = option(1.0, "median seconds of a response's tests", above=0)
     code_spread: float = option(0.7, "spread of code_seconds over prompts, in natural logarithms", min=0)
     hanging: float = option(0.05, "share of code prompts whose responses run into the limit", min=0, max=1)
-    timeout_seconds: float = option(RewardConfig.case_max_seconds, "longest time limit (T_max)", above=0)
-    least_seconds: float = option(RewardConfig.case_min_seconds, "shortest time limit (T_min)", above=0)
-    slack: float = option(RewardConfig.case_factor, "time limit in units of the longest correct run (lambda)", above=0)
-    quantile: float = option(
-        RewardConfig.case_quantile, "quantile of known runs for a case without a correct run", above=0, max=1
-    )
     audit: float = option(RewardConfig.case_audit, "share of responses that get T_max", min=0, max=1)
     judges: int = option(32, "responses that judges read at the same time", min=1)
     judge_seconds: float = option(2.0, "seconds of one verdict", above=0)
     rule_seconds: float = option(0.01, "seconds of one comparison by rule", above=0)
 
     def timeouts(self) -> AdaptiveTimeouts:
-        """Return the time limits of real runs."""
-        factor = self.slack if self.adaptive else 0.0
-        return AdaptiveTimeouts(factor, self.least_seconds, self.timeout_seconds, self.audit, self.quantile)
+        """Return the time limits of real runs, by the defaults of their settings."""
+        c = RewardConfig()
+        factor = c.case_factor if self.adaptive else 0.0
+        return AdaptiveTimeouts(factor, c.case_min_seconds, c.case_max_seconds, self.audit, c.case_quantile)
 
 
 @dataclass(frozen=True)
@@ -109,15 +104,11 @@ class SimulatedRound:
     """Plays one round as `rounds.Round` does: windows, events, the policy's decisions, moves."""
 
     def __init__(self, run: "Simulation", plan: RoundPlan, step: int):
-        c = run.config.cluster
-        self.run, self.plan, self.step, self.costs = run, plan, step, run.choose(plan)
-        count = c.gpus // self.costs.tp
-        limits = c.page_size, c.max_running, c.shared_prompts
-        costs = [run.costs_at(i, self.costs.tp) for i in range(count)]
-        self.replicas = [Replica(each, each.pages, *limits) for each in costs]
-        self.stream = run.stream_for(plan, self.costs.tp)
+        self.run, self.plan, self.step, self.tp = run, plan, step, run.choose(plan)
+        self.replicas = self._make_replicas(self.tp)
         self.freed: list[Replica] = []
-        self.placement = Placement(count)
+        self.stream = run.stream if run.stream and run.stream.begin(plan.kind) else None
+        self.placement = Placement(len(self.replicas))
         self.iteration = self.windows = self.turns = self.migrated = 0
         self.prompts: dict[VisitId, Prompt] = {}
         self.ended: dict[SampleId, float] = {}  # seconds since the rollout began
@@ -125,6 +116,11 @@ class SimulatedRound:
         self.aborted: dict[SampleId, int] = {}
         self.scale_down: ScaleDown | None = None
         self.freed_at = math.inf
+
+    def _make_replicas(self, tp: int) -> list[Replica]:
+        c = self.run.config.cluster
+        costs = [self.run.costs_at(i, tp) for i in range(c.gpus // tp)]
+        return [Replica(each, each.pages, c.page_size, c.max_running, c.shared_prompts) for each in costs]
 
     @property
     def seconds(self) -> float:
@@ -142,9 +138,8 @@ class SimulatedRound:
             finished = self._decode()
             decision = policy.observe(finished, {id: self.run.reward(id) for id in decision.grade})
             self.placement.remove([*(event.id for event in finished), *decision.abort])
-            losers = set(decision.abort)
-            for replica in self.replicas if losers else ():
-                self.aborted.update({s.id: s.done for s in replica.remove(losers)})
+            for replica in self.replicas if decision.abort else ():
+                self.aborted.update({s.id: s.done for s in replica.remove({*decision.abort})})
             self._launch(decision.launch)
             if self.run.config.scheduler.migrate:
                 self._move(self.placement.handovers())
@@ -153,21 +148,19 @@ class SimulatedRound:
             self.turns += 1
 
     def _launch(self, prompts: Sequence[Visit], expected: Sequence[float] = ()) -> None:
-        ids = [visit.id for visit in prompts]
+        ids, count = [visit.id for visit in prompts], self.plan.num_responses
         self.prompts.update({visit.id: visit.prompt for visit in prompts})
-        count = self.plan.num_responses
         for replica, share in zip(self.replicas, self.placement.launch(ids, count, expected), strict=True):
             for i in share:
-                lengths = self.run.workload.lengths(ids[i], count, self.step)
                 size = len(prompts[i].prompt.token_ids)
-                for r, length in enumerate(lengths):
+                for r, length in enumerate(self.run.workload.lengths(ids[i], count, self.step)):
                     replica.add(Response(ids[i].sample(r), size, length))
 
     def _decode(self) -> list[Finished]:
         """Go on to the end of the first window with an event. Windows begin together on all replicas."""
         may_leave = self.stream is not None and not self.stream.is_done
         feeds = self.scale_down is not None
-        size, _ = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, feeds)
+        size = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, feeds)
         windows = 1
         if size < math.inf:
             first = min(replica.next_event() for replica in self.replicas)
@@ -195,7 +188,7 @@ class SimulatedRound:
             if steps:
                 windows.append((drawn / steps, replica.pages_used * replica.page_size, seconds / steps))
         if windows:
-            self.run.times[self.costs.tp].observe(*max(windows, key=lambda window: window[-1]))
+            self.run.times[self.tp].observe(*max(windows, key=lambda window: window[-1]))
 
     def _move(self, moves: Sequence[tuple[SampleId, int, int]]) -> None:
         replicas = self.replicas + self.freed
@@ -211,8 +204,7 @@ class SimulatedRound:
         total = self.plan.keep_prompts * self.plan.keep_responses
         if not self.stream or not self.stream.is_due(len(self.lengths), total):  # saves the look at every response
             return
-        live = [s.done + r.iteration - s.start for r in self.replicas for s in r.running.values()]
-        live += [s.done for r in self.replicas for s in r.waiting]
+        live = [tokens for replica in self.replicas for tokens in replica.live_tokens()]
         sizes, count = [len(p.token_ids) for p in self.prompts.values()], len(self.replicas)
         given = total, self.lengths.values(), live, sum(sizes) // len(sizes), count, self.run.token_seconds
         self.scale_down = self.stream.observe(self.stream.progress(*given))
@@ -223,20 +215,6 @@ class SimulatedRound:
 
 
 # ---- a whole run -------------------------------------------------------------------------------------------------
-
-
-def check(config: SimulationConfig) -> None:
-    """Raise ConfigError on settings that are not simulated or that a run refuses."""
-    if config.scheduler.window_seconds:
-        raise ConfigError(
-            f"scheduler.window_seconds = {config.scheduler.window_seconds} is not simulated; take "
-            "scheduler.window_iterations (and window_seconds = 0)"
-        )
-    if config.stream.policy != "off" and config.scheduler.dynamic_sampling:
-        raise ConfigError(
-            f"stream.policy = {config.stream.policy} has no effect with scheduler.dynamic_sampling; take "
-            "stream.policy = off"
-        )
 
 
 class Simulation:
@@ -251,22 +229,21 @@ class Simulation:
         profile: Profile | None = None,
     ):
         """`workload` replaces the lengths by `model`; `profile`, measured times, replaces the roofline."""
-        check(config)
+        refuse_dynamic_sampling(config.stream, config.scheduler.dynamic_sampling)
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
         c = config.cluster
         self.workload = workload or Drawn(model.lengths, c.seed)
-        self.limit = self.workload.limit
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, c.seed)
         count = math.ceil(config.scheduler.num_prompts * self.policy.config.eta_prompts) * (c.steps + 1)
         prompts = self.workload.prompts(count)
         self.cursor = PromptCursor(prompts, c.seed)
-        self.longest = max(len(prompt.token_ids) for prompt in prompts) + self.limit
+        self.longest = max(len(prompt.token_ids) for prompt in prompts) + self.workload.limit
         self.costs_of = self._costs()
-        self.costs = self.costs_of[c.tensor_parallel]
+        self.costs = self.costs_of[c.tensor_parallel]  # of the newest round
         self.times = {n: FittedTimes(costs.capacity) for n, costs in self.costs_of.items()}
         self.stream = None
         if config.stream.policy != "off":
-            self.stream = StreamPolicy(config.stream, self.times[c.tensor_parallel], self.limit)
+            self.stream = StreamPolicy(config.stream, self.times[c.tensor_parallel], self.workload.limit)
         self.planner = self._planner() if config.planner.rule != "fixed" else None
         self.timeouts = config.grading.timeouts()
         self.token_seconds = 0.0  # of all GPUs together, to train a token of the newest step
@@ -276,20 +253,23 @@ class Simulation:
 
     def _costs(self) -> dict[int, Costs]:
         """Return the costs of each tensor-parallel size whose pages hold a longest response."""
-        c, given, profile = self.config.cluster, (self.hardware, self.model.shape, self.model.efficiency), self.profile
+        c, given = self.config.cluster, (self.hardware, self.model.shape, self.model.efficiency)
         if c.gpus % c.tensor_parallel:
             raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel} does not divide cluster.gpus = {c.gpus}")
         found: dict[int, Costs]
-        if profile:
-            found = {n: Measured(*given, n, p, c.page_size) for n, p in profile.sizes.items() if c.gpus % n == 0}
+        if self.profile:
+            sizes = {n: p for n, p in self.profile.sizes.items() if c.gpus % n == 0}
+            found = {n: Measured(*given, n, measured, c.page_size) for n, measured in sizes.items()}
         else:
             node = min(self.hardware.node_gpus, c.gpus)
-            sizes = {c.tensor_parallel} | {n for n in group_sizes(c.gpus, node) if n <= self.model.shape.kv_heads}
-            found = {n: Costs(*given, n, self.num_pages(n, c.weights), c.page_size) for n in sorted(sizes)}
+            own = {c.tensor_parallel} | {n for n in group_sizes(c.gpus, node) if n <= self.model.shape.kv_heads}
+            found = {n: Costs(*given, n, self.num_pages(n, c.weights), c.page_size) for n in sorted(own)}
+        if c.tensor_parallel not in found:
+            raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel}: the profile has only {[*found]}")
         needed = pages_needed(self.longest, c.page_size)
         fitting = {n: costs for n, costs in found.items() if costs.pages >= needed}
         if c.tensor_parallel not in fitting:
-            raise ConfigError(self._misfit(found, needed))
+            raise ConfigError(self._misfit([*fitting], needed))
         return fitting
 
     def num_pages(self, size: int, layout: str) -> int:
@@ -298,11 +278,9 @@ class Simulation:
         memory = self.hardware.memory * self.model.efficiency.kv_memory
         return cache.num_pages(memory, size, s.parameters * BYTES, layout)
 
-    def _misfit(self, found: Mapping[int, Costs], needed: int) -> str:
-        """Return why replicas cannot have the size `cluster.tensor_parallel`, and which sizes they could have."""
-        c, fits = self.config.cluster, [n for n, costs in found.items() if costs.pages >= needed]
-        if c.tensor_parallel not in found:
-            return f"cluster.tensor_parallel = {c.tensor_parallel}: the profile has only {[*found]}"
+    def _misfit(self, fits: Sequence[int], needed: int) -> str:
+        """Return why a replica of `cluster.tensor_parallel` cannot hold a response, and which sizes could."""
+        c = self.config.cluster
         text = f"cluster.tensor_parallel = {c.tensor_parallel}: a response of {self.longest} tokens does not fit; "
         text += f"it fits into the sizes {fits}" if fits else "no size of this cluster holds it"
         if not self.profile:
@@ -316,30 +294,28 @@ class Simulation:
 
     def _planner(self) -> ParallelismPlanner:
         """Build the planner of real runs. Without a measured profile it gets one from the roofline."""
-        c, sizes = self.config.cluster, {}
-        for n, costs in self.costs_of.items():
-            decode = [(b, ctx, costs.decode(b, b * ctx)) for b in (1, 8, 64, 256) for ctx in (256, 2048, 16_384)]
-            prefill = [(ctx, costs.prefill(ctx) / ctx) for ctx in (256, 2048, 16_384)]
-            sizes[n] = SizeProfile(costs.pages, tuple(decode), tuple(prefill))
-        if self.profile:
-            sizes = {n: self.profile.sizes[n] for n in sizes}
-        pages = {n: costs.pages for n, costs in self.costs_of.items()}
-        limits = EngineLimits(c.gpus, pages, c.page_size, c.max_running, self.limit, c.shared_prompts)
+        c, contexts = self.config.cluster, (256, 2048, 16_384)
+        sizes = {
+            n: SizeProfile(
+                costs.pages,
+                tuple((b, ctx, costs.decode(b, b * ctx)) for b in (1, 8, 64, 256) for ctx in contexts),
+                tuple((ctx, costs.prefill(ctx) / ctx) for ctx in contexts),
+            )
+            for n, costs in self.costs_of.items()
+        }
         # The paper's rule starts from `tensor_parallel`, without a profile.
-        profile = Profile({}, sizes) if self.config.planner.rule == "predict" else None
+        profile = (self.profile or Profile({}, sizes)) if self.config.planner.rule == "predict" else None
+        pages = {n: costs.pages for n, costs in self.costs_of.items()}
+        limits = EngineLimits(c.gpus, pages, c.page_size, c.max_running, self.workload.limit, c.shared_prompts)
         return ParallelismPlanner(self.config.planner, limits, c.tensor_parallel, profile)
 
-    def choose(self, plan: RoundPlan) -> Costs:
-        """Return the costs of the tensor-parallel size that the planner wants for this round."""
+    def choose(self, plan: RoundPlan) -> int:
+        """Return the tensor-parallel size that the planner wants for this round."""
         if self.planner:
             self.costs = self.costs_of[self.planner.choose(plan.kind, Launch.of(plan)).size]
-        return self.costs
-
-    def stream_for(self, plan: RoundPlan, size: int) -> StreamPolicy | None:
-        """Return the stream policy, if replicas of this size may leave the round that begins."""
         if self.stream:
-            self.stream.times = self.times[size]
-        return self.stream if self.stream and self.stream.begin(plan.kind) else None
+            self.stream.times = self.times[self.costs.tp]
+        return self.costs.tp
 
     def costs_at(self, replica: int, size: int) -> Costs:
         """Return the costs of one replica of a tensor-parallel size. Here all are equal; benchmarks override this."""
@@ -365,20 +341,22 @@ class Simulation:
         graded = reward_times(rollout, wanted, c.grading, self.timeouts, c.cluster.seed)
         self.newest, self.graded = rollout, graded
         end = rollout.seconds
-        reward = max(max(graded[id] for id in accepted) - end, 0.0)
         size = len(plan.prompts[0].prompt.token_ids)
         lengths = {id: rollout.lengths[id] + size for id in accepted}
         streamed, late = self._stream(rollout, lengths, graded)
         rest = [n for id, n in lengths.items() if id.visit not in streamed]
-        train = self.costs.train(rest, c.cluster.gpus) + late + e.train_seconds
         self.token_seconds = self.costs.train(list(lengths.values()), c.cluster.gpus) / sum(lengths.values())
         if rollout.stream:
             rollout.stream.close([rollout.lengths[id] for id in accepted])
         if self.planner:
             everything = (*rollout.lengths.values(), *rollout.aborted.values())
             self.planner.observe(plan.kind, Report(rollout.preemptions, end, everything))
-        sync = self.costs.weight_sync()
-        seconds = {"rollout": e.rollout_seconds + end, "reward": reward, "train": train, "sync": sync}
+        seconds = {
+            "rollout": e.rollout_seconds + end,
+            "reward": max(max(graded[id] for id in accepted) - end, 0.0),
+            "train": self.costs.train(rest, c.cluster.gpus) + late + e.train_seconds,
+            "sync": self.costs.weight_sync(),
+        }
         self.trained.append(accepted)
         self.records.append(self._record(rollout, stats, seconds, len(streamed)))
 
@@ -397,7 +375,7 @@ class Simulation:
                 "preemptions": rollout.preemptions,
                 "decoded_tokens": sum(r.decoded for r in replicas),
                 "busy": sum(r.busy for r in replicas) / len(replicas) / max(rollout.seconds, 1e-9),
-                "tensor_parallel": self.costs.tp,
+                "tensor_parallel": rollout.tp,
             },
         }
 

@@ -183,10 +183,10 @@ class Table:
         rows = [row for row in known["rows"] if row["table"] != self.title] + self.rows
         code = known.get("measured", {}) | {name: simulators()}
         rows.sort(key=lambda row: row["table"])
-        keep(known | {"rows": rows, name: result, "measured": code} | (kept or {}))
+        store(known | {"rows": rows, name: result, "measured": code} | (kept or {}))
 
 
-def keep(data: dict[str, Any]) -> None:
+def store(data: dict[str, Any]) -> None:
     """Write figures/paper.json, with what is over 15 % off beside its reason."""
     misses = [row | {"why": why(row)} for row in data["rows"] if abs(row["difference"]) > 0.15]
     text = json.dumps(sealed(data | {"misses": misses}), indent=1, sort_keys=True)
@@ -240,4 +240,4 @@ def save(figure: plt.Figure, name: str, data: str) -> None:
 
 
 if __name__ == "__main__":
-    command(lambda: keep(json.loads(DATA.read_text(encoding="utf-8"))), f"{__doc__} Run alone: the reasons, anew.")
+    command(lambda: store(json.loads(DATA.read_text(encoding="utf-8"))), f"{__doc__} Run alone: the reasons, anew.")

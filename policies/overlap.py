@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from config import option
+from config import ConfigError, option
 from policies.step_times import StepTimes
 
 HISTORY = 8192  # responses whose lengths are remembered
@@ -57,6 +57,14 @@ class ScaleDown:
     peak_tokens: float  # projected tokens in their pages
     rest_seconds: float  # projected until the rollout ends
     seconds_saved: float  # projected for the whole step
+
+
+def refuse_dynamic_sampling(config: StreamConfig, dynamic_sampling: bool) -> None:
+    if config.policy != "off" and dynamic_sampling:
+        raise ConfigError(
+            f"stream.policy = {config.policy} has no effect with scheduler.dynamic_sampling, which may still drop a "
+            "complete group; take stream.policy = off"
+        )
 
 
 def replicas_together(shard: int, size: int) -> int:

@@ -29,7 +29,7 @@ PATIENCE = 20  # rounds at one size until others get the benefit of the doubt
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the rollout has."""
+    """Ranks, pages and limits of the rollout."""
 
     num_ranks: int
     pages: dict[int, int]  # of one replica, by the tensor-parallel sizes that are allowed
@@ -41,7 +41,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a round starts with."""
+    """The work that a round starts with."""
 
     num_sequences: int
     prompt_tokens: float  # of one prompt, on average
@@ -55,7 +55,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a round came to, over all replicas."""
+    """Preemptions, seconds and lengths of a round, over all replicas."""
 
     preemptions: int
     seconds: float  # of the slowest replica
@@ -88,7 +88,7 @@ def simulate_replica(
 
 @dataclass
 class Track:
-    """What is known of one kind of round."""
+    """The known past of one kind of round."""
 
     size: int
     preemptions: int | None = None  # in the newest round
@@ -99,7 +99,7 @@ class Track:
 
 
 class ParallelismPlanner:
-    """Chooses the size of each round and remembers what came of it. (RollPacker, section 4.2)
+    """Chooses the size of each round, from the reports of earlier rounds. (RollPacker, section 4.2)
 
     `profile` is needed by `predict`; with it the rule of the paper starts from the size that is predicted fastest,
     without it from `start`.
@@ -127,7 +127,7 @@ class ParallelismPlanner:
         return choice
 
     def observe(self, kind: str, report: Report) -> None:
-        """Take in what became of the round of the newest `choose`."""
+        """Take in the report of the round of the newest `choose`."""
         track = self.tracks[kind]
         before, now = track.preemptions, report.preemptions
         track.rose_from = before if before is not None and now > RISE * before else None

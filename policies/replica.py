@@ -89,6 +89,11 @@ class Replica:
         self.has_begun = False
         return gone
 
+    def live_tokens(self) -> list[int]:
+        """Return the response tokens so far of each response that runs or waits."""
+        running = [s.done + self.iteration - s.start for s in self.running.values()]
+        return running + [s.done for s in self.waiting]
+
     def next_event(self) -> float:
         """Return the iteration at whose end a response may end, pages run out, or a waiting response get in."""
         if not self.has_begun:

@@ -1,7 +1,7 @@
-"""What the steps of one replica take: from a profile, or from what a run's own windows took. Pure, no torch.
+"""The seconds of a replica's steps: from a profile, or from a run's own windows. Pure, no torch.
 
-The planner's predictions, the simulator's replicas and the stream policy all ask a `StepTimes`. Here are those that are
-fitted to measurements; simulation/costs.py has a roofline.
+The planner's predictions, the simulator's replicas and the stream policy all ask a `StepTimes`. Those here are fitted
+to measurements; simulation/costs.py has a roofline.
 """
 
 import json
@@ -21,7 +21,7 @@ Window = Sequence[float]  # sequences that decode together, tokens of context in
 
 
 class StepTimes:
-    """What the steps of one replica take. Every token of context that a decode step reads costs the same."""
+    """The seconds of one replica's steps. Every token of context that a decode step reads costs the same."""
 
     capacity: int  # tokens in the pages of the replica
     response_seconds = 0.0  # of each response, whatever its length
@@ -46,7 +46,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class SizeProfile:
-    """What one replica of a tensor-parallel size can do, as measured."""
+    """The measured pages and step times of one replica of a tensor-parallel size."""
 
     pages: int
     decode: tuple[tuple[int, int, float], ...]  # (sequences, tokens of context each, seconds of a step)
@@ -61,7 +61,7 @@ class SizeProfile:
 class Profile:
     """Measured prefill and decode times of a model on a machine, by tensor-parallel size."""
 
-    made_on: dict[str, object]  # what the times depend on: model, device, number of ranks, page size
+    made_on: dict[str, object]  # the times depend on it: model, device, number of ranks, page size
     sizes: dict[int, SizeProfile]
 
     def save(self, path: Path) -> None:
@@ -98,7 +98,7 @@ def read_profile(path: Path) -> Profile:
         raise ConfigError(f"{path}: not a rollout profile ({error}); {REMEDY}") from None
 
 
-# ---- what is fitted ----------------------------------------------------------------------------------------------
+# ---- fitted times ------------------------------------------------------------------------------------------------
 
 
 class FittedTimes(StepTimes):
@@ -108,7 +108,8 @@ class FittedTimes(StepTimes):
         """`prefill`: (tokens of context, seconds of a token)"""
         self.capacity = capacity
         self.windows = deque(windows, maxlen=WINDOWS)
-        self.prefill_weights = fit_prefill(prefill) if prefill else [0.0, 0.0]
+        # Seconds of a token, and of each token of its context.
+        self.prefill_weights = fit([(1, n) for n, _ in prefill], [s for _, s in prefill]) if prefill else [0.0, 0.0]
         self._weights: list[float] | None = None
 
     @classmethod
@@ -124,7 +125,8 @@ class FittedTimes(StepTimes):
     def weights(self) -> list[float]:
         """Seconds of a decode step, for each sequence in it, and for each token that it reads."""
         if self._weights is None:
-            self._weights = fit_decode(self.windows) if self.windows else [0.0, 0.0, 0.0]
+            points = [(1, n, tokens) for n, tokens, _ in self.windows]
+            self._weights = fit(points, [seconds for *_, seconds in self.windows]) if points else [0.0, 0.0, 0.0]
         return self._weights
 
     def costs(self, sequences: float) -> tuple[float, float]:
@@ -134,17 +136,6 @@ class FittedTimes(StepTimes):
     def prefill(self, tokens: int) -> float:
         token, attend = self.prefill_weights
         return tokens * (token + tokens * attend)
-
-
-def fit_decode(windows: Iterable[Window]) -> list[float]:
-    """Return the seconds of a decode step, for each sequence in it, and for each token that it reads."""
-    points = list(windows)
-    return fit([(1, n, tokens) for n, tokens, _ in points], [seconds for *_, seconds in points])
-
-
-def fit_prefill(points: Sequence[tuple[int, float]]) -> list[float]:
-    """Return the seconds of a token, and of each token of its context. `points`: (context, seconds of a token)."""
-    return fit([(1, context) for context, _ in points], [seconds for _, seconds in points])
 
 
 def fit(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:

@@ -130,7 +130,6 @@ COMMANDS = {
     "pool for no sequence": ["--rollout.kv_gib=0.000001"],
     "no profile": ["--planner.rule=predict"],
     "profile that is none": ["--planner.rule=paper", "--planner.profile=data.jsonl"],
-    "windows in seconds for a planner": ["--scheduler.window_seconds=1", "--planner.rule=paper"],
     "audit without race": ["--scheduler.audit=0.1", "--scheduler.policy=synchronous"],
     "draws under eta": ["--scheduler.dynamic_sampling=true", "--scheduler.eta_prompts=4", "--scheduler.max_draws=2"],
     "grader for a built-in task": ["--data.train=hailstone", "--data.task=grader.py:good"],

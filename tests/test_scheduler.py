@@ -272,7 +272,7 @@ def test_expected_lengths_are_the_means_of_the_aborted_run() -> None:
     decision = policy.observe([Finished(3, a.sample(1), 3), Finished(2, b.sample(0), 2), Finished(5, a.sample(0), 5)])
     assert decision.abort == (b.sample(1),) and decision.done
     policy.close({b.sample(1): 8})
-    assert [(w.id, w.expected) for w in policy.queue] == [(b, 5.0)]
+    assert [(w.visit.id, w.expected) for w in policy.queue] == [(b, 5.0)]
     long = policy.begin(cursor.take, 8)
     assert [visit.id for visit in long.prompts] == [b] and long.expected == (5.0,) and long.kind == "long"
 
@@ -291,11 +291,11 @@ def test_a_queued_prompt_that_loses_again_near_the_end_keeps_its_place_and_what_
         return names
 
     first = play(3, set())[4:]
-    assert [(w.id, w.since, w.expected) for w in policy.queue] == [(name, 1, 7.0) for name in first]
+    assert [(w.visit.id, w.since, w.expected) for w in policy.queue] == [(name, 1, 7.0) for name in first]
     second = play(2, {first[1], *(drawn_id(i) for i in (7, 8))})
     assert second[:2] == first[:2] and second[2:] == [drawn_id(i) for i in range(7, 12)]
     # Five draws were left, so two of the queue raced along; one lost, with 6 tokens this time.
-    waiting = [(w.id, w.since, w.expected) for w in policy.queue]
+    waiting = [(w.visit.id, w.since, w.expected) for w in policy.queue]
     assert waiting == [(first[1], 1, 7.0), (first[2], 1, 7.0), (second[2], 2, 6.0), (second[3], 2, 6.0)]
 
 
@@ -469,14 +469,12 @@ def test_a_bare_race_that_keeps_all_waits_for_all() -> None:
 
 def test_windows_are_short_where_something_is_decided_and_never_endless_where_others_wait() -> None:
     config = SchedulerConfig(window_iterations=16)
-    assert window(config, "short", 4) == window(config, "short", 1) == (16, math.inf)
-    assert window(config, "long", 4) == window(replace(config, migrate=True), "long", 4) == (128, math.inf)
-    assert window(config, "long", 4, may_leave=True) == (16, math.inf)  # at a share that windows should not miss
-    assert window(config, "long", 2, feeds=True) == window(config, "long", 1, feeds=True) == (128, math.inf)
-    assert window(config, "long", 1) == (math.inf, math.inf)
-    assert window(replace(config, dynamic_sampling=True), "long", 1) == (16, math.inf)
-    timed = replace(config, window_seconds=0.5)
-    assert [window(timed, kind, 2) for kind in ("short", "long")] == [(math.inf, 0.5), (math.inf, 4.0)]
+    assert window(config, "short", 4) == window(config, "short", 1) == 16
+    assert window(config, "long", 4) == window(replace(config, migrate=True), "long", 4) == 128
+    assert window(config, "long", 4, may_leave=True) == 16  # at a share that windows should not miss
+    assert window(config, "long", 2, feeds=True) == window(config, "long", 1, feeds=True) == 128
+    assert window(config, "long", 1) == math.inf
+    assert window(replace(config, dynamic_sampling=True), "long", 1) == 16
 
 
 def test_the_baseline_is_tail_batching_without_its_race() -> None:

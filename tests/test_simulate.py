@@ -512,8 +512,6 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
     (tmp_path / "rollouts" / "step_000001.jsonl").write_text("")
     assert main([f"--replay={tmp_path}"]) == 2
     assert "not a run folder of train.py" in capsys.readouterr().err
-    assert main(["--scheduler.window_seconds=2"]) == 2
-    assert "window_seconds = 2.0 is not simulated" in capsys.readouterr().err
     assert main(["--stream.policy=paper", "--scheduler.dynamic_sampling=true"]) == 2
     assert "has no effect with scheduler.dynamic_sampling" in capsys.readouterr().err
     big = ["--cluster.gpus=8", "--cluster.model=qwen2.5-32b", "--scheduler.num_prompts=4"]
