@@ -143,7 +143,8 @@ class Job:
         self._refuse_if_released()
         c = self.config
         settings = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
-        played = Round(self.engine, self.graders, self.world, clock, *settings)
+        sizes = (self.planner, self.tp_groups) if c.planner.within_round else None
+        played = Round(self.engine, self.graders, self.world, clock, *settings, sizes)
         with clock.span("rollout"):
             if streamed:
                 streamed.play(played, referee)
@@ -180,6 +181,8 @@ class Job:
     def take_reports(self) -> list[RankReport]:
         """Return what each rank has counted since the last call, and count from zero. Collective."""
         pool, judge = self.graders.take_stats()
+        if self.engine.parallel.rank:
+            self.engine.stats.forget()
         own = RankReport(
             engine=self.engine.stats.take(),
             tensor_parallel=self.engine.parallel.size,
@@ -198,8 +201,11 @@ class Job:
             self.graders.timeouts.merge(pool.anchors)
 
     def update_planner(self, plan: RoundPlan, rollout: Rollout, reports: Sequence[RankReport]) -> None:
-        """Tell the planner what became of the round."""
-        self.planner.observe(plan.kind, Report(preemptions(reports), generate_seconds(reports), rollout.lengths))
+        """Report the round to the planner."""
+        resized = len(rollout.record["round"]["resized"])
+        seconds = max(r.seconds.get("resize", 0.0) for r in reports) / resized if resized else None
+        report = Report(preemptions(reports), generate_seconds(reports), rollout.lengths, seconds)
+        self.planner.observe(plan.kind, report)
 
     def dump(self, groups: Sequence[Group], advantages: torch.Tensor) -> None:
         """Write what the step was trained on, when `run.dump_rollouts` asks for it."""

@@ -19,8 +19,8 @@ from rewards.judge import JudgeStats
 class RankReport:
     """What one rank counted in a step."""
 
-    engine: EngineStats
-    tensor_parallel: int  # ranks of its replica, which count the same
+    engine: EngineStats  # of its replica, on the first rank of that; on others `EngineStats.forget` was called
+    tensor_parallel: int  # ranks of its replica
     num_pages: int
     seconds: dict[str, float]  # by stage
     track: RankTrack
@@ -35,7 +35,7 @@ def of_replicas(reports: Sequence[RankReport]) -> Sequence[RankReport]:
 
 
 def preemptions(reports: Sequence[RankReport]) -> int:
-    return sum(r.engine.preemptions for r in of_replicas(reports))
+    return sum(r.engine.preemptions for r in reports)
 
 
 def generate_seconds(reports: Sequence[RankReport]) -> float:
@@ -104,10 +104,9 @@ def train_record(updates: Sequence[dict]) -> Record:
 
 def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
     """Return what all replicas did together."""
-    names = "decoded_tokens", "prefilled_tokens", "shared_tokens", "preemptions"
+    names = "decoded_tokens", "prefilled_tokens", "shared_tokens", "preemptions", "regroup_bytes"
     return {
-        **{name: sum(getattr(r.engine, name) for r in of_replicas(reports)) for name in names},
-        "regroup_bytes": sum(r.engine.regroup_bytes for r in reports),
+        **{name: sum(getattr(r.engine, name) for r in reports) for name in names},
         "decode_steps": max(r.engine.decode_steps for r in reports),
         "peak_pages": max(r.engine.peak_pages for r in reports),
         "pages": reports[0].num_pages,

@@ -207,7 +207,13 @@ class Engine:
             asking = {s: batcher.num_drawn(s) for s in batcher.running if s.stop} if batcher.num_stops else {}
             self.flights.append(Flight(batcher.running, runner.rows.ended, asking))
         while len(self.flights) > (1 if runner.graphs else 0):
-            self._land()
+            self._land_oldest()
+        finished, self.finished = self.finished, []
+        return finished
+
+    def land(self) -> list[Sample]:
+        """Wait for the steps under way; return the samples that finished in them."""
+        self._settle()
         finished, self.finished = self.finished, []
         return finished
 
@@ -281,9 +287,9 @@ class Engine:
     def _settle(self) -> None:
         """Wait for the steps under way, so that the host knows what the device knows."""
         while self.flights:
-            self._land()
+            self._land_oldest()
 
-    def _land(self) -> None:
+    def _land_oldest(self) -> None:
         """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
         flight = self.flights.popleft()
         ended = {s: flag for s, flag in flight.land() if s.row >= 0}  # else an earlier flight's

@@ -13,8 +13,9 @@ from typing import Protocol, TypeVar
 import parallel
 from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Visit, VisitId
 from metrics import Clock
-from parallel import World
+from parallel import TPGroups, World
 from policies.placement import Placement
+from policies.planner import ParallelismPlanner
 from reward import shaped_reward
 from rollout import Engine, sequences_for
 from scheduler import SchedulerConfig, window
@@ -64,11 +65,11 @@ class Round:
         seed: int = 0,
         overlong_buffer: int = 0,
         progress: Callable[[str, int, int], None] = lambda *_: None,
+        sizes: tuple[ParallelismPlanner, TPGroups] | None = None,
     ):
-        """`seed`: of sampling; `overlong_buffer`: as in `reward.shaped_reward`."""
+        """`seed`: of sampling; `overlong_buffer`: as in `reward.shaped_reward`; `sizes`: may change in the round."""
         self.engine, self.graders, self.world, self.clock, self.config = engine, graders, world, clock, config
-        self.seed, self.overlong_buffer, self.progress = seed, overlong_buffer, progress
-        self.is_first = engine.parallel.rank == 0  # the other ranks of a replica have the same samples
+        self.seed, self.overlong_buffer, self.progress, self.sizes = seed, overlong_buffer, progress, sizes
         self.placement = Placement(engine.parallel.num_replicas)
         self.prompts: dict[VisitId, Visit] = {}
         self.samples: dict[SampleId, Sample] = {}  # finished on this rank
@@ -78,8 +79,14 @@ class Round:
         self.decision = Decision()  # after the newest window
         self.decode_steps = self.decode_tokens = 0  # steps without prefill, and the tokens that they drew
         self.decode_seconds = self.prefill_seconds = 0.0
-        self.record: dict[str, int] = {}
+        self.resized: list[dict[str, object]] = []
+        self.record: dict[str, object] = {}
         self.audited: dict[SampleId, tuple[int, float]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank stands for its replica, all of whose ranks have the same samples."""
+        return self.engine.parallel.rank == 0
 
     # ---- the round -------------------------------------------------------------------------------------------
 
@@ -87,27 +94,41 @@ class Round:
         """Decode until the referee says that the round is done, and wait for the grades that are needed."""
         self.begin(plan, referee)
         while not self.decision.done:
-            self.exchange(self.decode(), None)
+            looks = self.sizes is not None and self.sizes[0].is_due(self.placement.num_live)
+            events = self.decode(lands=looks)
+            _, live = self.exchange(events, [*self.engine.batcher.live_tokens().values()] if looks else [])
+            if looks and not self.decision.done:
+                self._resize(live)
         self.end()
 
     def begin(self, plan: RoundPlan, referee: Referee) -> None:
         self.plan, self.referee = plan, referee
         self._launch(plan.prompts, plan.expected)
 
-    def decode(self, may_leave: bool = False, feeds: bool = False) -> list[Finished]:
-        """Take one window's steps, have finished samples graded, and return the events. (`scheduler.window`)"""
+    def decode(self, may_leave: bool = False, feeds: bool = False, lands: bool = False) -> list[Finished]:
+        """Take one window's steps, have finished samples graded, and return the events. (`scheduler.window`)
+
+        `lands`: no step is under way afterwards. Sequences move only then: one that moves has not ended meanwhile.
+        """
         events: list[Finished] = []
         iterations, steps = window(self.config, self.plan.kind, self.placement.num_replicas, may_leave, feeds), 0
         while not self.engine.is_idle and steps < iterations:
             steps += 1
-            samples = self._step()
-            for sample in samples if self.is_first else ():
-                self.samples[sample.id] = sample
-                self.grade(sample)
-                events.append(Finished(self.iteration + steps, sample.id, len(sample.token_ids)))
+            events += self._finish(self._step(), steps)
             self.rewards.update(self.graders.poll())
+        if lands or may_leave or self.config.migrate:
+            events += self._finish(self.engine.land(), steps + 1)  # the step that would have returned them
         # A replica that ran dry counts on, so that iterations mean the same on all.
         self.iteration += steps if iterations == math.inf else int(iterations)
+        return events
+
+    def _finish(self, samples: Iterable[Sample], steps: int) -> list[Finished]:
+        """Have samples graded that finished in a window's step; return their events."""
+        events = []
+        for sample in samples if self.is_first else ():
+            self.samples[sample.id] = sample
+            self.grade(sample)
+            events.append(Finished(self.iteration + steps, sample.id, len(sample.token_ids)))
         return events
 
     def exchange(self, events: Sequence[Finished], note: Note) -> tuple[list[Finished], list[Note]]:
@@ -197,6 +218,29 @@ class Round:
                 self.engine.add(travelling[id])
         self.migrated += len(moves)
 
+    def _resize(self, live: Sequence[Sequence[int]]) -> None:
+        """Deal all sequences again, over replicas of another size, if the planner says so. Collective.
+
+        `live`: tokens so far of the sequences of every rank. Sequences go on token by token the same.
+        """
+        assert self.sizes
+        (planner, tp_groups), engine = self.sizes, self.engine
+        choice = planner.choose_again(self.plan.kind, live[:: engine.parallel.size])
+        if not choice:
+            return
+        with self.clock.span("resize"):
+            leaving = engine.export(engine.batcher.live_tokens())
+            everyone = parallel.gather_objects(self.world, leaving if self.is_first else [])
+            if not self.is_first:
+                engine.stats.forget()
+            engine.regroup(tp_groups[choice.size])
+            sequences = {sequence.id: sequence for part in everyone for sequence in part}
+            self.placement = Placement(engine.parallel.num_replicas)
+            shares = self.placement.deal({id: sequence.num_tokens for id, sequence in sequences.items()})
+            for id in shares[engine.parallel.replica]:
+                engine.add(sequences[id])
+        self.resized.append({"iteration": self.iteration, "size": choice.size, "reason": choice.reason})
+
     # ---- its groups ------------------------------------------------------------------------------------------
 
     def collect(self) -> list[Group]:
@@ -213,7 +257,7 @@ class Round:
             trained |= part
             self.aborted |= aborted
             self.audited |= audited
-        self.record = {"windows": self.windows, "migrated": self.migrated}
+        self.record = {"windows": self.windows, "migrated": self.migrated, "resized": self.resized}
         groups = []
         for id, members in groupby(sorted(accepted), key=lambda id: id.visit):
             samples, rewards = zip(*(trained[member] for member in members), strict=True)

@@ -15,7 +15,7 @@ from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
 from parallel import check_group_size, group_sizes, own_node_size
 from policies.overlap import StreamConfig, half, refuse_dynamic_sampling, replicas_together
-from policies.planner import PlannerConfig
+from policies.planner import PlannerConfig, refuse_within_round
 from policies.step_times import PROFILE_NAME, Profile, load_profile
 from reward import RewardConfig, by_grader
 from rewards.graders import TASK_OF_JUDGE, check_rewards
@@ -171,6 +171,7 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         raise ConfigError("run.device = cuda, but torch sees no GPU; take auto, or install torch with CUDA")
     check_scheduler(c.scheduler)
     check_stream(c, world_size)
+    refuse_within_round(c.planner, c.stream.policy)
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo, gspo or cispo")
     if c.trainer.updates_per_step > prompts:

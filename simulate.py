@@ -26,7 +26,7 @@ from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
 from policies.overlap import ScaleDown, StreamConfig, StreamPolicy, refuse_dynamic_sampling
 from policies.placement import Placement, group_sizes
-from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report
+from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report, refuse_within_round
 from policies.replica import Replica, Response
 from policies.step_times import FittedTimes, Profile, SizeProfile, read_profile
 from reward import RewardConfig
@@ -106,7 +106,10 @@ class SimulatedRound:
     def __init__(self, run: "Simulation", plan: RoundPlan, step: int):
         self.run, self.plan, self.step, self.tp = run, plan, step, run.choose(plan)
         self.replicas = self._make_replicas(self.tp)
-        self.freed: list[Replica] = []
+        self.freed: list[Replica] = []  # to train
+        self.past: list[tuple[Replica, int]] = []  # of other sizes, and their GPUs
+        self.resized: list[dict[str, object]] = []
+        self.resize_seconds: float | None = None
         self.stream = run.stream if run.stream and run.stream.begin(plan.kind) else None
         self.placement = Placement(len(self.replicas))
         self.iteration = self.windows = self.turns = self.migrated = 0
@@ -128,14 +131,20 @@ class SimulatedRound:
 
     @property
     def preemptions(self) -> int:
-        return sum(replica.preemptions for replica in self.replicas + self.freed)
+        return sum(replica.preemptions for replica, _ in self.all_replicas)
+
+    @property
+    def all_replicas(self) -> list[tuple[Replica, int]]:
+        """Every replica of the round, with its GPUs."""
+        return self.past + [(replica, self.tp) for replica in self.replicas + self.freed]
 
     def play(self, policy: RoundPolicy | Race) -> None:
         """Decode until the policy says that the round is done. Rewards that it asks for take no time here."""
         self._launch(self.plan.prompts, self.plan.expected)
         decision = Decision()
         while not decision.done:
-            finished = self._decode()
+            looks = self.run.planner is not None and self.run.planner.is_due(self.placement.num_live)
+            finished = self._decode(looks)
             decision = policy.observe(finished, {id: self.run.reward(id) for id in decision.grade})
             self.placement.remove([*(event.id for event in finished), *decision.abort])
             for replica in self.replicas if decision.abort else ():
@@ -145,6 +154,8 @@ class SimulatedRound:
                 self._move(self.placement.handovers())
             if not decision.done:
                 self._scale_down()
+            if looks and not decision.done:
+                self._resize()
             self.turns += 1
 
     def _launch(self, prompts: Sequence[Visit], expected: Sequence[float] = ()) -> None:
@@ -156,8 +167,8 @@ class SimulatedRound:
                 for r, length in enumerate(self.run.workload.lengths(ids[i], count, self.step)):
                     replica.add(Response(ids[i].sample(r), size, length))
 
-    def _decode(self) -> list[Finished]:
-        """Go on to the end of the first window with an event. Windows begin together on all replicas."""
+    def _decode(self, looks: bool) -> list[Finished]:
+        """Go on to the end of the first window with an event, or of the next. They begin together on all replicas."""
         may_leave = self.stream is not None and not self.stream.is_done
         feeds = self.scale_down is not None
         size = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, feeds)
@@ -166,7 +177,7 @@ class SimulatedRound:
             first = min(replica.next_event() for replica in self.replicas)
             if first == math.inf:
                 return []  # dynamic sampling waits for its grades
-            windows = math.ceil((first - self.iteration) / size)
+            windows = 1 if looks else math.ceil((first - self.iteration) / size)
             self.iteration += windows * int(size)
         before = [replica.plain for replica in self.replicas]
         ended = [e for r in self.replicas for e in r.run_until(self.iteration if size < math.inf else math.inf)]
@@ -200,6 +211,25 @@ class SimulatedRound:
             replicas[target].add(travelling[id])
         self.migrated += len(moves)
 
+    def _resize(self) -> None:
+        """Deal all responses again, over replicas of another size, if the planner says so."""
+        assert self.run.planner
+        choice = self.run.planner.choose_again(self.plan.kind, [r.live_tokens() for r in self.replicas])
+        if not choice:
+            return
+        ids = {id for live in self.placement.live for id in live}
+        responses = {s.id: s for replica in self.replicas for s in replica.remove(ids)}
+        self.resize_seconds = self.run.resize_seconds(choice.size)
+        seconds, self.past = self.seconds + self.resize_seconds, self.all_replicas
+        self.tp, self.replicas = choice.size, self._make_replicas(choice.size)
+        self.placement = Placement(len(self.replicas))
+        shares = self.placement.deal({id: s.num_tokens for id, s in responses.items()})
+        for replica, share in zip(self.replicas, shares, strict=True):
+            replica.clock, replica.iteration = seconds, self.iteration
+            for id in share:
+                replica.add(responses[id])
+        self.resized.append({"iteration": self.iteration, "size": choice.size, "reason": choice.reason})
+
     def _scale_down(self) -> None:
         total = self.plan.keep_prompts * self.plan.keep_responses
         if not self.stream or not self.stream.is_due(len(self.lengths), total):  # saves the look at every response
@@ -230,6 +260,7 @@ class Simulation:
     ):
         """`workload` replaces the lengths by `model`; `profile`, measured times, replaces the roofline."""
         refuse_dynamic_sampling(config.stream, config.scheduler.dynamic_sampling)
+        refuse_within_round(config.planner, config.stream.policy)
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
         c = config.cluster
         self.workload = workload or Drawn(model.lengths, c.seed)
@@ -321,6 +352,10 @@ class Simulation:
         """Return the costs of one replica of a tensor-parallel size. Here all are equal; benchmarks override this."""
         return self.costs_of[size]
 
+    def resize_seconds(self, size: int) -> float:
+        """Return the seconds in which every GPU gets its weights of another size: none where it has them whole."""
+        return self.costs_of[size].weight_sync() if self.config.cluster.weights == "sharded" else 0.0
+
     def reward(self, id: SampleId) -> float:
         return float(Random(f"reward {self.config.cluster.seed} {id}").random() < self.model.lengths.solved)
 
@@ -350,7 +385,8 @@ class Simulation:
             rollout.stream.close([rollout.lengths[id] for id in accepted])
         if self.planner:
             everything = (*rollout.lengths.values(), *rollout.aborted.values())
-            self.planner.observe(plan.kind, Report(rollout.preemptions, end, everything))
+            report = Report(rollout.preemptions, end, everything, rollout.resize_seconds)
+            self.planner.observe(plan.kind, report)
         seconds = {
             "rollout": e.rollout_seconds + end,
             "reward": max(max(graded[id] for id in accepted) - end, 0.0),
@@ -361,21 +397,23 @@ class Simulation:
         self.records.append(self._record(rollout, stats, seconds, len(streamed)))
 
     def _record(self, rollout: SimulatedRound, stats: RoundStats, seconds: dict[str, float], streamed: int) -> dict:
-        replicas = rollout.replicas + rollout.freed
-        self.events += sum(r.events for r in replicas) + rollout.turns * len(replicas)
+        replicas = rollout.all_replicas
+        self.events += sum(r.events for r, _ in replicas) + rollout.turns * len(replicas)
+        gpu_seconds = max(rollout.seconds, 1e-9) * self.config.cluster.gpus
         trained = self.trained[-1]
         return {
             "step": len(self.trained),
             "seconds": {"step": sum(seconds.values()), **seconds},
             "samples": len(trained),
             "tokens": sum(rollout.lengths[id] for id in trained),
-            "round": asdict(stats) | {"windows": rollout.windows, "migrated": rollout.migrated},
+            "round": asdict(stats)
+            | {"windows": rollout.windows, "migrated": rollout.migrated, "resized": rollout.resized},
             "stream": {"prompts": streamed, **(asdict(rollout.scale_down) if rollout.scale_down else {})},
             "engine": {
                 "preemptions": rollout.preemptions,
-                "decoded_tokens": sum(r.decoded for r in replicas),
-                "busy": sum(r.busy for r in replicas) / len(replicas) / max(rollout.seconds, 1e-9),
-                "tensor_parallel": rollout.tp,
+                "decoded_tokens": sum(r.decoded for r, _ in replicas),
+                "busy": sum(r.busy * gpus for r, gpus in replicas) / gpu_seconds,
+                "tensor_parallel": self.costs.tp,
             },
         }
 

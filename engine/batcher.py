@@ -104,7 +104,7 @@ class Batcher:
 
     def _computing(self, sequence: Sequence) -> Sequence | None:
         prefill = self.prefills.get(sequence.context)
-        return prefill and prefill.leader
+        return prefill.leader if prefill else None
 
     def _cached(self, sequence: Sequence) -> Sequence | None:
         return next((s for s in self.running if s.prompt_ids == sequence.prompt_ids), None)

@@ -100,6 +100,10 @@ class EngineStats:
     shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them
     regroup_bytes: int = 0  # weights copied because the tensor-parallel size changed
 
+    def forget(self) -> None:
+        """Count from zero, as a rank whose replica's first rank counts the same; copied bytes are its own."""
+        self.regroup_bytes = self.take().regroup_bytes
+
     def take(self) -> "EngineStats":
         """Return what has been counted, and count from zero."""
         taken = replace(self)

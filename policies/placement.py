@@ -1,6 +1,6 @@
 """Who computes what: work spread over ranks and moved between them. Pure functions, the same on every rank."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from core import SampleId, VisitId
 
@@ -37,6 +37,10 @@ class Placement:
     def num_replicas(self) -> int:
         return len(self.live)
 
+    @property
+    def num_live(self) -> int:
+        return sum(map(len, self.live))
+
     def launch(self, ids: Sequence[VisitId], num_responses: int, expected: Sequence[float] = ()) -> list[list[int]]:
         """Return the positions in `ids` that each replica starts, in their order.
 
@@ -44,12 +48,18 @@ class Placement:
         prompt's responses stay together: they share its prefill.
         """
         held = [sum(live.values()) for live in self.live]
-        num_live = sum(map(len, self.live))
-        expected = expected or [sum(held) / num_live if num_live else 1.0] * len(ids)
+        expected = expected or [sum(held) / self.num_live if self.num_live else 1.0] * len(ids)
         shares = [sorted(share) for share in assign_by_load([e * num_responses for e in expected], len(held), held)]
         for live, share in zip(self.live, shares, strict=True):
             live.update({ids[i].sample(r): expected[i] for i in share for r in range(num_responses)})
         return shares
+
+    def deal(self, tokens: Mapping[SampleId, float]) -> list[list[SampleId]]:
+        """Return the sequences that each replica continues, as new replicas do; `tokens` so far of each."""
+        ids = sorted(tokens)
+        shares = assign_by_load([tokens[id] for id in ids], self.num_replicas)
+        self.live = [{ids[i]: tokens[ids[i]] for i in share} for share in shares]
+        return [list(live) for live in self.live]
 
     def remove(self, ids: Iterable[SampleId]) -> None:
         gone = set(ids)

@@ -130,6 +130,7 @@ COMMANDS = {
     "pool for no sequence": ["--rollout.kv_gib=0.000001"],
     "no profile": ["--planner.rule=predict"],
     "profile that is none": ["--planner.rule=paper", "--planner.profile=data.jsonl"],
+    "a size within rounds without times": ["--planner.within_round=true"],
     "audit without race": ["--scheduler.audit=0.1", "--scheduler.policy=synchronous"],
     "draws under eta": ["--scheduler.dynamic_sampling=true", "--scheduler.eta_prompts=4", "--scheduler.max_draws=2"],
     "grader for a built-in task": ["--data.train=hailstone", "--data.task=grader.py:good"],

@@ -71,6 +71,14 @@ def test_with_nothing_known_prompts_are_dealt_in_turn() -> None:
     assert Placement(3).launch([VisitId(0, i) for i in range(7)], 4) == [[0, 3, 6], [1, 4], [2, 5]]
 
 
+def test_sequences_are_dealt_anew_over_replicas_by_their_tokens() -> None:
+    placement = Placement(2)
+    ids = [SampleId(0, i, r) for i in (0, 1) for r in (0, 1)]
+    assert placement.deal(dict(zip(reversed(ids), (3.0, 9.0, 5.0, 4.0)))) == [[ids[2], ids[3]], [ids[1], ids[0]]]
+    assert placement.num_live == 4 and placement.live[0] == {ids[2]: 9.0, ids[3]: 3.0}
+    assert Placement(3).deal({ids[0]: 1.0}) == [[ids[0]], [], []]
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_a_dry_replica_gets_its_share_and_nothing_is_lost(seed: int) -> None:
     rng = Random(seed)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from random import Random
+from statistics import mean
 
 import pytest
 
@@ -18,6 +19,7 @@ from policies.planner import (
     PlannerConfig,
     Report,
     _resample,
+    refuse_within_round,
     simulate_replica,
 )
 from policies.step_times import FittedTimes, Profile, SizeProfile, load_profile
@@ -119,7 +121,7 @@ def times(**costs: float) -> FittedTimes:
 def simulate(pages: int, launch: Launch, lengths: list[int], max_running: int = 256, **costs: float):
     """Return the seconds and the preemptions of one replica."""
     limits = EngineLimits(1, {1: pages}, PAGE, max_running, 1024)
-    return simulate_replica(times(**costs), pages, limits, launch, lengths)
+    return simulate_replica(times(**costs), pages, limits, launch, [(0, n) for n in lengths])
 
 
 def test_the_fit_finds_the_costs_that_made_the_times() -> None:
@@ -291,6 +293,93 @@ def test_a_restored_size_that_is_not_allowed_gives_way_to_a_smaller_one() -> Non
     assert other.choose("short", LAUNCH).size == 2
 
 
+# ---- inside a round ----------------------------------------------------------------------------------------------
+
+
+def tail_planner(prefill: float = 1e-6, **settings) -> ParallelismPlanner:
+    """Return a planner of four ranks, where a larger group is faster for few sequences only, with a round begun."""
+    grid = [(n, c) for n in (1, 8, 64) for c in (64, 4096)]
+    profile = {
+        size: SizeProfile(
+            1000, tuple((n, c, 4e-3 / size + 1e-3 * n) for n, c in grid), ((64, prefill), (4096, prefill))
+        )
+        for size in (1, 2, 4)
+    }
+    config = PlannerConfig("predict", **{"within_round": True} | settings)
+    p = ParallelismPlanner(
+        config, EngineLimits(4, dict.fromkeys(profile, 1000), PAGE, 256, 1024), 1, Profile({}, profile)
+    )
+    assert p.choose("long", LAUNCH).size == 1
+    return p
+
+
+FEW = [[500], [], [500], []]  # tokens of two responses on two of four replicas
+
+
+def test_the_size_grows_within_a_round_once_few_responses_are_left() -> None:
+    p = tail_planner()
+    assert [p.is_due(n) for n in (33, 32, 0)] == [False, True, False]
+    assert p.choose_again("long", [[100] * 8] * 4) is None, "8 rows on each replica are faster than 32 on one"
+    assert [p.is_due(n) for n in (17, 16)] == [False, True]
+    choice = p.choose_again("long", FEW)
+    assert choice.size == 4 and choice.predicted[4] < choice.predicted[2] < choice.predicted[1]
+    # A step of one takes 4 + 1 ms, on four ranks one of both 1 + 2; nothing is known: one ends at 640, one at 896.
+    assert choice.predicted[1] == pytest.approx(395 * 5e-3, rel=0.01)
+    assert choice.predicted[4] == pytest.approx(139 * 3e-3 + 256 * 2e-3, rel=0.01)
+    assert "2 responses left predicted to gain" in choice.reason and p.is_due(1)
+    assert p.choose_again("long", [[700]]) is None, "the best size stays"
+    p.observe("long", Report(0, 1.0, (600,) * 64, resize_seconds=0.1))
+    assert not p.is_due(1) and p.choose("long", LAUNCH).size == 1, "the next round starts anew"
+
+
+@pytest.mark.parametrize("of", [{"kind": "short"}, {"within_round": False}])
+def test_no_other_round_changes_its_size(of) -> None:
+    p = tail_planner(within_round=of.get("within_round", True))
+    p.choose(of.get("kind", "long"), LAUNCH)
+    assert not any(p.is_due(n) for n in range(65))
+
+
+def test_a_change_must_pay_for_contexts_and_weights() -> None:
+    assert tail_planner(prefill=2e-3).choose_again("long", FEW) is None  # a second for each context
+    assert tail_planner(margin=0.7).choose_again("long", FEW) is None
+    p = tail_planner()
+    for seconds, size in ((0.1, 4), (5.0, None)):
+        p.observe("long", Report(0, 1.0, (640, 896) * 32, resize_seconds=seconds))
+        p.choose("long", LAUNCH)
+        choice = p.choose_again("long", FEW)
+        assert (choice and choice.size) == size
+    again = tail_planner()
+    again.load_state_dict(p.state_dict())
+    again.choose("long", LAUNCH)
+    assert again.choose_again("long", FEW) is None
+
+
+def test_a_round_of_two_sizes_corrects_no_prediction() -> None:
+    p = tail_planner()
+    p.observe("long", Report(0, 1e6, (600,) * 64, resize_seconds=0.0))
+    assert p.tracks["long"].slowness == {} and p.tracks["long"].lengths == [[600] * 64]
+    p.observe("long", Report(0, 1e6, (600,) * 64))
+    assert p.tracks["long"].slowness[1][0] > 1000
+
+
+def test_equally_long_responses_may_all_be_the_longest() -> None:
+    """If ends went by replica, one would have all long ones, and any other way to deal them looked better."""
+    p = tail_planner(margin=0.0)
+    p.observe("long", Report(0, 1.0, tuple(range(101, 1001))))
+    ends = p._predict_ends(p.tracks["long"], [100] * 60)
+    assert sorted(ends) == _resample(range(101, 1001), 60)
+    assert max(map(mean, (ends[:30], ends[30:]))) < 1.2 * mean(ends)
+    assert p._predict_ends(p.tracks["long"], [1000, 1010]) == [1024, 1024]  # beyond all that is known
+
+
+@pytest.mark.parametrize(("rule", "stream"), [("paper", "off"), ("fixed", "off"), ("predict", "fixed")])
+def test_what_cannot_change_within_a_round_is_refused(rule: str, stream: str) -> None:
+    refuse_within_round(PlannerConfig("predict", within_round=True), "off")
+    refuse_within_round(PlannerConfig(rule), stream)
+    with pytest.raises(ConfigError, match=rf"rule = predict \(it is {rule}\).*stream.policy = off \(it is {stream}\)"):
+        refuse_within_round(PlannerConfig(rule, within_round=True), stream)
+
+
 # ---- the paper's Figure 12 ---------------------------------------------------------------------------------------
 
 
@@ -325,7 +414,7 @@ def replay(rule: str, layout: str, start: int = 1) -> tuple[list[int], float]:
         size = p.choose("short", launch).size
         replicas = 8 // size
         given = world.times[size], pages[size], limits, launch
-        runs = [simulate_replica(*given, lengths[i::replicas]) for i in range(replicas)]
+        runs = [simulate_replica(*given, [(0, n) for n in lengths[i::replicas]]) for i in range(replicas)]
         seconds, preemptions = max(s for s, _ in runs), sum(n for _, n in runs)
         p.observe("short", Report(preemptions, seconds, lengths))
         chosen.append(size)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import steps_of, train_runs
+from test_overlap import make_tail, trained
 from test_rollout import FusedEngine
 from test_tensor_parallel import CONFIG, FAMILIES, SHAPE, random_model
 
@@ -163,6 +164,19 @@ def train_fixed_and_switching(world: World, *runs: list[str]) -> None:
     train_runs(world, *runs)
 
 
+def every_look_another(p, kind: str, live: list[list[int]]) -> Choice:
+    assert len(live) == p.limits.num_ranks // p.size and p.is_due(sum(map(len, live)))
+    p.due, p.size = sum(map(len, live)) // 2, p.sizes[(p.sizes.index(p.size) + 1) % len(p.sizes)]
+    return Choice(p.size, "the next")
+
+
+def train_with_a_tail(world: World, *runs: list[str]) -> None:
+    """Train each run; where sizes change within rounds, they change at every look."""
+    planner.ParallelismPlanner.choose_again = every_look_another
+    make_tail()
+    train_runs(world, *runs)
+
+
 @pytest.fixture
 def settings(settings, tmp_path: Path):
     rows = [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
@@ -184,6 +198,25 @@ def test_switching_at_every_step_leaves_the_training_as_it_was(run_ranks, settin
     assert all(r["seconds"]["regroup"] >= 0 and r["planner"]["reason"] == "the next" for r in switched)
     for mine, theirs in zip(switched, fixed, strict=True):
         assert (mine["reward"], mine["tokens"]) == (theirs["reward"], theirs["tokens"])
+        assert mine["engine"]["decoded_tokens"] == theirs["engine"]["decoded_tokens"]
+        for name in ("loss", "grad_norm", "entropy"):
+            assert mine["train"][name] == pytest.approx(theirs["train"][name], abs=1e-5), name
+        assert mine["train"]["logprob_diff_max"] < 1e-4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sizes_that_change_within_rounds_leave_the_training_as_it_was(ranks, run_ranks, settings, tmp_path) -> None:
+    tail = {"scheduler__window_iterations": 1, "rollout__max_response_tokens": 160, "run__steps": 3, **SYNCHRONOUS}
+    tail |= {"data__task": "match", "run__dump_rollouts": "true"}
+    # The rule of the paper starts at size 1, here without a profile; `predict` would ask for one.
+    within = settings("within", planner__rule="paper", planner__within_round="true", **tail)
+    run_ranks(ranks, train_with_a_tail, within, settings("fixed", **tail))
+    assert trained(tmp_path / "within") == trained(tmp_path / "fixed")
+    for mine, theirs in zip(steps_of(tmp_path / "within"), steps_of(tmp_path / "fixed"), strict=True):
+        sizes = [change["size"] for change in mine["round"]["resized"]]
+        assert len(sizes) > 1 and sizes == ([2, 1] * 4 if ranks == 2 else [2, 4, 1] * 4)[: len(sizes)]
+        assert mine["seconds"]["resize"] > 0 and theirs["round"]["resized"] == []
+        assert (mine["reward"], mine["length"]) == (theirs["reward"], theirs["length"])
         assert mine["engine"]["decoded_tokens"] == theirs["engine"]["decoded_tokens"]
         for name in ("loss", "grad_norm", "entropy"):
             assert mine["train"][name] == pytest.approx(theirs["train"][name], abs=1e-5), name
@@ -251,7 +284,7 @@ def test_the_simulator_counts_the_preemptions_of_the_engine(tiny_model) -> None:
             engine.step()
         times = FittedTimes(num_pages * 4, [(1, 8, 1.0), (32, 2048, 1.0)], [(8, 1e-9), (64, 1e-9)])
         limits = EngineLimits(1, {1: num_pages}, 4, 32, 90)
-        steps, preemptions = simulate_replica(times, num_pages, limits, Launch(40, 11.0, 1), lengths)
+        steps, preemptions = simulate_replica(times, num_pages, limits, Launch(40, 11.0, 1), [(0, n) for n in lengths])
         assert preemptions == engine.stats.preemptions, num_pages
         assert steps == pytest.approx(engine.stats.decode_steps, rel=1e-6), num_pages
     assert engine.stats.preemptions == 0

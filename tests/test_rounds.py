@@ -1,14 +1,17 @@
 """One round on a real engine: what the referee is told, whatever a replica has to do, and who plays its windows."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ALONE
+from conftest import ALONE, FusedEngine
 
 from config import load_config
 from core import Decision, Finished, RoundPlan, Visit
+from engine.sequence import Sequence
 from job import Job
 from metrics import Clock
+from rollout import Engine
 from rounds import Round
 from scheduler import Race
 from settings import Config
@@ -32,10 +35,18 @@ class Patient:
 
 
 @pytest.fixture
-def job(settings, tmp_path: Path) -> Job:
-    given = settings(data__train="hailstone", scheduler__window_iterations=8, rollout__max_response_tokens=5)
-    (tmp_path / "run").mkdir()
-    return Job(load_config(Config, None, given), ALONE, resume=False)
+def make_job(settings, tmp_path: Path) -> Callable[..., Job]:
+    def make(window: int = 8, longest: int = 5) -> Job:
+        limits = {"scheduler__window_iterations": window, "rollout__max_response_tokens": longest}
+        (tmp_path / "run").mkdir()
+        return Job(load_config(Config, None, settings(data__train="hailstone", **limits)), ALONE, resume=False)
+
+    return make
+
+
+@pytest.fixture
+def job(make_job) -> Job:
+    return make_job()
 
 
 def test_a_dry_replica_counts_iterations_on_so_that_they_mean_the_same_everywhere(job: Job) -> None:
@@ -64,3 +75,31 @@ def test_whoever_plays_the_windows_the_groups_are_the_same_and_a_note_goes_along
         again = r.collect()
     assert [g.samples for g in again] == [g.samples for g in groups] and len(groups) == 2
     assert steps > 0 and r.prefill_seconds > 0
+
+
+def test_sequences_that_may_move_after_a_window_have_not_ended_meanwhile(make_job, monkeypatch) -> None:
+    """On a GPU the host learns one step late which sequences have ended: an ended one could not be found to move."""
+    monkeypatch.setattr("job.Engine", FusedEngine)
+    job, add = make_job(window=2, longest=12), Engine.add
+
+    def add_with_length(engine: Engine, sequence: Sequence) -> None:
+        sequence.max_new_tokens = 3 + sequence.response_index
+        add(engine, sequence)
+
+    monkeypatch.setattr(Engine, "add", add_with_length)
+    plan = RoundPlan("long", tuple(job.cursor.take(2)), 6, 2, 6)
+    with job.graders:
+        whole, _ = job.play(plan, Race(plan), Clock())
+        r = Round(job.engine, job.graders, ALONE, Clock(), job.config.scheduler)
+        r.begin(plan, Race(plan))
+        while not r.decision.done:
+            r.exchange(r.decode(may_leave=True), None)
+            live = {id for live in r.placement.live for id in live}
+            moved = job.engine.export(live)
+            assert {sequence.id for sequence in moved} == live
+            for sequence in moved:
+                job.engine.add(sequence)
+        r.end()
+        again = r.collect()
+    assert r.windows > 3
+    assert [[s.token_ids for s in g.samples] for g in again] == [[s.token_ids for s in g.samples] for g in whole]

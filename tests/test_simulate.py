@@ -21,7 +21,7 @@ from engine.memory import RolloutConfig, num_pages_for
 from job import Job
 from metrics import Clock
 from policies.overlap import StreamConfig
-from policies.planner import Report
+from policies.planner import PlannerConfig, Report
 from policies.replica import Replica, Response
 from policies.step_times import SizeProfile
 from reward import RewardConfig
@@ -214,6 +214,27 @@ def test_work_is_kept_when_half_of_the_replicas_leave() -> None:
     assert all(0.5 <= r["stream"]["at"] < 0.6 for r in on.records)  # within a window or two
     decoded = [sum(r["engine"]["decoded_tokens"] for r in run.records) for run in (on, off)]
     assert decoded[0] == decoded[1]
+
+
+def test_a_size_that_changes_within_long_rounds_trains_the_same_sooner() -> None:
+    """In the tail a step takes as long as reading the weights does, which a larger group reads faster."""
+    tail = replace(MODEL, lengths=replace(MODEL.lengths, median=60.0, limit=8192, runaway=0.02))
+    tail = replace(
+        tail, shape=replace(SHAPE, kv_heads=8), efficiency=Efficiency(layer_seconds=1e-6, rollout_seconds=0.0)
+    )
+    base = config(steps=3, gpus=8, prompts=64, scheduler={"policy": "synchronous"}, stream={"policy": "off"})
+    off, on = (
+        simulate(replace(base, planner=PlannerConfig("predict", within_round=within)), tail) for within in (False, True)
+    )
+    assert on.trained == off.trained and [r["tokens"] for r in on.records] == [r["tokens"] for r in off.records]
+    decoded = [[r["engine"]["decoded_tokens"] for r in run.records] for run in (on, off)]
+    assert decoded[0] == decoded[1]
+    changed = [r for r in on.records if r["round"]["resized"]]
+    assert changed and all(
+        change["size"] > r["engine"]["tensor_parallel"] for r in changed for change in r["round"]["resized"][:1]
+    )
+    assert sum(r["seconds"]["rollout"] for r in on.records) < 0.9 * sum(r["seconds"]["rollout"] for r in off.records)
+    assert all(0 < r["engine"]["busy"] <= 1 + 1e-9 for r in on.records)
 
 
 def test_replicas_leave_only_rounds_that_wait_for_all_and_windows_go_on_for_those_who_left() -> None:
@@ -512,6 +533,8 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
     (tmp_path / "rollouts" / "step_000001.jsonl").write_text("")
     assert main([f"--replay={tmp_path}"]) == 2
     assert "not a run folder of train.py" in capsys.readouterr().err
+    assert main(["--planner.within_round=true", "--stream.policy=off"]) == 2
+    assert "planner.within_round = true needs planner.rule = predict (it is fixed)" in capsys.readouterr().err
     assert main(["--stream.policy=paper", "--scheduler.dynamic_sampling=true"]) == 2
     assert "has no effect with scheduler.dynamic_sampling" in capsys.readouterr().err
     big = ["--cluster.gpus=8", "--cluster.model=qwen2.5-32b", "--scheduler.num_prompts=4"]
