@@ -179,11 +179,16 @@ class Table:
         result |= {"mean_rel_error": round(mean(errors.values()), 4), "entries": len(errors)}
         result |= {"within_15_percent": sum(e <= 0.15 for e in errors.values()), **more}
         print(json.dumps(result))
-        known = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"rows": []}
-        rows = [row for row in known["rows"] if row["table"] != self.title] + self.rows
-        code = known.get("measured", {}) | {name: simulators()}
+        data = with_result(name, result)
+        rows = [row for row in data["rows"] if row["table"] != self.title] + self.rows
         rows.sort(key=lambda row: row["table"])
-        store(known | {"rows": rows, name: result, "measured": code} | (kept or {}))
+        store(data | {"rows": rows} | (kept or {}))
+
+
+def with_result(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of figures/paper.json with the JSON line of a figure, and the code that it is of."""
+    known = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"rows": []}
+    return known | {name: result, "measured": known.get("measured", {}) | {name: simulators()}}
 
 
 def store(data: dict[str, Any]) -> None:
