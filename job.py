@@ -181,8 +181,6 @@ class Job:
     def take_reports(self) -> list[RankReport]:
         """Return what each rank has counted since the last call, and count from zero. Collective."""
         pool, judge = self.graders.take_stats()
-        if self.engine.parallel.rank:
-            self.engine.stats.forget()
         own = RankReport(
             engine=self.engine.stats.take(),
             tensor_parallel=self.engine.parallel.size,

@@ -19,7 +19,7 @@ from rewards.judge import JudgeStats
 class RankReport:
     """What one rank counted in a step."""
 
-    engine: EngineStats  # of its replica, on the first rank of that; on others `EngineStats.forget` was called
+    engine: EngineStats
     tensor_parallel: int  # ranks of its replica
     num_pages: int
     seconds: dict[str, float]  # by stage

@@ -57,7 +57,7 @@ class Engine:
         for size in sizes:
             check_split(model.shape, size)
         self.config, self.sampling, self.tokenizer = config, sampling, tokenizer
-        self.version = 0  # of the weights that sample
+        self.version, self.stats = 0, EngineStats()  # the version of the weights that sample
         self.flights: deque[Flight] = deque()  # flags of launched steps, not read yet
         self.finished: list[Sample] = []  # read between two steps, for the next to return
         shape, dtype, self.device = model.shape, model.embed.weight.dtype, model.embed.weight.device
@@ -87,10 +87,6 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         return self.batcher.is_idle and not self.finished
-
-    @property
-    def stats(self) -> EngineStats:
-        return self.batcher.stats
 
     @property
     def weights(self) -> Shard:
@@ -145,7 +141,7 @@ class Engine:
             self.shards[size] = Shard(model, parallel, self.config.prepack)
         self.parallel, self.is_stale = parallel, False
         self.pages = (Pages if graphs else BatchedPages)(self.num_pages[size], self.config.page_size)
-        self.batcher.use(self.pages)
+        self.batcher.use(self.pages, EngineStats() if parallel.rank else self.stats)
         self.runner.use(self.shards[size], self.pages)
 
     def free_memory(self) -> None:
@@ -301,7 +297,7 @@ class Engine:
         if not ended:
             return
         if self.flights:
-            self.stats.decoded_tokens -= len(ended)  # the step under way draws nothing for them
+            self.batcher.stats.decoded_tokens -= len(ended)  # the step under way draws nothing for them
         tokens, logprobs = self.runner.rows.read([s.row for s in ended], max(ended.values()) // 2)
         for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
             s.is_taken = False

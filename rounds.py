@@ -77,8 +77,8 @@ class Round:
         self.aborted: dict[SampleId, int] = {}  # tokens of the responses that were stopped on this rank
         self.iteration = self.windows = self.migrated = 0
         self.decision = Decision()  # after the newest window
-        self.decode_steps = self.decode_tokens = 0  # steps without prefill, and the tokens that they drew
-        self.decode_seconds = self.prefill_seconds = 0.0
+        self.plain = (0, 0, 0.0)  # steps without prefill, the tokens that they drew, their seconds
+        self.prefill_seconds = 0.0
         self.resized: list[dict[str, object]] = []
         self.record: dict[str, object] = {}
         self.audited: dict[SampleId, tuple[int, float]] = {}
@@ -175,16 +175,15 @@ class Round:
         self.graders.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
 
     def _step(self) -> list[Sample]:
-        stats = self.engine.stats
+        stats = self.engine.batcher.stats
         prefilled, decoded, start = stats.prefilled_tokens, stats.decoded_tokens, time.perf_counter()
         samples = self.engine.step()
         end, stage = time.perf_counter(), "prefill" if stats.prefilled_tokens > prefilled else "decode"
         if stage == "prefill":
             self.prefill_seconds += end - start
         else:
-            self.decode_steps += 1
-            self.decode_tokens += stats.decoded_tokens - decoded
-            self.decode_seconds += end - start
+            steps, tokens, seconds = self.plain
+            self.plain = steps + 1, tokens + stats.decoded_tokens - decoded, seconds + end - start
         self.clock.add(stage, start, end)
         self.clock.count(running=len(self.engine.batcher.running), waiting=len(self.engine.batcher.waiting))
         self.progress("generated", len(self.samples), len(self.prompts) * self.plan.num_responses)
@@ -192,8 +191,7 @@ class Round:
 
     def take_decode_times(self) -> tuple[int, int, float]:
         """Return the steps without prefill since the last call, the tokens that they drew, and their seconds."""
-        taken = self.decode_steps, self.decode_tokens, self.decode_seconds
-        self.decode_steps, self.decode_tokens, self.decode_seconds = 0, 0, 0.0
+        taken, self.plain = self.plain, (0, 0, 0.0)
         return taken
 
     def _rewards_of(self, ids: Collection[SampleId]) -> dict[SampleId, float]:
@@ -231,15 +229,19 @@ class Round:
         with self.clock.span("resize"):
             leaving = engine.export(engine.batcher.live_tokens())
             everyone = parallel.gather_objects(self.world, leaving if self.is_first else [])
-            if not self.is_first:
-                engine.stats.forget()
             engine.regroup(tp_groups[choice.size])
             sequences = {sequence.id: sequence for part in everyone for sequence in part}
             self.placement = Placement(engine.parallel.num_replicas)
             shares = self.placement.deal({id: sequence.num_tokens for id, sequence in sequences.items()})
             for id in shares[engine.parallel.replica]:
                 engine.add(sequences[id])
-        self.resized.append({"iteration": self.iteration, "size": choice.size, "reason": choice.reason})
+        change = {
+            "iteration": self.iteration,
+            "responses": len(sequences),
+            "size": choice.size,
+            "reason": choice.reason,
+        }
+        self.resized.append(change)
 
     # ---- its groups ------------------------------------------------------------------------------------------
 

@@ -228,7 +228,13 @@ class SimulatedRound:
             replica.clock, replica.iteration = seconds, self.iteration
             for id in share:
                 replica.add(responses[id])
-        self.resized.append({"iteration": self.iteration, "size": choice.size, "reason": choice.reason})
+        change = {
+            "iteration": self.iteration,
+            "responses": len(responses),
+            "size": choice.size,
+            "reason": choice.reason,
+        }
+        self.resized.append(change)
 
     def _scale_down(self) -> None:
         total = self.plan.keep_prompts * self.plan.keep_responses

@@ -49,15 +49,14 @@ class Batcher:
         self.waiting: deque[Sequence] = deque()
         self.prefills: dict[tuple[int, ...], Prefill] = {}  # by context, in order of admission
         self.running: list[Sequence] = []
-        self.stats = EngineStats()
         self.num_admissions = self.num_stops = 0  # num_stops: running sequences that have stop texts
         self.length = np.zeros(max_running, np.int64)  # tokens of a row in the cache
         self.num_pages = np.zeros(max_running, np.int64)  # of a row
         self.table = np.zeros((max_running, longest), np.int64)  # the pages of a row
 
-    def use(self, pages: Pages) -> None:
-        """Give out these pages from now on."""
-        self.pages = pages
+    def use(self, pages: Pages, stats: EngineStats) -> None:
+        """Give out these pages from now on, and count there."""
+        self.pages, self.stats = pages, stats
         self.admission = Admission(pages.size, pages.page_size, self.max_running, pages.shares)
 
     @property

@@ -90,7 +90,7 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class EngineStats:
-    """What happened since the newest `take`."""
+    """What happened since the newest `take`. Of a replica only the first rank counts, but for its copied bytes."""
 
     decode_steps: int = 0
     decoded_tokens: int = 0
@@ -99,10 +99,6 @@ class EngineStats:
     peak_pages: int = 0
     shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them
     regroup_bytes: int = 0  # weights copied because the tensor-parallel size changed
-
-    def forget(self) -> None:
-        """Count from zero, as a rank whose replica's first rank counts the same; copied bytes are its own."""
-        self.regroup_bytes = self.take().regroup_bytes
 
     def take(self) -> "EngineStats":
         """Return what has been counted, and count from zero."""

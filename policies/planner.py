@@ -153,16 +153,13 @@ class ParallelismPlanner:
         """
         track, tokens = self.tracks[kind], [n for replica in live for n in replica]
         self.due = len(tokens) // 2
-        ends, slowness, predicted = self._predict_ends(track, tokens), self._slowness(track), {}
-        work = list(zip(tokens, ends, strict=True))
+        ends, slowness, places = self._predict_ends(track, tokens), self._slowness(track), iter(range(len(tokens)))
+        stay, predicted = [[next(places) for _ in replica] for replica in live], {}
         for n in self.sizes:
-            shares = [[work[i] for i in share] for share in assign_by_load(tokens, self.limits.num_ranks // n)]
-            if stays := n == self.size:
-                rest = iter(work)
-                shares = [[next(rest) for _ in replica] for replica in live]
-            predicted[n] = slowness[n] * self._slowest(n, self.launch, shares, stays) + (
-                0.0 if stays else track.resize_seconds
-            )
+            owned = stay if n == self.size else assign_by_load(tokens, self.limits.num_ranks // n)
+            shares = [[(tokens[i], ends[i]) for i in share] for share in owned]
+            predicted[n] = slowness[n] * self._slowest(n, self.launch, shares, is_cached=n == self.size)
+            predicted[n] += 0.0 if n == self.size else track.resize_seconds
         best = min(predicted, key=predicted.__getitem__)
         gain = 1 - predicted[best] / predicted[self.size]
         if best == self.size or gain < self.config.margin:

@@ -9,7 +9,7 @@ from core import SampleId
 from engine.batcher import Batcher
 from engine.cpu import BatchedPages
 from engine.pages import Admission, Pages
-from engine.sequence import Sequence
+from engine.sequence import EngineStats, Sequence
 from policies.replica import Replica, Response
 from policies.step_times import FittedTimes
 
@@ -19,7 +19,7 @@ TIMES = FittedTimes(0, [(1, 0, 1.1), (2, 0, 1.2), (2, 100, 1.7)], [(1, 0.02), (1
 
 def make_batcher(pages: Pages, rows: int, longest: int, step_tokens: int = 10**6) -> Batcher:
     batcher = Batcher(rows, step_tokens, longest)
-    batcher.use(pages)
+    batcher.use(pages, EngineStats())
     return batcher
 
 
