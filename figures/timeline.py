@@ -33,6 +33,7 @@ COLORS = {  # of a trace's spans; those that enclose others are left out
     "idle": ("#d1495b", "idle: nothing left to decode"),
     "window_wait": ("#f2a6ae", "wait at a window's end"),
     "hand_over": ("#6a4c93", "hand-over, exchange"),
+    "resize": ("#6a4c93", "hand-over, exchange"),
     "exchange": ("#6a4c93", "hand-over, exchange"),
     "reward": ("#8d6a4f", "reward"),
     "stream_train": ("#b5d99c", "train what is complete"),
