@@ -26,6 +26,7 @@ except ImportError:  # CPU builds of torch come without it: the kernels only hav
 
 MIN_PART = 128  # keys of one split, at least: a shorter part costs more to write and merge than it saves
 MAX_PART = 2048  # keys of one split, at most, while splits last: one long row must not hold up a whole batch
+CANDIDATES = 1024  # likeliest tokens that hold top_p of the mass nearly always
 MAX_SPLITS = 64  # the merge holds all splits of a head in registers
 
 
@@ -394,7 +395,20 @@ def least_in_nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def least_in_nucleus_torch(logits: Tensor, top_p: float) -> Tensor:
+    if logits.shape[1] <= 4 * CANDIDATES:
+        return _least_by_sort(logits, top_p)
+    ordered = logits.topk(CANDIDATES).values  # in a tenth of the time that a sort of 150k logits takes
+    probs = (ordered - logits.logsumexp(-1, keepdim=True)).exp()
+    before = probs.cumsum(-1) - probs
+    least = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+    unsure = (before[:, -1] < top_p) | ((before - top_p).abs() < 1e-5).any(-1)  # goes on, or ends as rounding has it
+    if unsure.any():
+        least[unsure] = _least_by_sort(logits[unsure], top_p)
+    return least
+
+
+def _least_by_sort(logits: Tensor, top_p: float) -> Tensor:
     ordered = logits.sort(descending=True).values
     probs = ordered.softmax(-1)
-    inside = probs.cumsum(-1) - probs < top_p  # mass before a token; the first is always inside
-    return ordered.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
+    before = probs.cumsum(-1) - probs  # mass before a token; the first is always inside
+    return ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)

@@ -108,6 +108,26 @@ def test_ties_at_a_threshold_are_kept_whatever_their_order():
             assert torch.equal(kept, (logits > 0.5)[:, order])
 
 
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99, 0.9999])
+@pytest.mark.parametrize("scale, is_narrow", [(0.1, False), (2.0, False), (6.0, True), (9.0, True)])
+def test_top_p_sorts_a_large_vocabulary_only_where_it_must(scale, is_narrow, top_p, monkeypatch):
+    """The same tokens are drawn as from the sorted vocabulary."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(40, 20_000, generator=generator) * scale
+    logits[:20] = (logits[:20] * 4).round() / 4  # ties
+    ordered = logits.sort(descending=True).values
+    before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+    least = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+    uniform = torch.rand(40, generator=generator, dtype=torch.float64)
+    exact = sample(logits.masked_fill(logits < least, -torch.inf), uniform, SamplingConfig())
+    rows, sort = [0], Tensor.sort
+    monkeypatch.setattr(Tensor, "sort", lambda x, **how: rows.append(len(x)) or sort(x, **how))
+    drawn = sample(logits, uniform, SamplingConfig(top_p=top_p))
+    if is_narrow and top_p < 0.99:  # few tokens have most of the mass
+        assert sum(rows) < 4
+    assert all(torch.equal(mine, other) for mine, other in zip(drawn, exact, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_filtered_and_drawn_in_fp32(dtype):
     logits, uniform = random_logits().to(dtype), torch.full((64,), 0.4, dtype=torch.float64)
