@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,10 +24,10 @@ from records import RankReport, audit_report, evaluation_record, generate_second
 from rewards import sandbox
 from rewards.gradings import PoolStats
 from rewards.judge import open_graders
-from rollout import Engine, kv_budget
+from rollout import Engine
 from rounds import Referee, Round
 from scheduler import POLICIES, Race
-from settings import MODELS, Config, model_dtype, rollout_profile, rollout_sizes
+from settings import MODELS, Config, model_dtype, rollout_profile, rollout_sizes, with_kv_memory
 from trainer import Trainer
 from warm_start import ensure_model
 
@@ -313,9 +313,8 @@ def build_rollout(
     config: Config, model: Model, ends: Iterable[int], tokenizer: Tokenizer, world: World
 ) -> tuple[parallel.TPGroups, Engine, ParallelismPlanner]:
     """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
-    free = min(parallel.gather_objects(world, kv_budget(config.rollout, world.device)))  # ranks need equally many pages
-    rollout = replace(config.rollout, kv_gib=free / 2**30)
-    config, elastic = replace(config, rollout=rollout), config.planner.rule != "fixed"
+    config, elastic = with_kv_memory(config, model.shape, world), config.planner.rule != "fixed"
+    rollout = config.rollout
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic)
     # One rank reads it: on other machines there may be none, or another, and all must choose the same.
     profile = rollout_profile(config, model.shape, sizes, world.size, world.device) if world.is_main else None

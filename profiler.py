@@ -27,7 +27,16 @@ from parallel import TPGroups, World
 from policies.step_times import Profile, SizeProfile
 from process import launcher
 from rollout import Engine
-from settings import MODELS, Config, model_dtype, model_source, profile_conditions, profile_path, rollout_sizes
+from settings import (
+    MODELS,
+    Config,
+    model_dtype,
+    model_source,
+    profile_conditions,
+    profile_path,
+    rollout_sizes,
+    with_kv_memory,
+)
 from warm_start import ensure_model
 
 MAX_TOKENS = 2**18  # context tokens of a point: more would take minutes to prefill, and times grow linearly
@@ -40,6 +49,7 @@ def make_profile(config: Config, folder: Path, world: World, contexts: List[int]
     `contexts`: as for `measure`.
     """
     model = checkpoint.load_model(folder, world.device, model_dtype(config, world.device.type)).requires_grad_(False)
+    config = with_kv_memory(config, model.shape, world)
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
     tp_groups = TPGroups(world, sizes)
     engine = Engine(model, config.rollout, config.sampling, (), parallel=tp_groups[sizes[0]], sizes=sizes)

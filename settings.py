@@ -1,7 +1,8 @@
 """The settings of a run: all sections of the config, and the checks that refuse a run which would fail later."""
 
+import math
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -10,10 +11,13 @@ import checkpoint
 from config import ConfigError, flatten, load_config, option
 from core import Tokenizer
 from data import DataConfig, load_prompts
+from engine.graphs import num_graphs
+from engine.memory import CPU_KV_BYTES, cache_of
 from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
-from parallel import check_group_size, group_sizes, own_node_size
+from parallel import World, check_group_size, gather_objects, group_sizes, own_node_size
+from policies.memory_plan import GIB, Decoder, Demand, Plan, plan, remedy
 from policies.overlap import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.planner import PlannerConfig, refuse_within_round
 from policies.step_times import PROFILE_NAME, Profile, load_profile
@@ -36,6 +40,12 @@ class RunConfig:
     steps: int = option(150, "steps (updates of the policy) of the whole run", min=0)
     seed: int = option(0, "seed of sampling and of the order of prompts", min=0)
     device: str = option("auto", "auto (GPU if there is one), cpu or cuda", choices=("auto", "cpu", "cuda"))
+    device_gib: float = option(
+        0.0,
+        "GPU memory that a rank plans with, in GiB; 0: all that it has; --check plans so without a GPU too",
+        min=0.0,
+        max=1e5,
+    )
     timeout_seconds: float = option(600.0, "longest wait for another rank", above=0.0, max=1e7)
     eval_every: int = option(25, "steps between evaluations; 0: only before and after", min=0)
     eval_samples: int = option(4, "responses per held-out prompt (the k of avg@k and pass@k)", min=1, max=4096)
@@ -83,6 +93,95 @@ def model_dtype(config: Config, device_type: str) -> torch.dtype:
 def model_source(config: Config) -> Path:
     """Return the folder of the model that a run starts from; a warm-started one may not exist yet."""
     return Path(config.model.path) if config.model.path else model_folder(config.warm_start, config.data.train, MODELS)
+
+
+def planned_device(config: Config) -> torch.device:
+    """Return the device to plan for, which this machine need not have."""
+    has_gpu = config.run.device_gib or torch.cuda.is_available()
+    return torch.device("cuda" if config.run.device != "cpu" and has_gpu else "cpu")
+
+
+def memory_plan(
+    config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device, outside: float = 0.0
+) -> Plan:
+    """Return the memory plan of each rank. `outside`: bytes of the device that torch cannot have now."""
+    c, dtype, is_gpu = config, model_dtype(config, device.type), device.type == "cuda"
+    trainer, cache, gpu_bytes = c.trainer.for_device(device.type), cache_of(c.rollout, shape, dtype), 0.0
+    if is_gpu:
+        own = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else math.inf
+        gpu_bytes = min(own, c.run.device_gib * GIB or math.inf)
+    possible = tuple(n for n in group_sizes(num_ranks, node_size) if can_split(shape, n))
+    tp_sizes = {c.rollout.tensor_parallel, *(possible if c.planner.rule != "fixed" else ())}
+    groups = (num_ranks > 1) + (trainer.shard > 1) + (1 < trainer.shard < num_ranks) + len(tp_sizes - {1})
+    return plan(
+        Demand(
+            Decoder(**{each.name: getattr(shape, each.name) for each in fields(Decoder)}),
+            dtype.itemsize,
+            cache,
+            tokens=max(trainer.tokens_per_microbatch, cache.longest),  # a longer sample goes alone
+            logits_tokens=trainer.tokens_per_logits,
+            recompute=trainer.recompute == "on",
+            num_ranks=num_ranks,
+            shard=trainer.shard,
+            offload=trainer.offload_optimizer,
+            has_reference=bool(c.loss.kl_coef),
+            filters=c.sampling.truncates,
+            entropy=bool(c.loss.entropy_coef),
+            scales=c.sampling.temperature != 1.0,
+            tensor_parallel=c.rollout.tensor_parallel,
+            sizes=possible,
+            step_tokens=c.rollout.step_tokens,
+            graphs=is_gpu * len(tp_sizes) * num_graphs(cache.max_running, cache.pages_of_longest),
+            communicators=is_gpu * groups,
+            outside=outside,
+            judge=is_gpu * _judge_bytes(c.judge, dtype),
+            packed=c.rollout.prepack and not is_gpu and dtype == torch.float32,
+            device=gpu_bytes,
+            kv=c.rollout.kv_gib * GIB or (0 if is_gpu else CPU_KV_BYTES),
+        )
+    )
+
+
+def _judge_bytes(c: JudgeConfig, dtype: torch.dtype) -> float:
+    """Return what a judge holds all the time: its layers come in the rollout, when no activations are there."""
+    if not c.path or c.memory_gib:
+        return c.memory_gib * GIB * bool(c.path)
+    shape, _ = checkpoint.check_model(c.path, "judge.path", rewards=True)
+    return shape.vocab_size * shape.hidden_size * dtype.itemsize * (1 if shape.tied else 2)
+
+
+def check_memory(plan: Plan) -> None:
+    """Raise ConfigError for a plan that cannot work, with the settings that would help."""
+    if plan.fits:
+        return
+    helps = remedy(plan.demand) or (
+        "a smaller model, shorter responses, smaller trainer.tokens_per_microbatch or more ranks"
+    )
+    raise ConfigError(
+        f"a GPU of {plan.demand.device / GIB:.1f} GiB is too small: {plan.worst} this run needs "
+        f"{plan.wanted / GIB:.1f} GiB,"
+        f" and {plan.least_kv / GIB:.2f} for KV pages; take {helps} (--check prints the plan)"
+    )
+
+
+def with_kv_memory(config: Config, shape: ModelShape, world: World) -> Config:
+    """Return the settings with the KV memory that the plan leaves: the least of all ranks, who need equal pages.
+
+    Collective. Raises ConfigError when a rank has too little.
+    """
+    outside = 0.0
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
+        outside = total - free - torch.cuda.memory_reserved(world.device)
+    elif config.run.device_gib:
+        raise ConfigError(
+            f"run.device_gib = {config.run.device_gib} is about GPUs, but the run is on a CPU; leave it out"
+        )
+    own = memory_plan(config, shape, world.size, world.node_size, world.device, outside)
+    plans = gather_objects(world, own)
+    for each in plans:
+        check_memory(each)
+    return replace(config, rollout=replace(config.rollout, kv_gib=min(each.kv for each in plans) / GIB))
 
 
 def rollout_sizes(
@@ -136,17 +235,21 @@ def rollout_profile(
     return load_profile(path, profile_conditions(config, shape, num_ranks, device), sizes)
 
 
-def check_run(config: Config, world_size: int, resume: bool, is_main: bool) -> None:
-    """Raise ConfigError on anything that would fail later: combinations, data, graders, model folder, run folder."""
-    device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prints_plan: bool = False) -> None:
+    """Raise ConfigError on anything that would fail later: combinations, memory, data, graders, folders."""
+    device, node_size = planned_device(config), own_node_size(world_size)
     dtype = model_dtype(config, device.type)
     check_settings(config, world_size, dtype)
     check_loggers(config.log)
     check_run_folder(config, resume)
+    memory = memory_plan(config, shape_of(config), world_size, node_size, device)
+    if prints_plan and is_main:
+        print(memory.table(), flush=True)
+    check_memory(memory)
     shape, tokenizer = check_source(config)
-    elastic = config.planner.rule != "fixed"
-    sizes = rollout_sizes(config, shape, world_size, own_node_size(world_size), device, elastic)
-    if is_main:
+    planned = replace(config, rollout=replace(config.rollout, kv_gib=memory.kv / GIB))
+    sizes = rollout_sizes(planned, shape, world_size, node_size, device, config.planner.rule != "fixed")
+    if is_main and (device.type == "cpu" or torch.cuda.is_available()):
         rollout_profile(config, shape, sizes, world_size, device)
     check_data(config, tokenizer, dtype, is_main)
 
@@ -192,6 +295,14 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         raise ConfigError(f"run.replay = {c.run.replay!r}: no such folder; give the rollouts/ folder of an earlier run")
 
 
+def shape_of(c: Config) -> ModelShape:
+    """Return the shape of the model that the run starts from, by its config.json alone."""
+    folder = model_source(c)
+    if c.model.path or folder.exists():
+        return parse_shape(checkpoint.read_config(folder), str(folder / "config.json"))
+    return parse_shape(hf_config(c.warm_start, byte_tokenizer()), "warm_start")
+
+
 def check_source(c: Config) -> tuple[ModelShape, Tokenizer]:
     """Return the shape and the tokenizer of the model that the run starts from. Raises ConfigError if it cannot."""
     folder = model_source(c)
@@ -205,8 +316,7 @@ def check_source(c: Config) -> tuple[ModelShape, Tokenizer]:
                 "copy the tokenizer that belongs to the model"
             )
     else:
-        tokenizer = byte_tokenizer()
-        shape = parse_shape(hf_config(c.warm_start, tokenizer), "warm_start")
+        tokenizer, shape = byte_tokenizer(), shape_of(c)
     longest = c.rollout.max_prompt_tokens + c.rollout.max_response_tokens
     if longest > shape.max_positions:
         raise ConfigError(
@@ -283,7 +393,7 @@ def check_stream(c: Config, num_ranks: int) -> None:
 
 # `--resume` takes other values of these: they change no trajectory. (Rows stay, whatever names data.graders adds.)
 FREE_TO_CHANGE = (
-    *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints")),
+    *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device_gib")),
     *("run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),
     *(f"reward.{key}" for key in ("num_workers", "max_failures", "max_queue", "concurrency", "worker_gib")),
     *(f"trainer.{key}" for key in ("shard", "recompute", "offload_optimizer")),

@@ -107,7 +107,7 @@ def main(argv: list[str], script: str = __file__) -> int:
             if not flags.check:
                 return launcher.launch(script, asked, argv)
             size = launcher.pretend(asked)
-        check_run(config, size, flags.resume, is_main=rank == 0)
+        check_run(config, size, flags.resume, is_main=rank == 0, prints_plan=flags.check)
     except (ConfigError, OSError) as error:  # of the system: a name that is too long, a folder that may not be read
         return ending.refuse(error)
     if flags.check:
@@ -137,7 +137,7 @@ usage: python train.py [--ranks=N] [--config FILE.toml] [--section.key=value ...
   --ranks N       processes on this machine, one a GPU (default 1); starts torchrun, whose options, such as
                   --nnodes=4 or --max-restarts=3, are taken too
   --config FILE   settings from a TOML file; see configs/
-  --check         validate config, data, graders and model folder for these ranks, then exit
+  --check         print the memory plan, validate config, data, graders and model folder for these ranks, then exit
   --resume        continue the run in run.dir from its newest checkpoint, or begin it if there is none
   --help          this text
 

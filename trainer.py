@@ -49,12 +49,24 @@ class TrainerConfig:
         "prompt and response tokens of one forward and backward on one rank, at most (a longer sample goes alone)",
         min=1,
     )
-    tokens_per_logits: int = option(4096, "sampled tokens whose logits are held at once; more are recomputed", min=1)
+    tokens_per_logits: int = option(
+        0, "sampled tokens whose logits are held at once; more are recomputed; 0: 2048 on a GPU, 4096 on a CPU", min=0
+    )
     shard: int = option(
         1, "neighbouring ranks that share masters, gradients and optimizer state (FSDP); 1: every rank has all", min=1
     )
-    recompute: bool = option(False, "keep only each layer's input for the backward pass, and compute the rest again")
+    recompute: str = option(
+        "auto",
+        "on: keep only each layer's input for the backward pass, and compute the rest again; auto: on a GPU",
+        choices=("auto", "on", "off"),
+    )
     offload_optimizer: bool = option(False, "keep the optimizer's state in host memory, except during the update")
+
+    def for_device(self, device_type: str) -> "TrainerConfig":
+        """Return the settings with those chosen that depend on the device."""
+        recompute, tokens = ("on", 2048) if device_type == "cuda" else ("off", 4096)
+        recompute = recompute if self.recompute == "auto" else self.recompute
+        return replace(self, recompute=recompute, tokens_per_logits=self.tokens_per_logits or tokens)
 
 
 class NonFiniteError(RuntimeError):
@@ -83,6 +95,7 @@ class Trainer:
         total_updates: int,
         reference: Model | None = None,
     ):
+        config = config.for_device(world.device.type)
         self.model, self.config, self.sampling, self.world = model, config, sampling, world
         self.loss = loss.for_dtype(model.head_weight.dtype)
         self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
@@ -101,7 +114,7 @@ class Trainer:
             for param, master in zip(self.params, self.masters, strict=True):
                 if param is not master and param.requires_grad:
                     param.register_post_accumulate_grad_hook(_add_to(master))
-        self.learner.recompute = config.recompute
+        self.learner.recompute = config.recompute == "on"
         betas = (config.beta1, config.beta2)
         trained = [m for p, m in zip(self.params, self.masters, strict=True) if self.mesh or p.requires_grad]
         matrices = {"params": [m for m in trained if m.dim() > 1], "weight_decay": config.weight_decay}

@@ -141,6 +141,12 @@ BENCHMARKS = {
         "lost, {prompts_doubled} doubled; the slowest took {slowest_seconds:.1f} s, 8 of them the configured time-out"
         " ([all of it](../benchmarks/results/faults_cpu.md))",
     ),
+    "memory": Benchmark(
+        "benchmarks/memory.py",
+        ("policies/memory_plan.py", *ENGINE, *TRAINING, "settings.py", "parallel.py"),
+        "the memory that a rank plans against what its tensors take, tiny and 0.5B shapes, training state whole and "
+        "over two ranks, with and without recomputation: at most {plan_max_error:.0%} off ([table](running.md#memory))",
+    ),
     "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, *RUN, "warm_start.py", "configs/tiny.toml")),
     "accuracy": Benchmark(
         "figures/accuracy.py",

@@ -23,6 +23,12 @@ def row_bucket(n: int) -> int:
     return -(-n // step) * step
 
 
+def num_graphs(max_rows: int, max_width: int) -> int:
+    """Return how many shapes `DecodeGraphs` of one layout may capture."""
+    rows = {min(row_bucket(n), max_rows) for n in range(1, max_rows + 1)}
+    return len(rows) * max((max_width - 1).bit_length() - 2, 1)  # widths: 8, 16, 32 .. max_width
+
+
 class DecodeGraphs:
     """One graph for each (layout, rows, pages of the longest row) that occurs, captured when it first occurs.
 

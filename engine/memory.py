@@ -12,6 +12,8 @@ from engine.pages import Cache
 from host import upload
 from model import ModelShape
 
+CPU_KV_BYTES = 2**28
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -29,7 +31,7 @@ class RolloutConfig:
     page_size: int = option(64, "tokens in one KV page", min=1, max=1024)
     kv_gib: float = option(
         0.0,
-        "memory of the KV pages of one rank, in GiB; 0: half of the free GPU memory, 0.25 on a CPU",
+        "memory of the KV pages of one rank, in GiB; 0: what the memory plan leaves of a GPU, 0.25 on a CPU",
         min=0.0,
         max=1e5,
     )
@@ -47,10 +49,13 @@ def kv_page_bytes(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, 
 
 
 def kv_budget(config: RolloutConfig, device: torch.device) -> float:
-    """Return the bytes that one rank's pages may have, beside the weights, which every rank keeps whole."""
+    """Return the bytes that one rank's pages may have, beside the weights, which every rank keeps whole.
+
+    With `kv_gib` = 0 an engine without a run knows no plan, and takes half of the GPU memory that is free.
+    """
     if config.kv_gib:
         return config.kv_gib * 2**30
-    return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else 2**28
+    return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else CPU_KV_BYTES
 
 
 def num_pages_for(

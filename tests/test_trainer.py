@@ -208,7 +208,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_full_distribution(
 # ---- frozen weights ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["off", "on"])
 def test_frozen_norms_leave_all_other_gradients_as_they_are(tiny_model, reference, examples, monkeypatch, recompute):
     """On a GPU the kernels have no backward pass; here their twins are cut off from it. The reference may use them."""
     used, found = [], []
@@ -358,7 +358,7 @@ def train_share(world: World, model_folder: Path, examples: list[Example], resul
     torch.save((gradients, weights(trainer), stats), f"{result}.{world.rank}")
 
 
-SHARDED = {"shard": 2, "recompute": True, "offload_optimizer": True, "tokens_per_microbatch": 128}
+SHARDED = {"shard": 2, "recompute": "on", "offload_optimizer": True, "tokens_per_microbatch": 128}
 
 
 @pytest.mark.parametrize("size, settings", [(2, {}), (4, {}), (2, SHARDED), (4, SHARDED), (4, {"shard": 4})])

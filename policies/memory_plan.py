@@ -1,0 +1,261 @@
+"""The memory of one rank: all that lasts, its worst moment, and what that leaves for KV pages. Pure arithmetic.
+
+`train.py --check` prints the plan; a run on a GPU gives its pages the rest. benchmarks/memory.py holds it to measured
+memory. h: hidden size, I: intermediate size, q: all heads' queries, T: tokens of the largest micro-batch, b: bytes of a
+number in the model's dtype; masters, gradient sums and optimizer state are fp32.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+
+from engine.pages import Cache
+
+GIB = 2**30
+# Not measured yet, for want of a GPU:
+CONTEXT = GIB // 2  # of CUDA, with its libraries and kernels
+COMMUNICATOR = GIB // 2  # of NCCL, for each group of ranks (544 to 688 MB in nccl issue 964)
+GRAPH_LAYER = 2**18  # of a captured decode step, for each layer
+FREE = 0.03  # share of a GPU that stays free: blocks of freed memory do not fit every tensor
+BUCKET = 64 * 2**20  # of gradients that are summed over ranks at a time
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a model, by the names of `model.ModelShape`, which needs torch."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tied: bool
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the memory of a rank depends on."""
+
+    shape: Decoder
+    itemsize: int  # b
+    cache: Cache
+    tokens: int  # T
+    logits_tokens: int  # whose logits are held at once
+    recompute: bool
+    num_ranks: int = 1
+    shard: int = 1
+    offload: bool = False  # the optimizer's state waits in host memory
+    has_reference: bool = False
+    filters: bool = False  # top-k, top-p or min-p
+    entropy: bool = False  # has a gradient
+    scales: bool = False  # temperature is not 1
+    tensor_parallel: int = 1
+    sizes: tuple[int, ...] = ()  # of tensor-parallel groups that ranks and model allow
+    layout: str = "whole"  # of the rollout's weights over the ranks of a replica
+    step_tokens: int = 8192  # of one forward of the rollout
+    graphs: int = 0  # CUDA graphs
+    communicators: int = 0
+    outside: float = 0.0  # bytes of the device that others have
+    judge: float = 0.0  # bytes
+    packed: bool = False  # a CPU decodes with a second copy of the weights
+    device: float = 0.0  # bytes of a GPU; 0: a CPU
+    kv: float = 0.0  # bytes of KV pages; 0: what the rest leaves
+
+    @property
+    def matrix_numbers(self) -> int:
+        """Numbers in the matrices of one layer; biases and norms are too few to count."""
+        s, heads = self.shape, (2 * self.shape.num_heads + 2 * self.shape.num_kv_heads) * self.shape.head_dim
+        return s.hidden_size * (heads + 3 * s.intermediate_size)
+
+    @property
+    def embedding_numbers(self) -> int:
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    @property
+    def end_numbers(self) -> int:
+        """Numbers in the embedding and in the head: the root of FSDP's modules."""
+        return self.embedding_numbers * (1 if self.shape.tied else 2)
+
+    @property
+    def numbers(self) -> int:
+        return self.shape.num_layers * self.matrix_numbers + self.end_numbers
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the rollout's weights over all ranks of a replica."""
+        return self.numbers * self.itemsize
+
+
+Lines = dict[str, float]  # bytes by what they are for
+
+
+@dataclass(frozen=True)
+class Plan:
+    demand: Demand
+    lasting: Lines
+    moments: dict[str, Lines]  # what comes on top of it, one moment at a time
+
+    @property
+    def worst(self) -> str:
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def wanted(self) -> float:
+        """Bytes of all but KV pages, at the worst moment."""
+        return sum(self.lasting.values()) + sum(self.moments[self.worst].values())
+
+    @property
+    def kv(self) -> float:
+        """Bytes of KV pages: as many as were asked for, else the rest."""
+        return self.demand.kv or max(self.demand.device - self.wanted, 0.0)
+
+    @property
+    def least_kv(self) -> float:
+        """Bytes of the pages that were asked for, else of one full sequence."""
+        d = self.demand
+        return d.kv or d.cache.pages_of_longest * d.cache.page_bytes(d.tensor_parallel)
+
+    @property
+    def total(self) -> float:
+        """Bytes at the worst moment, with the pages that the rollout can fill."""
+        cache, size = self.demand.cache, self.demand.tensor_parallel
+        return self.wanted + cache.num_pages(self.kv, size) * cache.page_bytes(size)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU holds it all. A CPU is not asked."""
+        return not self.demand.device or self.wanted + self.least_kv <= self.demand.device
+
+    def table(self) -> str:
+        """Return the plan as lines of text, in GiB."""
+        d = self.demand
+        pages = f"KV pages{'' if d.kv else ', from the rest'}: {d.cache.num_pages(self.kv, d.tensor_parallel)} of "
+        lasting = self.lasting | {f"{pages}{d.cache.page_size} tokens": self.total - self.wanted}
+        lines = [f"planned memory of a rank in GiB{f', of {d.device / GIB:.1f} that the GPU has' * bool(d.device)}"]
+        lines += _rows(lasting) + [f"and at the worst moment, {self.worst}"]
+        return "\n".join(lines + _rows(self.moments[self.worst] | {"sum": self.total}))
+
+
+def _rows(lines: Lines) -> list[str]:
+    return [f"  {name:70}{size / GIB:9.3f}" for name, size in lines.items() if size]
+
+
+def plan(d: Demand) -> Plan:
+    """Return what a rank holds. Each line has its reason beside it."""
+    s, b, rows, state = d.shape, d.itemsize, d.cache.max_running, 8 * d.numbers / d.shard  # two moments of AdamW
+    head_only = d.numbers - (0 if s.tied else d.embedding_numbers)
+    graphs = d.graphs * GRAPH_LAYER * s.num_layers + rows * s.vocab_size * (b + 4) * (d.graphs > 0)  # with their logits
+    around = (CONTEXT + d.communicators * COMMUNICATOR) * (d.device > 0)
+    lasting = {
+        "weights of the rollout": d.weights / (d.tensor_parallel if d.layout == "sharded" else 1),
+        "packed copies of them": head_only * b * d.packed,
+        "weights of the reference": d.weights * d.has_reference,
+        "masters": 4 * d.numbers / d.shard * (d.shard > 1 or b < 4),  # else the weights are their own masters
+        "gradients": 4 * d.numbers / d.shard,
+        "optimizer state": state * (not d.offload),
+        "judge": d.judge,
+        "tokens and log-probs of decoding rows": 12 * rows * d.cache.longest,
+        "CUDA graphs": graphs,
+        f"CUDA context, {d.communicators} communicators, other programs": max(around, d.outside),
+        "left free": FREE * d.device,
+    }
+    return Plan(d, lasting, _training(d) | _updating(d, state) | {"while the rollout prefills": _prefill(d)})
+
+
+def layer_bytes(d: Demand) -> float:
+    """Return what a layer keeps of one token for its backward pass."""
+    s, b = d.shape, d.itemsize
+    heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    # Two norms: the input in fp32, that normalised in fp32, the output.
+    norms = 2 * (8 + b) * s.hidden_size
+    # q, k and v for all query heads, the output; a CPU pads the sequences, so the packed output is a copy.
+    attention = (4 if d.device else 5) * heads * b
+    qk_norms = 8 * (heads + kv) * s.qk_norm
+    return norms + attention + qk_norms + 4 * s.intermediate_size * b  # gate and up, silu(gate), their product
+
+
+def _training(d: Demand) -> dict[str, Lines]:
+    """Return the moments of a micro-batch: as its logits are scored, and in the backward pass of a layer."""
+    s, b, T = d.shape, d.itemsize, d.tokens
+    layer, chunk, head = layer_bytes(d), min(d.logits_tokens, T), d.embedding_numbers * b
+    # Of each layer, and behind the last a norm and the rows of sampled tokens.
+    kept = s.num_layers * (s.hidden_size * b if d.recompute else layer) + (8 + 3 * b) * s.hidden_size
+    activations = {f"{'inputs' if d.recompute else 'activations'} of all layers, {T} tokens": kept * T}
+    # Logits and log-probs, and three of their size for the entropy. Of bf16 and of scaled logits there is a fp32 copy.
+    per_logit = (22 if b < 4 else 24 if d.scales else 20) + 6 * d.filters + 5 * d.entropy
+    logits = {
+        f"logits of {chunk} tokens": per_logit * chunk * s.vocab_size,
+        "gradient of the head so far": head * (chunk < T),
+    }
+    # As the head's gradient is added to: the sum so far, this chunk's part, the new sum.
+    summed = {f"gradient of {chunk} logits": b * chunk * s.vocab_size, "gradients of the head": 3 * head}
+    backward = {
+        "gradient of the head": head * s.tied,  # waits for the embedding's
+        "activations of one layer": layer * T * d.recompute,
+        # In the MLP: those of gate and up, before and after they are joined, less what is freed on the way.
+        "gradients of activations": (2 * s.intermediate_size + 2 * s.hidden_size) * b * T,
+    }
+    return {
+        "as a chunk of logits is scored": activations | logits | _fsdp(d, 0),
+        "as a chunk's gradient reaches the head": activations | summed | _fsdp(d, 0),
+        "in the backward pass of the last layer": activations | backward | _fsdp(d, 1),
+    }
+
+
+def _fsdp(d: Demand, layers: int) -> Lines:
+    """Return the whole weights and gradients that FSDP holds, with none or one of the layers at work."""
+    b = d.itemsize
+    # A layer's weights and the next one's, its gradients, and the fp32 buffer that the one before is reduced in.
+    of_layers = layers * d.matrix_numbers * (3 * b + 4)
+    return {"FSDP: embedding, head, layer at work": (d.end_numbers * b + of_layers) * (d.shard > 1)}
+
+
+def _updating(d: Demand, state: float) -> dict[str, Lines]:
+    """Return the moments behind the layers: gradients of the embedding, their reduction, the update."""
+    b, largest = d.itemsize, 4 * d.embedding_numbers
+    return {
+        "as the embedding's gradient is added": {
+            "gradients of the embedding": (3 if d.shape.tied else 1) * d.embedding_numbers * b,
+        }
+        | _fsdp(d, 0),
+        "as the embedding's gradient is reduced": {
+            "gradients of embedding and head": d.end_numbers * b * (d.shard > 1),
+            "the same in fp32, to be reduced": d.end_numbers * 4 * (d.shard > 1),
+        }
+        | _fsdp(d, 0),
+        "in the update": {
+            "offloaded optimizer state": state * d.offload,
+            "largest weight, whole, or a bucket of gradients": max(largest, BUCKET) * (d.num_ranks > 1),
+        },
+    }
+
+
+def _prefill(d: Demand) -> Lines:
+    """Return what a forward of the rollout holds: a layer's MLP, and what drawing takes of each row's logits."""
+    s, b = d.shape, d.itemsize
+    return {
+        f"activations of {d.step_tokens} tokens": 3 * (s.intermediate_size + s.hidden_size) * b * d.step_tokens,
+        f"logits of {d.cache.max_running} rows": 20 * d.cache.max_running * s.vocab_size,
+    }
+
+
+def remedy(d: Demand, logits_tokens: int = 1024) -> str:
+    """Return the fewest settings that would make a plan fit, as text; "" if none would."""
+    shards = [n for n in range(d.shard, d.num_ranks + 1) if d.num_ranks % n == 0]
+    settings = (  # the last are tried first
+        [("trainer.offload_optimizer = true", {"offload": True})],
+        [(f"rollout.tensor_parallel = {n}", {"tensor_parallel": n}) for n in d.sizes],
+        [(f"trainer.shard = {n}", {"shard": n}) for n in shards],
+        [("rollout.kv_gib = 0", {"kv": 0.0})],
+        [(f"trainer.tokens_per_logits = {logits_tokens}", {"logits_tokens": logits_tokens})],
+        [("trainer.recompute = on", {"recompute": True})],
+    )
+    choices: Iterable[tuple] = product(*([None, *values] for values in settings))
+    for picked in sorted(([pick for pick in choice if pick] for choice in choices), key=len):
+        changes = {field: value for _, change in picked for field, value in change.items()}
+        if plan(replace(d, **changes)).fits:
+            return " and ".join(text for text, _ in picked)
+    return ""

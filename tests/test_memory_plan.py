@@ -1,0 +1,236 @@
+"""The memory plan: its arithmetic, what a run makes of it, and that a run holds what it plans."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from conftest import ALONE, ROOT
+from test_benchmarks import load
+from torch.utils.checkpoint import checkpoint
+
+from config import ConfigError, load_config
+from model import parse_shape
+from parallel import World
+from policies.memory_plan import FREE, GIB, Plan, layer_bytes, plan, remedy
+from sampling import SamplingConfig, score
+from settings import Config, check_memory, memory_plan, with_kv_memory
+from trainer import TrainerConfig
+
+CUDA = torch.device("cuda", 0)
+QWEN_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+}
+QWEN_1B = QWEN_7B | {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+SCORED, BACKWARD = "as a chunk of logits is scored", "in the backward pass of the last layer"
+
+
+def planned(*settings: str, model: dict = QWEN_7B, ranks: int = 8) -> Plan:
+    """Return the plan of 128 x 8 responses of 1k + 8k tokens on GPUs of 80 GB."""
+    given = ["--run.device_gib=79.6", *(f"--{setting}" for setting in settings)]
+    config = load_config(Config, str(ROOT / "configs/qwen_math.toml"), given)
+    return memory_plan(config, parse_shape(model, "test"), ranks, ranks, CUDA)
+
+
+def together(made: Plan) -> float:
+    """Return the GiB of all parts of a micro-batch, as if they met in one moment."""
+    return sum((made.moments[SCORED] | made.moments[BACKWARD]).values()) / GIB
+
+
+def test_a_layer_keeps_what_was_counted_by_hand() -> None:
+    assert layer_bytes(planned(model=QWEN_1B).demand) == 112 * 1024
+    assert layer_bytes(planned().demand) == 246 * 1024
+
+
+def test_a_7b_model_on_eight_gpus_of_80_gb() -> None:
+    """The arithmetic of a review by hand: it wants 73 GiB and 16 GiB beside what lasts, and has 19.5."""
+    kept = "trainer.recompute=off", "trainer.tokens_per_logits=4096"
+    whole, sharded = planned(), planned("trainer.shard=8", "rollout.kv_gib=30.2")
+    held = planned("trainer.shard=8", "rollout.kv_gib=30.2", *kept)
+    assert not whole.fits and not held.fits and sharded.fits
+    names = "weights of the rollout", "masters", "gradients", "optimizer state"
+    assert [whole.lasting[name] / GIB for name in names] == pytest.approx([14.2, 28.4, 28.4, 56.7], abs=0.05)
+    lasting = sum(sharded.lasting[name] for name in names) / GIB + 1.5 + 30.2  # context, communicators and pages
+    assert 79.6 - lasting == pytest.approx(19.5, abs=0.2)
+    assert together(sharded) == pytest.approx(16.2, rel=0.05)
+    longest = replace(held.demand, tokens=8192)  # a sample of 1k + 8k tokens, which goes alone, is longer
+    assert together(plan(longest)) == pytest.approx(73, rel=0.02)
+
+
+def test_a_plan_that_cannot_work_is_refused_with_the_settings_that_would_help() -> None:
+    for settings, helps in (
+        ((), "take trainer.shard = 4 ("),
+        (("trainer.recompute=off",), "take trainer.shard = 4 and trainer.recompute = on ("),
+        (
+            ("trainer.shard=8", "run.device_gib=60", "trainer.tokens_per_logits=9216"),
+            "take trainer.tokens_per_logits = 1024 (",
+        ),
+        (("trainer.shard=8", "rollout.kv_gib=60"), "take rollout.kv_gib = 0 ("),
+        (("trainer.shard=8", "run.device_gib=20"), "take a smaller model"),
+    ):
+        made = planned(*settings)
+        with pytest.raises(ConfigError) as refused:
+            check_memory(made)
+        assert helps in str(refused.value), settings
+    check_memory(planned("trainer.shard=4"))
+    check_memory(planned(model=QWEN_1B))
+
+
+def test_a_larger_size_is_advised_where_a_sequence_does_not_fit() -> None:
+    least = replace(planned("trainer.shard=8").demand, offload=True, logits_tokens=512, device=1e-9)
+    spare = plan(least).least_kv / 3  # bytes of a third of a sequence's pages
+    few = replace(least, device=(plan(least).wanted + spare) / (1 - FREE))
+    assert not plan(few).fits and remedy(few) == "rollout.tensor_parallel = 4"
+
+
+def test_pages_get_the_rest_and_the_table_adds_up() -> None:
+    made = planned("trainer.shard=8")
+    assert made.wanted + made.kv == 79.6 * GIB and made.total <= 79.6 * GIB
+    *_, last = made.table().splitlines()
+    assert last.split() == ["sum", f"{made.total / GIB:.3f}"]
+    lines = [line.rsplit(maxsplit=1) for line in made.table().splitlines()[1:-1] if line.startswith("  ")]
+    assert sum(float(size) for _, size in lines) == pytest.approx(made.total / GIB, abs=0.01)
+    sharded = plan(replace(made.demand, layout="sharded", tensor_parallel=4))
+    assert sharded.kv - made.kv == pytest.approx(made.demand.weights * 3 / 4)
+
+
+def test_a_gpu_recomputes_and_holds_fewer_logits_unless_it_is_told() -> None:
+    told = TrainerConfig(recompute="off", tokens_per_logits=100)
+    auto = TrainerConfig()
+    assert auto.for_device("cuda") == replace(auto, recompute="on", tokens_per_logits=2048)
+    assert auto.for_device("cpu") == replace(auto, recompute="off", tokens_per_logits=4096)
+    assert told.for_device("cuda") == told.for_device("cpu") == told
+
+
+# ---- what a run makes of it --------------------------------------------------------------------------------------
+
+
+def checked(folder: Path, *settings: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "train.py", "--check", "--ranks=8", "--config=configs/qwen_math.toml"]
+    command += [f"--model.path={folder}", f"--data.train={folder}/none.jsonl", "--run.device_gib=79.6", *settings]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_check_prints_the_plan_of_a_gpu_from_a_config_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    done = checked(tmp_path, "--trainer.shard=8")
+    assert done.returncode == 2 and "model.safetensors" in done.stderr  # the plan comes first
+    assert done.stdout.strip() == planned("trainer.shard=8").table()
+    done = checked(tmp_path)
+    assert done.returncode == 2 and "a GPU of 79.6 GiB is too small" in done.stderr
+    assert "sum" in done.stdout
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU of which other programs have `outside` GiB."""
+    made = SimpleNamespace(total=int(79.6 * GIB), outside=0.4 * GIB, reserved=20 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=made.total))
+    free = lambda device: (made.total - made.reserved - made.outside, made.total)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: made.reserved)
+    return made
+
+
+def test_a_run_sizes_its_pages_by_the_plan(gpu: SimpleNamespace) -> None:
+    config = load_config(Config, str(ROOT / "configs/qwen_math.toml"), [])
+    shape, world = parse_shape(QWEN_1B, "test"), World(0, 1, CUDA)
+    as_planned = memory_plan(config, shape, 1, 1, CUDA)
+    assert with_kv_memory(config, shape, world).rollout.kv_gib * GIB == pytest.approx(as_planned.kv)
+    gpu.outside = 5 * GIB  # more than CUDA itself takes
+    less = with_kv_memory(config, shape, world).rollout.kv_gib * GIB
+    assert as_planned.kv - less == pytest.approx(4.5 * GIB)
+    gpu.outside = 50 * GIB
+    with pytest.raises(ConfigError, match="too small"):
+        with_kv_memory(config, shape, world)
+
+
+def test_a_run_on_a_cpu_has_a_quarter_of_a_gib_and_no_gpu_to_plan_for() -> None:
+    shape = parse_shape(QWEN_1B, "test")
+    assert with_kv_memory(Config(), shape, ALONE).rollout.kv_gib == 0.25
+    config = load_config(Config, None, ["--run.device_gib=80"])
+    with pytest.raises(ConfigError, match="run.device_gib = 80"):
+        with_kv_memory(config, shape, ALONE)
+
+
+# ---- planned against measured ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[ModuleType]:
+    yield from load("memory")
+
+
+def compare(memory: ModuleType, case: object, world: World) -> None:
+    made, peaks = memory.measure(case, world)
+    assert made.total == pytest.approx(max(peaks.values()), rel=0.15), (made.table(), peaks)
+
+
+@pytest.mark.parametrize("recompute", ["off", "on"])
+def test_a_tiny_run_holds_what_it_plans(memory: ModuleType, recompute: str) -> None:
+    compare(memory, memory.Case("tiny", 1, recompute), ALONE)
+
+
+def compare_sharded(world: World) -> None:
+    for memory in load("memory"):
+        for recompute in ("off", "on"):
+            compare(memory, memory.Case("tiny", world.size, recompute), world)
+
+
+def test_a_sharded_run_holds_what_it_plans(run_ranks) -> None:
+    run_ranks(2, compare_sharded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sampling", "entropy"),
+    [
+        (SamplingConfig(), False),
+        (SamplingConfig(0.7), False),
+        (SamplingConfig(), True),
+        (SamplingConfig(top_p=0.9), False),
+        (SamplingConfig(0.7, 20, 0.9), True),
+    ],
+)
+def test_the_logits_of_a_chunk_take_what_is_planned(memory: ModuleType, dtype, sampling, entropy) -> None:
+    tokens, vocabulary = 64, 4096
+    live, targets = memory.LiveBytes(), torch.zeros(tokens, dtype=torch.int64)
+    with live:
+        hidden, head = (torch.randn(n, 8, dtype=dtype, requires_grad=True) for n in (tokens, vocabulary))
+        before = live.now
+
+        def score_part(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return score(hidden @ head.T, targets, sampling, entropy)
+
+        logprobs, entropies = checkpoint(score_part, hidden, use_reentrant=False)
+        (logprobs.sum() + entropy * entropies.sum()).backward()
+    made = planned(model=QWEN_7B | {"vocab_size": vocabulary})
+    demand = replace(
+        made.demand,
+        itemsize=dtype.itemsize,
+        logits_tokens=tokens,
+        filters=sampling.truncates,
+        scales=sampling.temperature != 1,
+        entropy=entropy,
+    )
+    assert live.peak - before == pytest.approx(plan(demand).moments[SCORED][f"logits of {tokens} tokens"], rel=0.15)
