@@ -200,14 +200,13 @@ def _stored_weights(folder: Path) -> tuple[dict[str, tuple[Path, str]], dict[tup
     return found, stored_as
 
 
-def _read_tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, "pt") as file:
-        return file.get_tensor(name)
-
-
-def _are_equal(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
-    first, second = _read_tensor(*one), _read_tensor(*other)
-    return one == other or (first.shape == second.shape and torch.equal(first, second.to(first.dtype)))
+def _are_equal(*stored: tuple[Path, str]) -> bool:
+    tensors = []
+    for path, name in stored:
+        with safe_open(path, "pt") as file:
+            tensors.append(file.get_tensor(name))
+    first, second = tensors
+    return first.shape == second.shape and torch.equal(first, second.to(first.dtype))
 
 
 def _expected_weights(shape: ModelShape) -> dict[str, list[int]]:
@@ -370,9 +369,9 @@ class Checkpoints:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes one checkpoint as torch.distributed.checkpoint calls it. It holds safetensors and JSON only.
+    """Writes one checkpoint as torch.distributed.checkpoint asks for it, in a thread except for `stage`.
 
-    (The pickles of torch's other writer run code when they are read.) Methods run in the thread, but for `stage`.
+    The files are safetensors and JSON: torch's other writer pickles, and reading a pickle can run code.
     """
 
     def __init__(self, folder: Path, keep: int, weights: dict[str, dict[str, Tensor]], others: dict[str, bytes]):
@@ -493,5 +492,7 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> None
     """
     reader = HuggingFaceStorageReader(str(folder / OPTIMIZER))
     if others := reader.read_metadata().state_dict_metadata.keys() ^ tensors.keys():
-        raise ConfigError(f"{folder}: {min(others)} is saved or wanted, not both; resume with the same model.dtype")
+        raise ConfigError(
+            f"{folder}: {min(others)} is only there or only in this run; resume with the same model.dtype"
+        )
     dcp.load(tensors, storage_reader=reader, process_group=world.objects, no_dist=world.size == 1)

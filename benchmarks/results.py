@@ -147,6 +147,13 @@ BENCHMARKS = {
         "the memory that a rank plans against what its tensors take, tiny and 0.5B shapes, training state whole and "
         "over two ranks, with and without recomputation: at most {plan_max_error:.0%} off ([table](running.md#memory))",
     ),
+    "checkpoints": Benchmark(
+        "benchmarks/checkpoints.py",
+        ("checkpoint.py",),
+        "a checkpoint of {parameters:,} parameters from 2 ranks: training stands still for {pause_seconds_shard1:.2f} s"
+        " of the {write_seconds_shard1:.1f} s until it is whole; with sharded masters for {pause_seconds_shard2:.2f} s "
+        "of {write_seconds_shard2:.1f} s",
+    ),
     "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, *RUN, "warm_start.py", "configs/tiny.toml")),
     "accuracy": Benchmark(
         "figures/accuracy.py",
