@@ -54,8 +54,8 @@ def _hailstone_solution(n: int) -> str:
 # ---- reverse_add: add a number to its mirror image until the sum is a palindrome ---------------------------------
 
 
-def _reverse_add_steps(n: int) -> list[tuple[str, str, str]] | None:
-    """Return (number, mirror, sum) as digit strings, least significant first; None when it takes over 24 steps."""
+def _reverse_add_steps(n: int) -> list[tuple[str, str, str]]:
+    """Return (number, mirror, sum) as digit strings, least significant first; nothing when it takes over 24 steps."""
     steps, text = [], _digits(n)
     for _ in range(24):
         total = _digits(int(text) + int(text[::-1]))
@@ -63,15 +63,15 @@ def _reverse_add_steps(n: int) -> list[tuple[str, str, str]] | None:
         if total == total[::-1]:
             return steps
         text = total
-    return None
+    return []
 
 
 def _reverse_add_numbers() -> list[int]:
-    return [n for n in range(10, 10000) if _reverse_add_steps(n) is not None]
+    return [n for n in range(10, 10000) if _reverse_add_steps(n)]
 
 
 def _reverse_add_solution(n: int) -> str:
-    steps = _reverse_add_steps(n) or []
+    steps = _reverse_add_steps(n)
     return ",".join(f"{a}+{b}={c}" for a, b, c in steps) + "#" + steps[-1][2]
 
 
@@ -129,7 +129,7 @@ TASKS: dict[str, Task] = {
         numbers=_reverse_add_numbers,
         prompt=lambda n: _digits(n) + "=",
         solution=_reverse_add_solution,
-        answer=lambda n: (_reverse_add_steps(n) or [("", "", "")])[-1][2],
+        answer=lambda n: _reverse_add_steps(n)[-1][2],
         grader="reverse_add",
         slip=_slip_digit,
     ),
