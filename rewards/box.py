@@ -69,7 +69,7 @@ def keep_box(handle: int) -> None:
         _report(spec, "error", f"{type(error).__name__}: {error}")
     finally:
         _end(spec, None if is_apart else uid)  # namespaces end as a whole
-        if lock is not None:
+        if uid is not None and lock is not None:
             leftovers.give_back(uid, lock)
     os._exit(0)
 
@@ -217,8 +217,9 @@ def _write_files(files: dict[str, str], folder: str, uid: int | None) -> None:
         paths.append(f"{folder}/{name}")
         with open(paths[-1], "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
             file.write(text)
-    for path in paths if uid is not None else ():
-        os.chown(path, uid, uid)
+    if uid is not None:
+        for path in paths:
+            os.chown(path, uid, uid)
 
 
 def _report(spec: dict, *words: object) -> None:
@@ -235,17 +236,20 @@ PLAIN = (bool, int, float, str)  # a subclass before its class
 CONTAINERS = (list, tuple, set, frozenset)
 MUTABLE = {"list": list, "set": set, "dict": dict}
 ENDS = (StopIteration, StopAsyncIteration)  # GeneratorExit is not an Exception, so it ends the program
-VERBS = {"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "len": len, "list": list}
+VERBS: dict = {"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "len": len, "list": list}
 VERBS["call"] = lambda function, args, kwargs: function(*args, **kwargs)
 
 
-def _asks(verb: str) -> types.FunctionType:
+def _asks(verb: str):
     """Return a method of a Proxy that has the program's process carry out a verb."""
     return lambda self, *arguments: self._wire.ask([verb, self, *arguments])
 
 
 class Proxy:
     """Stands for a function or object in the program's process: it can be read and called, not compared."""
+
+    _wire: "Wire"
+    _handle: int
 
     def __init__(self, wire: "Wire", handle: int):
         self.__dict__.update(_wire=wire, _handle=handle)
@@ -279,14 +283,14 @@ class Wire:
         self.writes.write(self.json.dumps(self._pack(value)) + "\n")
         self.writes.flush()
 
-    def receive(self) -> object:
+    def receive(self):
         """Return the next value. Raises EOFError when the other side has ended."""
         line = self.reads.readline()
         if not line:
             raise EOFError("the program ended before the test did")
         return self._unpack(self.json.loads(line))
 
-    def ask(self, request: list) -> object:
+    def ask(self, request: list):
         """Return the other side's answer, or raise its error. Without an answer this process ends."""
         try:
             self.send(request)
@@ -313,7 +317,8 @@ class Wire:
 
     def _pack(self, value) -> list:
         """Return a value, or [n] for row n, and the rows. Rows do not nest, so depth and cycles do not matter."""
-        held, places = [], {}
+        held: list = []
+        places: dict[int, int] = {}
 
         def refer(item) -> object:
             for kind in PLAIN:
@@ -382,7 +387,8 @@ class Wire:
             case "tuple" | "frozenset":
                 return getattr(builtins, kind)(parts)
             case "int":
-                return int(*parts, 16)
+                [digits] = parts
+                return int(digits, 16)
             case "bytes":
                 return bytes.fromhex(*parts)
             case "complex":
@@ -428,9 +434,9 @@ def run_test(wire: Wire) -> None:
 
 
 if __name__ == "__main__":
-    builtins.exit = builtins.quit = sys.exit  # as sandbox.STARTER does
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as sandbox.STARTER does
     _wire = Wire(int(sys.argv[2]), int(sys.argv[3]))
     try:
         {"serve": serve, "test": run_test}[sys.argv[1]](_wire)
-    except SystemExit as _error:
-        raise RuntimeError("a test must not exit") from _error
+    except SystemExit as ended:
+        raise RuntimeError("a test must not exit") from ended
