@@ -355,6 +355,7 @@ def test_there_are_enough_hostile_programs():
     assert len(hostile.PROGRAMS) >= 25 and len(hostile.FUNCTIONS) >= 10
 
 
+@pytest.mark.slow
 def test_hostile_programs_score_nothing_and_leave_nothing(how, clean, bait):
     folder, words = bait
     stdin, test = stdin_case(hostile.STDIN, hostile.EXPECTED), {"test": hostile.TEST}

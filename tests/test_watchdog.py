@@ -86,14 +86,15 @@ def test_a_process_alone_has_no_watchdog(tmp_path) -> None:
         assert not (tmp_path / "stacks").exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run_in_one_clear_error(tmp_path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(ROOT / "train.py"), "--config", str(ROOT / "configs" / "tiny.toml")]
-    command += ["--warm_start.steps=0", "--run.steps=1000", "--data.eval_prompts=0", "--run.timeout_seconds=4"]
+    command += ["--warm_start.steps=0", "--run.steps=1000", "--data.eval_prompts=0", "--run.timeout_seconds=8"]
     command += ["--scheduler.num_prompts=4", "--rollout.max_response_tokens=32"]
     run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     records = tmp_path / "runs" / "tiny" / "steps.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and not (records.exists() and len(read_records(records)) > 1):
         time.sleep(0.1)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
@@ -104,7 +105,7 @@ def test_a_stopped_rank_ends_the_run_in_one_clear_error(tmp_path) -> None:
     while "error: rank 0" not in said and (line := run.stdout.readline()):
         said += line
     os.kill(stopped, signal.SIGKILL)  # torchrun would give it 30 s
-    said += run.communicate(timeout=60)[0]
+    said += run.communicate(timeout=600)[0]
     assert run.returncode == 1
     assert "for ranks [1], which show no life" in said and "error: rank 0 lost the others in" in said
     assert "Traceback (most recent call last)" not in said.split("error: rank 0")[0]
