@@ -11,7 +11,7 @@ import checkpoint
 from config import ConfigError, flatten, load_config, option
 from core import Tokenizer
 from data import DataConfig, load_prompts
-from engine.graphs import num_graphs
+from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of
 from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
@@ -131,7 +131,7 @@ def memory_plan(
             tensor_parallel=c.rollout.tensor_parallel,
             sizes=possible,
             step_tokens=c.rollout.step_tokens,
-            graphs=is_gpu * len(tp_sizes) * num_graphs(cache.max_running, cache.pages_of_longest),
+            graphs=is_gpu * len(tp_sizes) * len(row_counts(cache.max_running)),
             communicators=is_gpu * groups,
             outside=outside,
             judge=is_gpu * _judge_bytes(c.judge, dtype),

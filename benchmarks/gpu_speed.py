@@ -67,13 +67,12 @@ def step_seconds(engine: Engine, steps: int) -> float:
 def graph_seconds(engine: Engine) -> float:
     """Seconds of the step on the device alone. Spoils the state of the rows."""
     n, graphs = len(engine.batcher.running), engine.runner.graphs
-    width = int(engine.batcher.num_pages[:n].max())
     assert graphs
 
     @torch.inference_mode()
     def five() -> None:
         for _ in range(5):
-            graphs.run(engine.runner.decode_step, n, width)
+            graphs.run(engine.runner.decode_step, n)
 
     return seconds_of(five, engine.device, turns=1) / 5
 

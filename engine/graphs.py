@@ -23,21 +23,21 @@ def row_bucket(n: int) -> int:
     return -(-n // step) * step
 
 
-def num_graphs(max_rows: int, max_width: int) -> int:
-    """Return how many shapes `DecodeGraphs` of one layout may capture."""
-    rows = {min(row_bucket(n), max_rows) for n in range(1, max_rows + 1)}
-    return len(rows) * max((max_width - 1).bit_length() - 2, 1)  # widths: 8, 16, 32 .. max_width
+def row_counts(max_rows: int) -> list[int]:
+    """Return the rows of all graphs of an engine, largest first."""
+    return sorted({min(row_bucket(n), max_rows) for n in range(1, max_rows + 1)}, reverse=True)
 
 
 class DecodeGraphs:
-    """One graph for each (layout, rows, pages of the longest row) that occurs, captured when it first occurs.
+    """A graph for each of `row_counts`, all captured when their layout is first used: the largest first, so that the
+    others find room in its memory.
 
     `ended` [rows] is 0 for the rows that a step may change. `layout` names what else a step reads, such as the
     shards of one tensor-parallel size.
     """
 
     def __init__(self, ended: Tensor, max_rows: int, max_width: int):
-        self.ended, self.max_rows, self.max_width = ended, max_rows, max_width
+        self.ended, self.max_rows = ended, max_rows
         self.table = torch.zeros(max_rows, max_width, dtype=torch.int32, device=ended.device)
         # Two, in turns: the copy of the step before may still be on its way.
         self.sent = deque(torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=ended.is_cuda) for _ in range(2))
@@ -46,7 +46,7 @@ class DecodeGraphs:
         self.stream = torch.cuda.Stream(ended.device, priority=-1) if ended.is_cuda else None
         self.captures = ended.is_cuda  # False: run every step eagerly, to compare
         self.layout = 1
-        self.graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by layout and rows
         self.memory: Any = None  # a handle, shared: graphs never run side by side
 
     def clear(self) -> None:
@@ -60,32 +60,28 @@ class DecodeGraphs:
         rows = self.sent[0][: len(table)].copy_(torch.from_numpy(table))
         self.table[: len(table)].copy_(rows, non_blocking=True)
 
-    def run(self, step: Callable[[int, int], None], n: int, width: int) -> None:
-        """Launch one step over at least n rows whose page tables have at least `width` entries in use.
-
-        `step(rows, width)` computes one decode step on fixed tensors.
-        """
-        shape = min(row_bucket(n), self.max_rows), min(max(8, 1 << (width - 1).bit_length()), self.max_width)
+    def run(self, step: Callable[[int], None], n: int) -> None:
+        """Launch one step over at least n rows. `step(rows)` computes one decode step on fixed tensors."""
+        rows = min(row_bucket(n), self.max_rows)
         if not self.captures:
-            return step(*shape)
-        key = self.layout, *shape
-        if key not in self.graphs:
-            self.graphs[key] = self._capture(step, *shape)
-        self.graphs[key].replay()
+            return step(rows)
+        if (self.layout, rows) not in self.graphs:
+            self.graphs |= {(self.layout, count): self._capture(step, count) for count in row_counts(self.max_rows)}
+        self.graphs[self.layout, rows].replay()
 
-    def _capture(self, step: Callable[[int, int], None], rows: int, width: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Callable[[int], None], rows: int) -> torch.cuda.CUDAGraph:
         assert self.stream, "only a GPU captures"
         ended = self.ended.clone()
         self.ended.fill_(1)  # steps over dead rows change nothing: they compile kernels and warm libraries up
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for _ in range(2):
-                step(rows, width)
+                step(rows)
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog may ask for events in its own thread meanwhile
         with torch.cuda.graph(graph, self.memory, self.stream, capture_error_mode="thread_local"):
-            step(rows, width)
+            step(rows)
         self.memory = self.memory or graph.pool()
         self.ended.copy_(ended)
         return graph

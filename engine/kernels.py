@@ -94,7 +94,10 @@ def _merge_splits(parts, lse, lengths, out, D: tl.constexpr, SPLITS: tl.constexp
 
 
 def _num_splits(n: int, num_kv: int, context: int, device: torch.device) -> int:
-    """Return how many programs share a row's keys: enough to fill the GPU; powers of two, for each compiles a merge."""
+    """Return how many programs share a row's keys: enough to fill the GPU; powers of two, for each compiles a merge.
+
+    `context`: keys that a row may have. A CUDA graph keeps the number while rows grow; splits without keys end at once.
+    """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     wanted = max(triton.cdiv(4 * processors, max(1, n * num_kv)), triton.cdiv(context, MAX_PART))
     return triton.next_power_of_2(min(wanted, triton.cdiv(context, MIN_PART), MAX_SPLITS))
@@ -137,6 +140,8 @@ def paged_decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, len
 def paged_decode_torch(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor,
                        out: Tensor | None = None) -> Tensor:  # fmt: skip
     page, size = k_pages.shape[2:]
+    if not lengths.is_cuda:  # where reading a length waits for nothing
+        table = table[:, : max(-(-int(lengths.max()) // page), 1)]
     inside = torch.arange(table.shape[1] * page, device=q.device) < lengths[:, None]  # [n, L]
     pages = table.masked_fill(~inside[:, ::page], 0).long()
     key, value = (x[pages].transpose(2, 3).flatten(1, 2).float() for x in (k_pages, v_pages))  # [n, L, K, D]

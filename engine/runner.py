@@ -43,16 +43,16 @@ class Runner:
         assert self.graphs, "only the GPU path decodes in steps of their own"
         n = len(batcher.running)
         self.graphs.send(batcher.table[:n])
-        self.graphs.run(self.decode_step, n, int(batcher.num_pages[:n].max()))
+        self.graphs.run(self.decode_step, n)
         batcher.count_decoded(n)
 
-    def decode_step(self, n: int, width: int) -> None:
+    def decode_step(self, n: int) -> None:
         """Decode one token in every row that has not ended, on tensors of fixed places, so that a graph can hold it."""
         assert self.graphs, "only the GPU path decodes in steps of their own"
         rows = self.rows
         alive = rows.ended[:n] == 0
         positions = (rows.length[:n] + 1) * alive - 1  # an ended row: -1
-        hidden = self.weights.decode(rows.last_token[:n], positions, self.graphs.table[:n, :width], self.memory.kv)
+        hidden = self.weights.decode(rows.last_token[:n], positions, self.graphs.table[:n], self.memory.kv)
         rows.length[:n] += alive
         rows.draw(slice(0, n), self.weights.logits(hidden))
 

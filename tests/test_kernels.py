@@ -171,6 +171,14 @@ def test_decode_survives_scores_that_overflow_exp(splits: int, runner: str, monk
     check(pick("paged_decode", runner)(*args), exact, rtol=0, atol=1e-3)
 
 
+@both
+def test_a_table_may_be_far_wider_than_rows_are_long(runner: str) -> None:
+    """As in a CUDA graph, which has splits for the longest row that may come."""
+    (q, k_pages, v_pages, table, lengths), exact = decode_case([5, 300, 0], 1, 2, 32, 16, torch.float32, Random(6))
+    wide = torch.cat((table, torch.full((3, 2048), FAR, dtype=table.dtype, device=DEVICE)), 1)
+    check(pick("paged_decode", runner)(q, k_pages, v_pages, wide, lengths), exact)
+
+
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed")
 def test_splits_fill_the_gpu_and_no_more() -> None:
     def splits(n: int, num_kv: int, context: int) -> int:
@@ -342,6 +350,7 @@ def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> No
 # ---- which code runs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RUNNERS != ["torch"] or not kernels.HAS_TRITON, reason="needs triton, and runs its kernels itself")
 def test_kernels_in_the_interpreter() -> None:
     engine = f"{Path(__file__).parent}/test_rollout.py::test_other_families_draw_the_same_tokens_by_fused_kernels"

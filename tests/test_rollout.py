@@ -24,7 +24,7 @@ from checkpoint import load_tokenizer, save_model
 from config import ConfigError
 from core import Prompt, Sample, Span, Visit
 from engine.cpu import BatchedPages, Packed
-from engine.graphs import DecodeGraphs, row_bucket
+from engine.graphs import DecodeGraphs, row_bucket, row_counts
 from engine.rows import stopped_by_text
 from engine.sequence import Sequence
 from engine.shard import Shard
@@ -701,6 +701,29 @@ def test_changed_weights_are_read_in_place(model) -> None:
 @pytest.mark.parametrize("n, rows", [(1, 1), (3, 4), (8, 8), (9, 16), (64, 64), (65, 80), (256, 256), (257, 288)])
 def test_graphs_have_few_sizes_and_room_for_all_rows(n: int, rows: int) -> None:
     assert row_bucket(n) == rows
+
+
+def test_a_layout_captures_its_graphs_when_it_is_first_used_and_the_largest_first(monkeypatch) -> None:
+    captured, replayed = [], []
+
+    def capture(step, rows: int) -> SimpleNamespace:
+        captured.append(rows)
+        return SimpleNamespace(replay=lambda: replayed.append(rows))
+
+    graphs = DecodeGraphs(torch.zeros(20, dtype=torch.int32), max_rows=20, max_width=4)
+    graphs.captures = True
+    monkeypatch.setattr(graphs, "_capture", capture)
+    for n in (3, 20, 1):
+        graphs.run(lambda rows: None, n)
+    assert captured == [20, 16, 8, 4, 2, 1] and replayed == [4, 20, 1]
+    graphs.layout = 2
+    graphs.run(lambda rows: None, 1)
+    graphs.layout = 1
+    graphs.run(lambda rows: None, 2)
+    assert len(captured) == 12
+    graphs.clear()
+    graphs.run(lambda rows: None, 2)
+    assert len(captured) == 18 and len(row_counts(256)) == 23
 
 
 @pytest.mark.parametrize("name", SETTINGS)
