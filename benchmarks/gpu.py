@@ -8,6 +8,7 @@ is 1. `--device cpu` runs the same code on small shapes in seconds: kernels in T
 """
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -30,6 +31,7 @@ import torch
 from gpu_checks import section_engine, section_kernels, section_varlen
 from gpu_rows import GRACE, Row, Section, measure_bandwidth, print_table, run_section, seconds_of
 from gpu_speed import section_decode, section_generate, section_steps
+from gpu_system import section_judge, section_memory, section_ranks
 
 SECONDS = 460  # of the whole run
 
@@ -92,14 +94,17 @@ def section_grpo(s: Section) -> None:
     s.row("speed", f"{speed:,.0f} tokens/s; {stages}", grpo_tokens_s=round(speed))
 
 
-SECTIONS: dict[str, tuple[Callable[[Section], None], float]] = {  # seconds, at most
+SECTIONS: dict[str, tuple[Callable[[Section], None], float]] = {  # seconds, at most; first what must be right
     "machine": (section_machine, 15),
     "kernels": (section_kernels, 80),
     "varlen": (section_varlen, 25),
     "engine": (section_engine, 70),
+    "judge": (section_judge, 30),
+    "memory": (section_memory, 30),
+    "ranks": (section_ranks, 90),
+    "grpo": (section_grpo, 85),
     "steps": (section_steps, 45),
     "decode": (section_decode, 95),
-    "grpo": (section_grpo, 85),
     "generate": (section_generate, 90),  # last: compiling may take all that is left
 }
 
@@ -108,10 +113,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS), help="these sections")
+    parser.add_argument(
+        "--plan", action="store_true", help="only list what each section checks, and its seconds at most"
+    )
     parser.add_argument("--quick", action="store_true", help="machine, kernels and attention only: under 2 minutes")
     options = parser.parse_args()
     if options.quick:
         options.only = ("machine", "kernels", "varlen")
+    if options.plan:
+        for name in options.only:
+            function, seconds = SECTIONS[name]
+            print(f"{name:10}{seconds:4} s  {inspect.getdoc(function)}")
+        return 0
     torch.backends.cuda.matmul.allow_tf32 = False
     results: list[tuple[str, Row]] = []
     start = time.perf_counter()
