@@ -31,7 +31,7 @@ from rewards.graders import TASK_OF_JUDGE
 from rewards.gradings import PoolStats
 from rewards.offload import Layers, num_resident, token_bytes
 from rewards.pool import RewardPool
-from rewards.timeouts import AdaptiveTimeouts
+
 
 TEMPLATE = """Question:
 {question}
@@ -481,7 +481,7 @@ class AllGraders:
     """
 
     def __init__(self, pool: RewardPool, judge: Judge | None, also: Mapping[str, float] | None = None):
-        self.pool, self.judge, self.also = pool, judge, dict(also or {})
+        self.pool, self.judge, self.also, self.timeouts = pool, judge, dict(also or {}), pool.timeouts
         # The judge comes first: the pool's processes go on while it computes.
         self.parts: list[Judge | RewardPool] = [judge, pool] if judge else [pool]
         self._graded: dict[Hashable, dict[str, Reward | None]] = {}  # by grader; None: not yet
@@ -537,9 +537,6 @@ class AllGraders:
                 whole.append((key, add_up(done, own | self.also) if self.also else reward))
         return whole
 
-    @property
-    def timeouts(self) -> AdaptiveTimeouts:
-        return self.pool.timeouts
 
     def take_stats(self) -> tuple[PoolStats, JudgeStats]:
         """Return the statistics since the last call."""

@@ -45,13 +45,8 @@ class CasePlan:
 
     names: tuple[str, ...]
     limits: tuple[float, ...]
+    allowed: list[float]  # seconds that each case may take, the audit included
     audited: bool
-    longest: float
-
-    @property
-    def allowed(self) -> list[float]:
-        """Seconds that each case may take, the audit included."""
-        return [self.longest] * len(self.limits) if self.audited else list(self.limits)
 
 
 @dataclass
@@ -84,7 +79,8 @@ class AdaptiveTimeouts:
         """Return the limits of a sample's cases. `prompt` identifies the prompt; `sample` decides about the audit."""
         digest = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=12).hexdigest()
         names = tuple(f"{digest}:{i}" for i in range(num_cases))
-        return CasePlan(names, tuple(map(self.limit, names)), _uniform(f"{digest} {sample}") < self.audit, self.longest)
+        limits, audited = tuple(map(self.limit, names)), _uniform(f"{digest} {sample}") < self.audit
+        return CasePlan(names, limits, [self.longest] * num_cases if audited else list(limits), audited)
 
     def observe(self, plan: CasePlan, ran: Sequence[tuple[float, bool, bool]], correct: bool) -> None:
         """Learn from (seconds, passed, timed out) of the cases that ran, in order; `correct`: all cases passed."""
