@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -98,14 +98,31 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Elsewhere(Sequence):
+    """Stands for a sample's tokens, or for their log-probs, on other ranks than the one that has them."""
+
+    length: int
+    rank: int  # that has them; `parallel.bring_tokens` asks it
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise AssertionError(f"these tokens are on rank {self.rank}")
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished response to a prompt. Never overwritten: a reward or an advantage makes a new object."""
+    """One finished response to a prompt. Never overwritten: a reward or an advantage makes a new object.
+
+    Engines pack tokens as array("i") and log-probs as array("f"): 8 bytes a token, where tuples take 72.
+    """
 
     prompt_index: int
     response_index: int  # 0 .. num_responses - 1 within the prompt
     epoch: int  # of the prompt's visit
-    token_ids: tuple[int, ...]  # response only, the end token included when there is one
-    logprobs: tuple[float, ...]  # of the distribution that was sampled, one per response token; 0 outside the spans
+    token_ids: Sequence[int]  # response only, the end token included when there is one
+    logprobs: Sequence[float]  # of the distribution that was sampled, one per response token; 0 outside the spans
     finish_reason: str  # "stop" (end token or stop text) or "length" (limit reached)
     spans: tuple[Span, ...]  # the tokens that were sampled, in order; the others were given, and are not trained
 
@@ -145,11 +162,11 @@ class Example:
 
     id: SampleId
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     spans: tuple[Span, ...]
-    logprobs: tuple[float, ...]  # of `token_ids`, under the distribution they were sampled from
+    logprobs: Sequence[float]  # of `token_ids`, under the distribution they were sampled from
     advantage: float
-    old_logprobs: tuple[float, ...] | None = None  # of the sampled tokens, recomputed by the trainer if asked to
+    old_logprobs: Sequence[float] | None = None  # of the sampled tokens, recomputed by the trainer if asked to
 
     @property
     def num_tokens(self) -> int:

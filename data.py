@@ -4,9 +4,10 @@ import json
 import signal
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, get_args, get_origin
@@ -298,7 +299,7 @@ def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: Se
     part = path.with_suffix(".part")
     with open(part, "w", encoding="utf-8") as file:
         for group, row in zip(groups, advantages, strict=True):
-            file.write(json.dumps({**asdict(group), "advantages": row}) + "\n")
+            file.write(json.dumps({**asdict(group), "advantages": row}, default=list) + "\n")  # arrays as lists
     part.replace(path)
 
 
@@ -345,7 +346,8 @@ def _group(row: dict, vocabulary: int) -> Group:
             raise ValueError(f"spans = {sample.spans!r:.60} of {len(sample.token_ids)} tokens")
         if sample.finish_reason not in ("stop", "length"):
             raise ValueError(f"finish_reason = {sample.finish_reason!r:.60}")
-    return group
+    arrays = [replace(s, token_ids=array("i", s.token_ids), logprobs=array("f", s.logprobs)) for s in samples]
+    return replace(group, samples=tuple(arrays))
 
 
 def _read(kind: type[T], values: dict) -> T:
@@ -362,9 +364,10 @@ def _tuples(value: object) -> object:
 
 
 def _fits(value: object, kind: object) -> bool:
-    if (outer := get_origin(kind)) is tuple:
+    if (outer := get_origin(kind)) in (tuple, Sequence):
         inner = get_args(kind)
-        inner = inner[:1] * len(value) if inner[-1] is Ellipsis and isinstance(value, tuple) else inner
+        if isinstance(value, tuple) and (outer is Sequence or inner[-1] is Ellipsis):
+            inner = inner[:1] * len(value)
         return isinstance(value, tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
     if outer is dict:
         return isinstance(value, dict) and all(_fits(v, get_args(kind)[1]) for v in value.values())

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -206,9 +207,18 @@ class Job:
         self.planner.observe(plan.kind, report)
 
     def dump(self, groups: Sequence[Group], advantages: torch.Tensor) -> None:
-        """Write what the step was trained on, when `run.dump_rollouts` asks for it."""
-        if self.config.run.dump_rollouts and self.world.is_main:
-            dump_groups(self.folder / "rollouts", self.step, groups, advantages.tolist())
+        """Write what the step was trained on, when `run.dump_rollouts` asks for it. Collective."""
+        if self.config.run.dump_rollouts:
+            groups = self._bring_to_main(groups)
+            if self.world.is_main:
+                dump_groups(self.folder / "rollouts", self.step, groups, advantages.tolist())
+
+    def _bring_to_main(self, groups: Sequence[Group]) -> list[Group]:
+        """Return groups with the tokens of all samples on rank 0, as they are on the others. Collective."""
+        samples = [sample for group in groups for sample in group.samples]
+        brought = parallel.bring_tokens(self.world, samples if self.world.is_main else (), samples)
+        rest = iter(brought or samples)
+        return [replace(group, samples=tuple(islice(rest, len(group.samples)))) for group in groups]
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
@@ -223,6 +233,7 @@ class Job:
         groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
         self.engine.stats.take()  # the next step counts from zero
         self.share_timeouts(pool for pool, _ in parallel.gather_objects(self.world, self.graders.take_stats()))
+        groups = self._bring_to_main(groups)
         if self.world.is_main:
             write_transcripts(self.folder / "samples" / f"step_{self.step:06d}.txt", groups, self.tokenizer)
         return evaluation_record(groups, time.perf_counter() - start)

@@ -1,9 +1,11 @@
 """From graded groups to updates: advantages, what there is to learn, and the rest of the buffer on all ranks."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
+import parallel
 from buffer import SampleBuffer
 from core import Example, Group, Prompt, Sample
 from loss import ADVANTAGES, LossConfig
@@ -53,7 +55,10 @@ def learn(trainer: Trainer, buffer: SampleBuffer) -> list[dict]:
     """Train all that waits in the buffer, in `updates_per_step` updates; return the statistics of each. Collective."""
     world, num_updates = trainer.world, trainer.config.updates_per_step
     assert not buffer.taken or num_updates == 1, "gradients of later updates were taken with the weights of the first"
-    shares = [batch[world.rank] for batch in buffer.deal(world.size, num_updates)]
+    shares = [
+        parallel.bring_tokens(world, batch[world.rank], itertools.chain(*batch))
+        for batch in buffer.deal(world.size, num_updates)
+    ]
     if trainer.loss.old_logprobs == "trainer" and num_updates > 1:
         shares = [trainer.with_old_logprobs(share) for share in shares]
     updates = []

@@ -193,13 +193,14 @@ class StreamedRound:
         leaves = self.world.rank >= first_freed
         r.hand_over(r.placement.shrink(replicas))
         held = {id: s for id, s in r.samples.items() if leaves or not self.missing[id.visit]}
+        told = {id: (parallel.header_of(s, self.world.rank), r.rewards.get(id)) for id, s in held.items()}
         with r.clock.span("hand_over"):
-            everyone = parallel.gather_objects(self.world, {id: (s, r.rewards.get(id)) for id, s in held.items()})
+            everyone = parallel.gather_objects(self.world, told)
         if leaves:
-            self._leave(everyone, first_freed)
+            self._leave(everyone, held.values(), first_freed)
             self.run.stream.open_from((self.world.rank - first_freed) % replicas * size)
         else:
-            self._take_over(everyone[first_freed::size], replicas)
+            self._take_over(everyone[first_freed::size], held.values(), replicas)
             decoding = self.run.decoding[first_freed]
             assert decoding, "this rank goes on decoding"
             r.world = decoding
@@ -210,27 +211,33 @@ class StreamedRound:
         self.outcome.switch_seconds = time.perf_counter() - self.decided
         return leaves
 
-    def _leave(self, everyone: Sequence[Held], first_freed: int) -> None:
-        """Keep one's share of the groups that are complete, forget the rest, free the pages."""
+    def _leave(self, everyone: Sequence[Held], held: Iterable[Sample], first_freed: int) -> None:
+        """Keep one's share of the groups that are complete, forget the rest, free the pages.
+
+        Collective with `_take_over` of those who stay: `held` has the samples of this rank that others may want.
+        """
         r, complete = self.round, [visit for visit, count in self.missing.items() if not count]
         self._put(complete, {id: sample for held in everyone for id, (sample, _) in held.items()})
         [shares] = self.buffer.deal(self.world.size - first_freed)  # on each freed rank the same
-        self._put_share(shares[self.world.rank - first_freed])
+        self._put_share(parallel.bring_tokens(self.world, shares[self.world.rank - first_freed], held))
         r.samples = {id: sample for id, sample in r.samples.items() if not self.missing[id.visit]}
         r.graders.forget(keep=())
         r.graders.drain()
         r.engine.free_memory()
 
-    def _take_over(self, left: Sequence[Held], replicas: int) -> None:
-        """Have the finished samples of those who leave; what they have not graded is graded here, from the start."""
+    def _take_over(self, left: Sequence[Held], held: Iterable[Sample], replicas: int) -> None:
+        """Have the finished samples of those who leave; what they have not graded is graded here, from the start.
+
+        Collective with `_leave`.
+        """
         r = self.round
         mine = left[r.engine.parallel.replica :: replicas] if r.is_first else ()
-        for id, (sample, reward) in ((id, known) for held in mine for id, known in held.items()):
-            if not self.missing[id.visit]:
-                continue
-            r.samples[id] = sample
+        known = [row for part in mine for id, row in part.items() if self.missing[id.visit]]
+        samples = parallel.bring_tokens(self.world, [sample for sample, _ in known], held)
+        for sample, (_, reward) in zip(samples, known, strict=True):
+            r.samples[sample.id] = sample
             if reward:
-                r.rewards[id] = reward
+                r.rewards[sample.id] = reward
             else:
                 r.grade(sample)
 

@@ -5,6 +5,7 @@ here is collective over the world that it gets unless it says otherwise, and eve
 Tensors travel by NCCL on GPUs and gloo on CPU; Python values always by gloo.
 """
 
+import itertools
 import math
 import os
 import pickle
@@ -12,23 +13,26 @@ import platform
 import queue
 import re
 import threading
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from config import ConfigError
+from core import Elsewhere, Example, Sample, SampleId
 from engine.cpu import SharedMemory, keep_memory
 from policies.placement import group_sizes
 
 BUCKET_BYTES = 64 * 2**20
 FRAME_BYTES, HEAD_BYTES = 8 * 2**10, 8  # of the first collective of `gather_objects`, and its count of bytes
 T = TypeVar("T")
+Response = TypeVar("Response", Sample, Example)
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,66 @@ def own_group(world: World, parts: Iterable[list[int]]) -> dist.ProcessGroup:
     return next(group for ranks, group in made if world.rank in ranks)
 
 
-# ---- samples that travel beside the work -------------------------------------------------------------------------
+# ---- samples that travel ------------------------------------------------------------------------------------------
+
+
+def header_of(sample: Sample, rank: int) -> Sample:
+    """Return a sample without its tokens, which are on `rank`."""
+    there = Elsewhere(len(sample.token_ids), rank)
+    return replace(sample, token_ids=there, logprobs=there)
+
+
+class Parcel(NamedTuple):
+    """Tokens and log-probs of a sample on their way from rank to rank."""
+
+    target: int
+    id: SampleId
+    length: int
+    source: int
+
+
+def bring_tokens(world: World, wanted: Sequence[Response], here: Iterable[Sample | Example]) -> list[Response]:
+    """Return `wanted` with the tokens that other ranks have. Collective; `here`: what others may want of this rank."""
+    if world.size == 1:
+        return list(wanted)
+    missing = [
+        Parcel(world.rank, item.id, there.length, there.rank)
+        for item in wanted
+        if isinstance(there := item.token_ids, Elsewhere)
+    ]
+    parcels = [parcel for part in gather_objects(world, missing) for parcel in part]
+    known = {item.id: item for item in here}
+    arrived: dict[SampleId, dict[str, Any]] = {}
+    sums = itertools.accumulate((8 * parcel.length for parcel in parcels), initial=0)
+    for _, bucket in itertools.groupby(zip(sums, parcels), key=lambda item: item[0] // BUCKET_BYTES):
+        arrived |= _carry(world, [parcel for _, parcel in bucket], known)
+    return [replace(item, **arrived.get(item.id, {})) for item in wanted]
+
+
+def _carry(
+    world: World, parcels: Sequence[Parcel], known: Mapping[SampleId, Sample | Example]
+) -> dict[SampleId, dict[str, Any]]:
+    """Carry parcels, sorted by target; return the `token_ids` and `logprobs` that arrive here."""
+    leaving = [parcel for parcel in parcels if parcel.source == world.rank]
+    arriving = sorted((p for p in parcels if p.target == world.rank), key=lambda parcel: parcel.source)
+    out, into, packed = [0] * world.size, [0] * world.size, bytearray()
+    for parcel in leaving:
+        out[parcel.target] += 8 * parcel.length
+        packed += array("i", known[parcel.id].token_ids)
+        packed += array("f", known[parcel.id].logprobs)
+    for parcel in arriving:
+        into[parcel.source] += 8 * parcel.length
+    data = torch.empty(sum(into), dtype=torch.uint8)
+    sent = torch.frombuffer(packed, dtype=torch.uint8) if packed else torch.empty_like(data[:0])
+    dist.all_to_all_single(data, sent, into, out, group=world.objects)
+    rest, arrived = data.numpy().data, {}
+    for parcel in arriving:
+        ids, values = array("i"), array("f")
+        arrived[parcel.id] = {"token_ids": ids, "logprobs": values}
+        for part in (ids, values):
+            part.frombytes(rest[: 4 * parcel.length])
+            rest = rest[4 * parcel.length :]
+    return arrived
 
 
 Outbox = queue.SimpleQueue[tuple[int, bytes | None]]  # target and message; None: the end for this target

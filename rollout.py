@@ -6,6 +6,7 @@ does it on the device. Decode state lives in device tensors whose first `n` rows
 rows have ended; on a GPU one step later, while the next step runs (engine/graphs.py).
 """
 
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -302,7 +303,7 @@ class Engine:
         for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
             s.is_taken = False
             length, reason = flag // 2, "stop" if flag % 2 else "length"
-            drawn = tuple(ids[:length]), tuple(values[:length]), reason, (Span(0, length, self.version),)
+            drawn = array("i", ids[:length]), array("f", values[:length]), reason, (Span(0, length, self.version),)
             self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn))
         self.runner.close(self.batcher.remove(list(ended)), len(self.batcher.running))
 

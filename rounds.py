@@ -246,20 +246,23 @@ class Round:
     # ---- its groups ------------------------------------------------------------------------------------------
 
     def collect(self) -> list[Group]:
-        """Return the accepted groups, the same on every rank, in an order that does not depend on how many there are.
+        """Return the accepted groups in an order that does not depend on the number of ranks.
 
+        They are the same on all ranks but for tokens: each sample's are on the rank that decoded it.
         After this `aborted` holds the tokens of every rank's aborted responses, `record` what the records want, and
         `audited` the (tokens, shaped reward) of every response when the plan is to be audited.
         """
         accepted = self.referee.accepted_ids()
-        mine = {id: (self.samples[id], self.rewards[id]) for id in accepted if id in self.samples}
+        mine = {id: self.samples[id] for id in accepted if id in self.samples}
+        told = {id: (parallel.header_of(sample, self.world.rank), self.rewards[id]) for id, sample in mine.items()}
         seen = {id: (len(s.token_ids), self.shaped(id)) for id, s in self.samples.items()} if self.plan.audit else {}
         trained: dict[SampleId, tuple[Sample, Reward]] = {}
-        for part, aborted, audited in parallel.gather_objects(self.world, (mine, self.aborted, seen)):
+        for part, aborted, audited in parallel.gather_objects(self.world, (told, self.aborted, seen)):
             trained |= part
             self.aborted |= aborted
             self.audited |= audited
         self.record = {"windows": self.windows, "migrated": self.migrated, "resized": self.resized}
+        trained |= {id: (sample, self.rewards[id]) for id, sample in mine.items()}  # with their tokens
         groups = []
         for id, members in groupby(sorted(accepted), key=lambda id: id.visit):
             samples, rewards = zip(*(trained[member] for member in members), strict=True)

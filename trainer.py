@@ -6,6 +6,7 @@ reduces, divides and steps: the result is the gradient of the plain, unpacked, s
 
 import math
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -256,7 +257,7 @@ class Trainer:
             # not by kernels, which may round otherwise: the ratio of the first update is 1.
             logprobs, _ = self._score(self.model, batch)
             parts = logprobs.split([e.num_sampled for e in batch])
-            done += [replace(e, old_logprobs=tuple(part.tolist())) for e, part in zip(batch, parts, strict=True)]
+            done += [replace(e, old_logprobs=array("f", part.tolist())) for e, part in zip(batch, parts, strict=True)]
         return done
 
     # ---- update ----------------------------------------------------------------------------------------------

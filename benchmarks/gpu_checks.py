@@ -298,7 +298,7 @@ def drain(engine: Engine, sequences: Iterable[Sequence] = ()) -> dict[int, Sampl
 
 
 def tokens_of(samples: dict[int, Sample]) -> dict[int, tuple[int, ...]]:
-    return {i: sample.token_ids for i, sample in sorted(samples.items())}
+    return {i: tuple(sample.token_ids) for i, sample in sorted(samples.items())}
 
 
 def by_other_path(s: Section, model: Model, sampling: SamplingConfig) -> Engine:

@@ -1,6 +1,6 @@
-"""Memory: what a rank plans to hold (policies/memory_plan.py) against what it holds.
+"""Memory: what a rank plans to hold (policies/memory_plan.py) against what it holds, and what samples take that travel.
 
-    python benchmarks/memory.py [--quick] [--parts plan]
+    python benchmarks/memory.py [--quick] [--parts plan exchange]
 
 Part `plan`: model, trainer and engine of a run with random weights take two steps of full micro-batches on 1 or 2 CPU
 ranks, with training state whole or sharded, with and without recomputation. Measured is the largest sum of bytes that
@@ -8,18 +8,28 @@ live tensors hold at any time, on the rank with most. A dispatch mode sees every
 backward pass too; resident memory would add what the C library keeps. It does not see memory inside an operation, nor
 packed copies of weights, which are off.
 `plan_max_error` is the largest |planned - measured| / measured.
+
+Part `exchange`: 4 CPU ranks have decoded 256k tokens, and exchange them in two forms. *Packed*: every rank gets the
+headers of all samples, and the tokens of its own share as arrays. *Tuples*: every rank gets all samples, as tuples of
+Python numbers. `exchange_peak_ratio` is packed over tuples: by how much the resident memory of a rank rises at most,
+its own samples included, on the rank where it rises most.
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -33,9 +43,11 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import parallel
-from core import Example, SampleId, Span
+from buffer import SampleBuffer
+from core import Example, Prompt, Sample, SampleId, Span
 from engine.memory import RolloutConfig
 from engine.sequence import Sequence
+from learning import examples_of
 from model import Model, ModelShape, parse_shape
 from parallel import World
 from policies.memory_plan import Plan
@@ -60,6 +72,7 @@ MODELS = {
 }
 RUNS = (("tiny", 1), ("tiny", 2), ("0.5B", 1), ("0.5B, 8 layers", 2))  # and ranks
 TOKENS = {259: (2048, 512), 151936: (256, 128)}  # by vocabulary: of a micro-batch, of a chunk of logits
+RANKS, SAMPLES, LENGTH, GROUP = 4, 64, 4096, 8  # of the exchange: samples of so many tokens, so many of a prompt
 RESPONSE, ROWS = 256, 4  # tokens of a response that is trained; sequences that decode together
 MIB = 2**20
 
@@ -174,22 +187,21 @@ def examples(tokens: int, num_batches: int) -> list[Example]:
     return [one] * (num_batches * tokens // RESPONSE)
 
 
-def on_ranks(cases: Iterable[Case], ranks: int) -> list[dict[str, Any]]:
-    """Measure cases in processes of their own; return their rows."""
+def on_ranks(ranks: int, *told: str) -> Any:
+    """Run this script in processes of their own, told what to `play`; return what the first writes."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows.json"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        told = [f"--cases={json.dumps([asdict(case) for case in cases])}", f"--out={result}"]
         # MALLOC_: freed memory goes back to the system (engine/cpu.py), for two ranks need most of a small machine's.
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "131072"}
-        subprocess.run([*launch, __file__, *told], env=env, check=True)
+        subprocess.run([*launch, __file__, *told, f"--out={result}"], env=env, check=True)
         return json.loads(result.read_text(encoding="utf-8"))
 
 
-def play(cases: Iterable[Case], out: Path) -> None:
+def play(measured: Callable[[World], Any], out: Path) -> None:
     """On each rank: measure, and let the first write the rows."""
     world = parallel.start("cpu", 600.0)
-    rows = [row_of(case, world) for case in cases]
+    rows = measured(world)
     if world.is_main:
         out.write_text(json.dumps(rows), encoding="utf-8")
     parallel.barrier(world)
@@ -213,14 +225,83 @@ def measure_plan(quick: bool) -> dict[str, Any]:
     rows = []
     print(f"{'model':15}{'ranks':>6}{'recompute':>11}{'planned MiB':>13}{'measured MiB':>14}{'error':>9}")
     for model, ranks in RUNS[:2] if quick else RUNS:
-        for row in on_ranks([Case(model, ranks, recompute) for recompute in ("off", "on")], ranks):
+        cases = [asdict(Case(model, ranks, recompute)) for recompute in ("off", "on")]
+        for row in on_ranks(ranks, f"--cases={json.dumps(cases)}"):
             rows.append(row)
             sizes = f"{row['planned_mib']:13.1f}{row['measured_mib']:14.1f}{row['error']:+9.1%}"
             print(f"{model:15}{ranks:6}{row['recompute']:>11}{sizes}   {row['planned_at']}", flush=True)
     return {"plan_max_error": max(abs(row["error"]) for row in rows), "plan_rows": rows}
 
 
-PARTS = {"plan": measure_plan}  # each prints its table and returns its metrics
+# ---- the exchange of samples -------------------------------------------------------------------------------------
+
+
+def decoded(rank: int, length: int, pack: Callable[[str, list], Any]) -> list[Sample]:
+    """Return a rank's samples, as `pack` holds numbers."""
+    rng, samples = Random(rank), []
+    for i in range(rank, SAMPLES, RANKS):
+        ids, values = [rng.randrange(32000) for _ in range(length)], [-rng.random() for _ in range(length)]
+        packed = pack("i", ids), pack("f", values)
+        samples.append(Sample(i // GROUP, i % GROUP, 0, *packed, "stop", (Span(0, length, 0),)))
+    return samples
+
+
+def exchange_tuples(world: World, length: int) -> list[Sample]:
+    """Return all samples, on every rank."""
+    own = decoded(world.rank, length, lambda _, values: tuple(values))
+    return [sample for part in parallel.gather_objects(world, own) for sample in part]
+
+
+def exchange_packed(world: World, length: int) -> list:
+    """Return the headers of all samples, and this rank's share with its tokens, as `Round.collect` and `learn` do."""
+    own = decoded(world.rank, length, array)
+    told, mine = [parallel.header_of(sample, world.rank) for sample in own], {sample.id: sample for sample in own}
+    samples = [mine.get(s.id, s) for part in parallel.gather_objects(world, told) for s in part]
+    buffer = SampleBuffer(SAMPLES)
+    for sample in samples:
+        prompt = Prompt(sample.prompt_index, (1,), "", "", "match")
+        buffer.put(sample.id.visit, examples_of(prompt, [sample], [0.0], mask_truncated=False))
+    [shares] = buffer.deal(world.size)
+    return [*samples, *parallel.bring_tokens(world, shares[world.rank], chain(*shares))]
+
+
+def peak_rise(work: Callable[..., object], *args: object) -> int:
+    """Return the bytes by which this process's resident memory rises at most while `work` runs. Linux."""
+
+    def peak() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what is free already would hide a part
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = peak()
+    kept = work(*args)  # until the peak is read
+    rise = peak() - before
+    del kept
+    return rise
+
+
+def exchange_rises(world: World) -> dict[str, float]:
+    """Return by how many MiB the memory of the worst rank rises, by form."""
+    # Packed first: memory that this leaves free can only make the other form look smaller.
+    found = {}
+    for name, exchange in {"packed": exchange_packed, "tuples": exchange_tuples}.items():
+        exchange(world, 1)  # connects the ranks
+        rise = peak_rise(exchange, world, LENGTH)
+        found[f"exchange_{name}_mib"] = round(max(parallel.gather_objects(world, rise)) / MIB, 2)
+    return found
+
+
+def exchange_peak(quick: bool) -> dict[str, float]:
+    """Return the peak memory of both forms of the exchange, and their ratio. The quick run is the whole run."""
+    found = on_ranks(RANKS, "--exchange")
+    packed, tuples = found["exchange_packed_mib"], found["exchange_tuples_mib"]
+    print(f"exchange of {SAMPLES * LENGTH} tokens on {RANKS} ranks: {packed} MiB, as tuples {tuples} MiB")
+    return found | {"exchange_peak_ratio": round(packed / tuples, 4)}
+
+
+PARTS = {"plan": measure_plan, "exchange": exchange_peak}  # each prints its table and returns its metrics
 
 
 def main() -> int:
@@ -228,10 +309,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the tiny model only: under 2 minutes on 2 cores")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--cases", help=argparse.SUPPRESS)
+    parser.add_argument("--exchange", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cases:
-        play([Case(**case) for case in json.loads(arguments.cases)], arguments.out)
+        cases = [Case(**case) for case in json.loads(arguments.cases)]
+        play(lambda world: [row_of(case, world) for case in cases], arguments.out)
+        return 0
+    if arguments.exchange:
+        play(exchange_rises, arguments.out)
         return 0
     metrics: dict[str, Any] = {"name": "memory"}
     for name in arguments.parts:

@@ -32,7 +32,6 @@ from rewards.gradings import PoolStats
 from rewards.offload import Layers, num_resident, token_bytes
 from rewards.pool import RewardPool
 
-
 TEMPLATE = """Question:
 {question}
 
@@ -536,7 +535,6 @@ class AllGraders:
                 own = dict.fromkeys(done, 1.0)
                 whole.append((key, add_up(done, own | self.also) if self.also else reward))
         return whole
-
 
     def take_stats(self) -> tuple[PoolStats, JudgeStats]:
         """Return the statistics since the last call."""

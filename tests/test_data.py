@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from array import array
 from dataclasses import asdict
 from pathlib import Path
 
@@ -356,7 +357,8 @@ DAMAGE = {
 
 def test_a_dump_is_read_back_as_it_was(tmp_path):
     spans = Span(0, 1, 3), Span(2, 3, 4)
-    samples = tuple(Sample(0, i, 2, (1, 49, 7), (-0.5, 0.0, -2.5), "length", spans) for i in range(2))
+    packed = array("i", [1, 49, 7]), array("f", [-0.1, 0.0, -2.5])
+    samples = tuple(Sample(0, i, 2, *packed, "length", spans) for i in range(2))
     prompt = Prompt(0, (1,), "é\n", "", "code", {"tests": [1, {"a": None}]}, "rows.jsonl:1")
     rewards = Reward(0.5, 0.25, "", ((0.1, True, False), (2.0, False, True)), {"a": 1.0}), Reward(0, error="died")
     groups = [Group(prompt, 2, samples, rewards)]
@@ -385,7 +387,7 @@ def test_a_dump_that_is_none_is_refused_by_name(tmp_path):
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400, name
     path.write_text(json.dumps(row))
     [group] = load_groups(tmp_path, 1, vocabulary=50)
-    assert group.rewards[0].value == 0.5 and group.samples[0].token_ids == (1, 2)
+    assert group.rewards[0].value == 0.5 and list(group.samples[0].token_ids) == [1, 2]
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="not a regular file"):

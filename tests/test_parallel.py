@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import time
+from array import array
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from conftest import ALONE, ROOT
 from torch import Tensor
 
 import parallel
+from core import Sample
 from engine.cpu import SharedMemory
 from parallel import World
 from sharding import shard_mesh
@@ -77,12 +80,34 @@ def check_collectives(world: World) -> None:
     parallel.max_tensor(world, highest)
     assert highest.tolist() == [world.size - 1, 0]
 
+    check_samples(world)
     if world.rank == 1:
         time.sleep(0.5)
     before = time.time()
     parallel.barrier(world)
     arrived = parallel.gather_objects(world, (before, time.time()))
     assert min(after for _, after in arrived) >= max(before for before, _ in arrived) - 0.01
+
+
+def check_samples(world: World) -> None:
+    """Each rank gets the tokens of its share from the ranks that have them, however many travel at a time."""
+    rng = Random(5)  # the same on all ranks
+    whole = [
+        Sample(i, 0, 0, array("i", range(n)), array("f", [-rng.random() for _ in range(n)]), "stop", ())
+        for i, n in enumerate(rng.choices(range(1, 40), k=23))
+    ]
+    known = [
+        sample if rank == world.rank else parallel.header_of(sample, rank)
+        for sample, rank in zip(whole, rng.choices(range(world.size), k=len(whole)), strict=True)
+    ]
+    shares: list[list[int]] = [[] for _ in range(world.size)]
+    for i in range(len(whole)):
+        shares[rng.randrange(world.size)].append(i)
+    assert [len(sample.token_ids) for sample in known] == [len(sample.token_ids) for sample in whole]
+    for parallel.BUCKET_BYTES in (1, 200, 2**20):
+        for share in (shares[world.rank], range(23) if world.is_main else (), ()):
+            brought = parallel.bring_tokens(world, [known[i] for i in share], known)
+            assert brought == [whole[i] for i in share]
 
 
 def check_subsets(world: World) -> None:

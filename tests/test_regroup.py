@@ -42,7 +42,7 @@ def generate(engine: Engine) -> dict[tuple, tuple[int, ...]]:
         engine.add(Sequence(i // 2, i % 2, 0, tuple(range(i // 2, 9)), sample_key(0, i), 5 + 2 * i))
     samples: dict[tuple, tuple[int, ...]] = {}
     while not engine.is_idle:
-        samples |= {s.id: s.token_ids for s in engine.step()}
+        samples |= {s.id: tuple(s.token_ids) for s in engine.step()}
     return samples
 
 

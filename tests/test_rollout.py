@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import re
+from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -55,12 +56,12 @@ def oracle(model: Model):
     """oracle(prompt_ids, key, sampling, count): the tokens that one full forward per token draws."""
 
     @cache
-    def tokens(prompt_ids: tuple[int, ...], key: int, sampling: SamplingConfig, count: int = LIMIT) -> tuple[int, ...]:
+    def tokens(prompt_ids: tuple[int, ...], key: int, sampling: SamplingConfig, count: int = LIMIT) -> array:
         ids = list(prompt_ids)
         for i in range(count):
             logits = full_logits(model, ids)[-1:]
             ids.append(int(sample(logits, uniforms(torch.tensor([key]), torch.tensor([i])), sampling)[0]))
-        return tuple(ids[len(prompt_ids) :])
+        return array("i", ids[len(prompt_ids) :])
 
     return tokens
 
@@ -70,14 +71,14 @@ def full_logits(model: Model, ids: list[int]) -> Tensor:
     return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), PackedAttention([len(ids)], CPU)))
 
 
-def until(tokens: Iterable[int], eos: set[int]) -> tuple[int, ...]:
+def until(tokens: Iterable[int], eos: set[int]) -> array:
     """Cut after the first end token."""
     kept = []
     for token in tokens:
         kept.append(token)
         if token in eos:
             break
-    return tuple(kept)
+    return array("i", kept)
 
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
@@ -148,7 +149,7 @@ def test_greedy_tokens_equal_the_oracle_and_transformers(model, oracle, tiny_fol
             eos_token_id=NEVER,
             pad_token_id=0,
         )
-        assert samples[s.id].token_ids == tuple(out[0, len(s.prompt_ids) :].tolist())
+        assert samples[s.id].token_ids == array("i", out[0, len(s.prompt_ids) :])
         assert samples[s.id].token_ids == oracle(s.prompt_ids, s.key, GREEDY)
         assert set(samples[s.id].logprobs) == {0.0}  # drawn from a point mass
 
@@ -401,7 +402,7 @@ def test_equal_contexts_are_prefilled_once(model, oracle) -> None:
     samples = generate(engine, group)
     assert engine.stats.prefilled_tokens == 11 + 2 + 10
     assert all(samples[s.id].token_ids == oracle(s.prompt_ids, s.key, SamplingConfig()) for s in group)
-    assert len({s.token_ids for s in samples.values()}) == 15
+    assert len({tuple(s.token_ids) for s in samples.values()}) == 15
     rows_of_three = make_engine(model, max_running=3)
     generate(rows_of_three, sequences_for(Visit(0, prompts[0]), 3, 0, LIMIT))
     assert rows_of_three.stats.prefilled_tokens == 11
@@ -454,7 +455,7 @@ def test_a_resumed_response_is_not_taken_for_a_sibling_of_an_equal_prompt(model,
     prompt, key = tuple(range(20, 30)), sample_key(0, 0, 0, 0)
     engine = make_engine(model, kind=kind)
     whole = generate(engine, [Sequence(0, 0, 0, prompt, key, 20)])[0, 0, 0]
-    longer = prompt + whole.token_ids[:3]  # another prompt, which runs already
+    longer = (*prompt, *whole.token_ids[:3])  # another prompt, which runs already
     engine.add(Sequence(1, 0, 0, longer, sample_key(0, 0, 1, 0), 20))
     engine.step(), engine.step()
     given = list(whole.token_ids[:3]), list(whole.logprobs[:3])
