@@ -28,9 +28,7 @@ def token_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
 
 
 def num_resident(num_layers: int, layer_bytes: int, token_bytes: int, num_tokens: int, free_bytes: float) -> int:
-    """Return how many layers stay on the device beside a forward of `num_tokens`: all, or as many as fit beside two
-    buffers.
-    """
+    """Return how many layers stay on the device beside a forward: all, or as many as fit beside two buffers."""
     room = (free_bytes - token_bytes * num_tokens) / layer_bytes
     return num_layers if room >= num_layers else max(int(room) - 2, 0)
 
@@ -97,10 +95,9 @@ class StreamCopies:
 
 
 class Layers:
-    """A decoder's layers in host memory. Some are on the device too; the others pass through two buffers there.
+    """The layers: each is one block of memory, so it travels in one copy.
 
-    A layer is one block of memory, so it travels in one copy. While a layer computes, the next layer that is not
-    resident arrives; at the end the buffers fill with the first such layers of the next forward.
+    At the end of a forward the two buffers fill with the first layers of the next forward that are not resident.
     """
 
     def __init__(self, model: Model, device: torch.device):
