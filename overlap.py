@@ -170,7 +170,7 @@ class StreamedRound:
     def _progress(self, live: Sequence[int]) -> Progress:
         total, ended = self.plan.keep_prompts * self.plan.keep_responses, self.lengths.values()
         replicas, token_seconds = self.run.engine.parallel.num_replicas, self.run.rate / self.world.size
-        return self.policy.progress(total, ended, live, self.prompt_tokens, replicas, token_seconds)
+        return Progress(total, ended, live, self.prompt_tokens, replicas, token_seconds)
 
     def _put(self, visits: Iterable[VisitId], samples: Mapping[SampleId, Sample]) -> None:
         """Put complete groups into the buffer, as far as their samples are here."""

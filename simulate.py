@@ -24,7 +24,7 @@ from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
-from policies.overlap import ScaleDown, StreamConfig, StreamPolicy, refuse_dynamic_sampling
+from policies.overlap import Progress, ScaleDown, StreamConfig, StreamPolicy, refuse_dynamic_sampling
 from policies.placement import Placement, group_sizes
 from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report, refuse_within_round
 from policies.replica import Replica, Response
@@ -243,7 +243,7 @@ class SimulatedRound:
         live = [tokens for replica in self.replicas for tokens in replica.live_tokens()]
         sizes, count = [len(p.token_ids) for p in self.prompts.values()], len(self.replicas)
         given = total, self.lengths.values(), live, sum(sizes) // len(sizes), count, self.run.token_seconds
-        self.scale_down = self.stream.observe(self.stream.progress(*given))
+        self.scale_down = self.stream.observe(Progress(*given))
         if self.scale_down:
             keep, self.freed_at = self.scale_down.replicas, self.seconds
             self.replicas, self.freed = self.replicas[:keep], self.replicas[keep:]

@@ -18,6 +18,7 @@ from config import ConfigError, option
 from policies.step_times import StepTimes
 
 HISTORY = 8192  # responses whose lengths are remembered
+EVERY = 0.05  # step between the shares at which the policy decides (section 4.4)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class StreamConfig:
         0.2, "smallest share of complete responses at which half of the replicas may leave", min=0, max=1
     )
     last: float = option(0.5, "largest share at which they may leave", min=0, max=1)
-    every: float = option(0.05, "step between the shares at which the policy decides", above=0, max=1)
     fixed_share: float = option(0.3, "share of complete responses at which policy = fixed scales down", min=0, max=1)
 
 
@@ -40,12 +40,12 @@ class StreamConfig:
 class Progress:
     """Where a round stands after a window."""
 
-    completed: int  # responses
     total: int  # responses that the round will train
-    live: tuple[int, ...]  # response tokens so far of each that still runs
+    ended: Collection[int]  # tokens of those that have ended
+    live: Sequence[int]  # tokens so far of those that have not
     prompt_tokens: int  # tokens of a prompt, on average
     replicas: int
-    train_seconds: float  # that all ranks together need for what the round will train
+    token_seconds: float  # in which all ranks together train a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,33 +116,17 @@ class StreamPolicy:
         """Whether `observe` would look further than at how many of the responses are complete."""
         return not self.is_done and completed / total >= self.milestone
 
-    def progress(
-        self,
-        total: int,
-        ended: Collection[int],
-        live: Sequence[int],
-        prompt_tokens: int,
-        replicas: int,
-        token_seconds: float,
-    ) -> Progress:
-        """Return where a round of `total` responses stands: tokens of those that `ended`, and so far of the `live`.
-
-        `token_seconds`: in which all ranks together train a token.
-        """
-        tokens = sum(ended) + sum(map(self.expected, live)) + (len(ended) + len(live)) * prompt_tokens
-        return Progress(len(ended), total, tuple(live), prompt_tokens, replicas, tokens * token_seconds)
-
     def observe(self, progress: Progress) -> ScaleDown | None:
         """Decide after a window. Algorithm 1 of the paper; `estimate` adds our own question whether it pays."""
-        p, share = progress, progress.completed / progress.total
-        if not self.is_due(p.completed, p.total):
+        p, share = progress, len(progress.ended) / progress.total
+        if not self.is_due(len(p.ended), p.total):
             return None
         if self.config.policy != "fixed":
             if share > self.config.last:
                 self.is_done = True
                 return None
             while self.milestone <= share:
-                self.milestone += self.config.every
+                self.milestone += EVERY
         keep = half(p.replicas, self.shard_replicas)
         if not keep:
             return None
@@ -164,8 +148,9 @@ class StreamPolicy:
     def project(self, progress: Progress, keep: int) -> tuple[float, float]:
         """Return the seconds that `keep` replicas need for the rest, and by how many the step gets shorter by that."""
         p, freed = progress, (progress.replicas - keep) / progress.replicas
+        tokens = sum(p.ended) + sum(map(self.expected, p.live)) + (len(p.ended) + len(p.live)) * p.prompt_tokens
         before, after = self._rest(p, p.replicas), self._rest(p, keep) + self.switch
-        trained = min(freed * max(after - self.switch, 0.0), p.train_seconds)
+        trained = min(freed * max(after - self.switch, 0.0), tokens * p.token_seconds)
         return after, before - after + trained
 
     def _rest(self, progress: Progress, replicas: int) -> float:

@@ -22,7 +22,6 @@ class Lengths(Protocol):
     limit: int  # most tokens of a response
 
     def prompts(self, count: int) -> list[Prompt]: ...
-
     def lengths(self, id: VisitId, count: int, step: int) -> list[int]: ...
 
 
