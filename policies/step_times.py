@@ -52,10 +52,6 @@ class SizeProfile:
     decode: tuple[tuple[int, int, float], ...]  # (sequences, tokens of context each, seconds of a step)
     prefill: tuple[tuple[int, float], ...]  # (tokens of context, seconds of a token)
 
-    @property
-    def windows(self) -> list[Window]:
-        return [(n, n * context, seconds) for n, context, seconds in self.decode]
-
 
 @dataclass(frozen=True)
 class Profile:
@@ -114,7 +110,8 @@ class FittedTimes(StepTimes):
 
     @classmethod
     def of(cls, profile: SizeProfile, page_size: int) -> "FittedTimes":
-        return cls(profile.pages * page_size, profile.windows, profile.prefill)
+        windows = [(n, n * context, seconds) for n, context, seconds in profile.decode]
+        return cls(profile.pages * page_size, windows, profile.prefill)
 
     def observe(self, sequences: float, context: float, seconds: float) -> None:
         """Take in a window: sequences that decoded together, tokens of context in all, seconds of a step."""
