@@ -134,7 +134,7 @@ def memory_plan(
             graphs=is_gpu * len(tp_sizes) * len(row_counts(cache.max_running)),
             communicators=is_gpu * groups,
             outside=outside,
-            judge=is_gpu * _judge_bytes(c.judge, dtype),
+            judge=_judge_bytes(c.judge, dtype) if is_gpu else 0.0,
             packed=c.rollout.prepack and not is_gpu and dtype == torch.float32,
             device=gpu_bytes,
             kv=c.rollout.kv_gib * GIB or (0 if is_gpu else CPU_KV_BYTES),

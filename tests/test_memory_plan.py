@@ -113,6 +113,19 @@ def test_pages_get_the_rest_and_the_table_adds_up() -> None:
     assert sharded.kv - made.kv == pytest.approx(made.demand.weights * 3 / 4)
 
 
+def test_settings_that_take_memory_have_a_line() -> None:
+    plain = planned("trainer.shard=8")
+    more = planned("trainer.shard=8", "loss.kl_coef=0.1", "judge.path=x", "judge.memory_gib=2", "planner.rule=paper")
+    extra = {name: size - plain.lasting.get(name, 0.0) for name, size in more.lasting.items()}
+    assert extra["weights of the reference"] == plain.demand.weights and extra["judge"] == 2 * GIB
+    # Sizes 2 and 4 have groups of ranks, and each size has graphs of its own.
+    assert plain.demand.communicators == 2 and more.demand.communicators == 4
+    assert more.demand.graphs == 3 * plain.demand.graphs == 3 * 23 * 6
+    away = planned("trainer.shard=8", "trainer.offload_optimizer=true")
+    assert not away.lasting["optimizer state"]
+    assert away.moments["in the update"]["offloaded optimizer state"] == plain.lasting["optimizer state"]
+
+
 def test_a_gpu_recomputes_and_holds_fewer_logits_unless_it_is_told() -> None:
     told = TrainerConfig(recompute="off", tokens_per_logits=100)
     auto = TrainerConfig()
