@@ -80,8 +80,10 @@ MIB = 2**20
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that operations make while it is active, and keeps the most: `peak`."""
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: bool = False) -> None:
+        """`fakes`: count torch's fake tensors, which have a size and no data; DTensor has some for its own use."""
         super().__init__()
+        self.ignored = (DTensor,) if fakes else (DTensor, FakeTensor)
         self.now = self.peak = 0
         self.sizes: dict[int, int] = {}  # by id of the storage
 
@@ -107,8 +109,8 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # its operations on local tensors come here again
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            is_real = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor | FakeTensor)
-            if is_real and tensor.device.type != "meta" and tensor.layout is torch.strided:
+            counts = isinstance(tensor, Tensor) and not isinstance(tensor, self.ignored)
+            if counts and tensor.device.type != "meta" and tensor.layout is torch.strided:
                 self._note(tensor.untyped_storage())
         return made
 

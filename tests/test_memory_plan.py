@@ -12,15 +12,18 @@ import pytest
 import torch
 from conftest import ALONE, ROOT
 from test_benchmarks import load
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from attention import PackedAttention
 from config import ConfigError, load_config
-from model import parse_shape
+from loss import LossConfig
+from model import Model, parse_shape
 from parallel import World
 from policies.memory_plan import FREE, GIB, Plan, layer_bytes, plan, remedy
 from sampling import SamplingConfig, score
 from settings import Config, check_memory, memory_plan, with_kv_memory
-from trainer import TrainerConfig
+from trainer import Trainer, TrainerConfig
 
 CUDA = torch.device("cuda", 0)
 QWEN_7B = {
@@ -212,6 +215,27 @@ def compare_sharded(world: World) -> None:
 
 def test_a_sharded_run_holds_what_it_plans(run_ranks) -> None:
     run_ranks(2, compare_sharded)
+
+
+@pytest.mark.parametrize(("recompute", "chunk"), [("on", 2048), ("off", 4096)])
+def test_a_7b_model_holds_what_is_planned(memory: ModuleType, monkeypatch, recompute: str, chunk: int) -> None:
+    """A micro-batch of 8,192 tokens in bfloat16, on tensors that have a size and no data."""
+    examples, live = memory.examples(8192, 1), memory.LiveBytes(fakes=True)
+    attention = PackedAttention([e.num_tokens for e in examples], ALONE.device)
+    monkeypatch.setattr("trainer.PackedAttention", lambda lengths, device: attention)  # its places depend on data
+    config = TrainerConfig(tokens_per_microbatch=8192, tokens_per_logits=chunk, recompute=recompute)
+    with FakeTensorMode(allow_non_fake_inputs=True), live:
+        torch.set_default_dtype(torch.bfloat16)
+        model = Model(parse_shape(QWEN_7B, "test"))
+        torch.set_default_dtype(torch.float32)
+        trainer = Trainer(model, config, LossConfig(), SamplingConfig(), ALONE, 256, 1)
+        live.peak = live.now
+        trainer._score(model, examples)[0].sum().backward()
+    told = f"trainer.recompute={recompute}", f"trainer.tokens_per_logits={chunk}", "rollout.max_response_tokens=256"
+    made = plan(replace(planned(*told, ranks=1).demand, device=0))  # a CPU copies the output of attention once more
+    names = "weights of the rollout", "masters", "gradients"
+    held = sum(made.lasting[name] for name in names) + sum(made.moments[made.worst].values())
+    assert held == pytest.approx(live.peak, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
