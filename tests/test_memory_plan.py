@@ -123,7 +123,7 @@ def test_settings_that_take_memory_have_a_line() -> None:
     assert extra["weights of the reference"] == plain.demand.weights and extra["judge"] == 2 * GIB
     # Sizes 2 and 4 have groups of ranks, and each size has graphs of its own.
     assert plain.demand.communicators == 2 and more.demand.communicators == 4
-    assert more.demand.graphs == 3 * plain.demand.graphs == 3 * 23 * 6
+    assert more.demand.graphs == 3 * plain.demand.graphs == 3 * 23
     away = planned("trainer.shard=8", "trainer.offload_optimizer=true")
     assert not away.lasting["optimizer state"]
     assert away.moments["in the update"]["offloaded optimizer state"] == plain.lasting["optimizer state"]
