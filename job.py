@@ -80,7 +80,7 @@ class Job:
         self.tp_groups, self.engine, self.planner = build_rollout(config, model, ends, self.tokenizer, world)
         self.streaming = None
         if config.stream.policy != "off" and world.size > 1:
-            parts = self.engine, self.trainer, world, self.tp_groups.by_size
+            parts = self.engine, self.trainer, world, self.tp_groups
             self.streaming = StreamTraining(config.stream, config.reward, *parts)
         self.cursor = PromptCursor(prompts, config.run.seed)
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
@@ -330,7 +330,7 @@ def build_rollout(
     # One rank reads it: on other machines there may be none, or another, and all must choose the same.
     profile = rollout_profile(config, model.shape, sizes, world.size, world.device) if world.is_main else None
     profile = parallel.broadcast_object(world, profile)
-    tp_groups, own = parallel.TPGroups(world, sizes), rollout.tensor_parallel
+    tp_groups, own = parallel.make_tp_groups(world, sizes), rollout.tensor_parallel
     engine = Engine(model, rollout, config.sampling, ends, tokenizer, tp_groups[own], sizes)
     sizes_of = rollout.page_size, rollout.max_running, rollout.max_response_tokens
     limits = EngineLimits(world.size, engine.num_pages, *sizes_of, shares_prompts=engine.pages.shares)

@@ -4,7 +4,7 @@ A loss returns one value per sampled token; `weighted_sum` adds them up without 
 once per update, by the global count, so streamed, packed or sharded gradients equal the plain ones.
 
 Shapes: P prompts, R responses of each, S samples, T sampled tokens of all samples, one after another. Tokens that
-nobody sampled, such as the prompt, are context of the forward pass and appear nowhere here.
+were not sampled, such as the prompt, are context of the forward pass and appear nowhere here.
 """
 
 from collections.abc import Callable

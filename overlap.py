@@ -68,7 +68,7 @@ class StreamTraining:
         self.reward, self.engine, self.trainer, self.world = reward, engine, trainer, world
         kept = sorted({world.size // n // 2 * n for n in sizes} - {0})  # ranks that may go on decoding
         self.decoding = dict(zip(kept, parallel.subsets(world, [range(n) for n in kept]), strict=True))
-        self.stream = parallel.SampleStream(world, world.timeout_seconds)
+        self.stream = parallel.SampleStream(world)
         page = engine.config.page_size
         self.times = {n: FittedTimes(pages * page) for n, pages in engine.num_pages.items()}
         self.rate = 0.0  # seconds in which one rank trains a token; 0: unknown
@@ -93,7 +93,7 @@ class StreamTraining:
 
 
 class StreamedRound:
-    """A round that ranks may leave to train. `record` says afterwards what came of it."""
+    """A round that ranks may leave to train. Afterwards `record` has what was trained, projected and measured."""
 
     def __init__(self, run: StreamTraining, plan: RoundPlan, buffer: SampleBuffer):
         assert plan.num_responses == plan.keep_responses and len(plan.prompts) == plan.keep_prompts

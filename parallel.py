@@ -1,10 +1,11 @@
 """torch.distributed, directly: start-up, reductions of gradients, exchange of small Python values.
 
 A `World` is a communicator: the ranks that take part, a group for tensors and one for Python values. Every function
-here is collective over the world that it gets unless it says otherwise, and every wait ends after `timeout_seconds`.
-Tensors travel by NCCL on GPUs and gloo on CPU; Python values always by gloo.
+here is collective over the world that it gets unless it says otherwise. Tensors travel by NCCL on GPUs and gloo on CPU;
+Python values always by gloo. Every wait ends after `timeout_seconds`, in NCCL after twice as long.
 """
 
+import gc
 import itertools
 import math
 import os
@@ -12,10 +13,11 @@ import pickle
 import platform
 import queue
 import re
+import sys
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -29,10 +31,13 @@ from core import Elsewhere, Example, Sample, SampleId
 from engine.cpu import SharedMemory, keep_memory
 from policies.placement import group_sizes
 
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # of tensors; Python values always travel by gloo
 BUCKET_BYTES = 64 * 2**20
-FRAME_BYTES, HEAD_BYTES = 8 * 2**10, 8  # of the first collective of `gather_objects`, and its count of bytes
+HEAD_BYTES, FIRST_BYTES = 8, 8 * 2**10 - 8  # of the first collective of `gather_objects`: a count, and so many bytes
 T = TypeVar("T")
 Response = TypeVar("Response", Sample, Example)
+# torch 2.13 has renamed it.
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -56,28 +61,48 @@ class World:
 def start(device: str, timeout_seconds: float) -> World:
     """Join the ranks that torchrun started (or run alone without torchrun). `device`: auto, cpu or cuda."""
     torch.set_flush_denormal(True)  # a denormal costs a hundred normal operations on a CPU
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    torch_device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(torch_device)
-    else:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of bf16 products stay fp32
+    world = World(
+        rank=int(os.environ.get("RANK", 0)),
+        size=int(os.environ.get("WORLD_SIZE", 1)),
+        device=own_device(device),
+        timeout_seconds=timeout_seconds,
+    )
+    if world.device.type == "cpu":
         keep_memory()
-    if size == 1:
-        return World(rank, size, torch_device)
-    timeout = timedelta(seconds=timeout_seconds)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if world.size == 1:
+        return world
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # torchrun keeps one store over restarts, where ranks would find the ports of dead ranks (pytorch issue 135712).
         # On one node all ranks know the same count; on several set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    backend, device_id = ("nccl", torch_device) if use_cuda else ("gloo", None)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
-    everyone = dist.group.WORLD
-    objects = dist.new_group(backend="gloo", timeout=timeout) if use_cuda else everyone
-    world = World(rank, size, torch_device, everyone, objects, store=store, timeout_seconds=timeout_seconds)
-    return replace(world, node_size=math.gcd(*gather_objects(world, own_node_size(size))))
+    # Without `device_id`: where a device is bound, torch has every rank outside of a new group join a split of NCCL's
+    # communicator that the ranks inside never begin, also for a gloo group (pytorch issue 145376).
+    backend = BACKENDS[world.device.type]
+    timeout = _group_timeout(world, backend)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    world = replace(world, tensors=dist.group.WORLD, objects=dist.group.WORLD, store=store)
+    if world.device.type == "cuda":
+        world = replace(world, objects=_new_group(world, range(world.size), "gloo"))
+    _connect(world)
+    return replace(world, node_size=math.gcd(*gather_objects(world, own_node_size(world.size))))
+
+
+def own_device(device: str) -> torch.device:
+    """Return this rank's device, from then on torch's current one. `device`: auto, cpu or cuda. Not collective.
+
+    A rank that asks a GPU for its memory before would open a context on the first rank's.
+    """
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    own, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if not num_gpus:
+        raise ConfigError("run.device = cuda, but torch sees no GPU; take auto, or install torch with CUDA")
+    if own >= num_gpus:
+        raise ConfigError(f"rank {own} of this machine has no GPU: there are {num_gpus}; start that many ranks at most")
+    torch.cuda.set_device(own)
+    return torch.device("cuda", own)
 
 
 def own_node_size(num_ranks: int) -> int:
@@ -96,8 +121,25 @@ def is_lost(error: Exception) -> bool:
 
 
 def stop(world: World) -> None:
-    if world.size > 1:
-        dist.destroy_process_group()
+    """Leave the other ranks after a success; after a failure call `abandon`."""
+    if world.size == 1:
+        return
+    gc.collect()  # CUDA graphs with collectives in them: NCCL would wait for their end
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def abandon(code: int) -> None:
+    """End this process at once if it is one of several ranks.
+
+    After a failure the others may wait in a collective, and torch's ways to leave them wait for its end: with NCCL
+    for ever, and before anything is printed.
+    """
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def barrier(world: World) -> None:
@@ -110,27 +152,20 @@ def gather_objects(world: World, value: T) -> list[T]:
     if world.size == 1:
         return [value]
     data = pickle.dumps(value)
-    sizes, firsts = zip(*(_unframe(part) for part in _gather_bytes(world, _frame(data), FRAME_BYTES)), strict=True)
-    if max(sizes) <= FRAME_BYTES - HEAD_BYTES:
-        return [pickle.loads(part) for part in firsts]
-    return [pickle.loads(part[:size]) for size, part in zip(sizes, _gather_bytes(world, data, max(sizes)), strict=True)]
-
-
-def _frame(data: bytes) -> bytes:
-    return len(data).to_bytes(HEAD_BYTES, "little") + data[: FRAME_BYTES - HEAD_BYTES]
-
-
-def _unframe(frame: memoryview) -> tuple[int, memoryview]:
-    return int.from_bytes(frame[:HEAD_BYTES], "little"), frame[HEAD_BYTES:]
+    head = len(data).to_bytes(HEAD_BYTES, "little")
+    parts = _gather_bytes(world, head + data[:FIRST_BYTES], HEAD_BYTES + FIRST_BYTES)
+    largest = max(int.from_bytes(part[:HEAD_BYTES], "little") for part in parts)
+    parts = [part[HEAD_BYTES:] for part in parts] if largest <= FIRST_BYTES else _gather_bytes(world, data, largest)
+    return [pickle.loads(part) for part in parts]
 
 
 def _gather_bytes(world: World, data: bytes, size: int) -> list[memoryview]:
     """Return every rank's bytes, padded to `size`."""
     own = torch.zeros(size, dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(parts, own, group=world.objects)
-    return [part.numpy().data for part in parts]
+    parts = torch.empty(world.size * size, dtype=torch.uint8)
+    all_gather_into_tensor(parts, own, group=world.objects)
+    return [part.numpy().data for part in parts.split(size)]
 
 
 def broadcast_object(world: World, value: T) -> T:
@@ -144,16 +179,12 @@ def broadcast_object(world: World, value: T) -> T:
 
 def sum_tensors(world: World, tensors: Iterable[Tensor]) -> None:
     """Replace each tensor by its sum over the world's ranks, in flat buckets: few, large all-reduces."""
-    if world.size == 1:
-        return
     bucket: list[Tensor] = []
-    num_bytes = 0
-    for tensor in tensors:
-        if bucket and (num_bytes + tensor.nbytes > BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+    for tensor in tensors if world.size > 1 else ():
+        if bucket and (tensor.dtype != bucket[0].dtype or sum(t.nbytes for t in (*bucket, tensor)) > BUCKET_BYTES):
             _sum_bucket(world, bucket)
-            bucket, num_bytes = [], 0
+            bucket = []
         bucket.append(tensor)
-        num_bytes += tensor.nbytes
     if bucket:
         _sum_bucket(world, bucket)
 
@@ -179,39 +210,60 @@ def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
 
 
 def subsets(world: World, parts: Iterable[Sequence[int]]) -> list[World | None]:
-    """Return a world of each part of all ranks, a list of them; None for a part without this rank.
+    """Return a world of each part, a list of the run's ranks; None for a part without this rank.
 
     Every rank of the run takes part in making every group. A part's ranks keep their order, as torch's groups do.
     """
-    assert world.tensors is dist.group.WORLD, "torch makes groups among all ranks, not among a part of them"
-    timeout = timedelta(seconds=world.timeout_seconds)
-    worlds: list[World | None] = []
-    for part in map(sorted, parts):
-        tensors = dist.new_group(part, timeout)
-        objects = dist.new_group(part, timeout, "gloo") if world.device.type == "cuda" else tensors
-        own = None
-        if world.rank in part:
-            own = replace(world, rank=part.index(world.rank), size=len(part), tensors=tensors, objects=objects)
-        worlds.append(own)
-    return worlds
+    return [_subset(world, sorted(part)) for part in parts]
+
+
+def own_subset(world: World, parts: Iterable[Sequence[int]]) -> World:
+    """Return the world of the part that has this rank: `parts` divide the ranks of the run."""
+    [own] = filter(None, subsets(world, parts))
+    return own
 
 
 def beside(world: World) -> World:
-    """Return a world of the same ranks with a gloo group of its own: for a thread beside the work. Collective."""
-    if world.size == 1:
-        return world
-    group = dist.new_group(timeout=timedelta(seconds=world.timeout_seconds), backend="gloo")
+    """Return a world of all the run's ranks with a gloo group of its own: for a thread beside the work. Collective."""
+    group = _new_group(world, range(world.size), "gloo") if world.size > 1 else None
     return replace(world, tensors=group, objects=group)
 
 
-def own_group(world: World, parts: Iterable[list[int]]) -> dist.ProcessGroup:
-    """Make a process group of each list of ranks; return the group of this rank.
+def _subset(world: World, ranks: Sequence[int]) -> World | None:
+    if len(ranks) == world.size:
+        return world  # a second communicator of the same ranks would cost NCCL half a GiB
+    tensors = objects = None
+    if len(ranks) > 1:
+        tensors = _new_group(world, ranks, BACKENDS[world.device.type])
+        objects = _new_group(world, ranks, "gloo") if world.device.type == "cuda" else tensors
+    if world.rank not in ranks:
+        return None
+    own = replace(world, rank=ranks.index(world.rank), size=len(ranks), tensors=tensors, objects=objects)
+    _connect(own)
+    return own
 
-    Its time-out is the world's: torch's default would be 10 or 30 minutes.
+
+def _new_group(world: World, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+    """Make a process group. Every rank of the run takes part."""
+    assert world.tensors is dist.group.WORLD, "torch makes groups among all ranks of the run, not among a part of them"
+    return dist.new_group(ranks, _group_timeout(world, backend), backend)
+
+
+def _group_timeout(world: World, backend: str) -> timedelta:
+    """Return the time-out of a group: the world's; torch's default would be 10 or 30 minutes.
+
+    NCCL's is twice as long. When it is over, torch aborts the process without a word of ours; by then the watchdog has
+    named the missing ranks, and the ranks that wait by gloo have ended in an error that torchrun sees.
     """
-    timeout = timedelta(seconds=world.timeout_seconds)
-    made = [(ranks, dist.new_group(ranks, timeout)) for ranks in parts]
-    return next(group for ranks, group in made if world.rank in ranks)
+    return timedelta(seconds=world.timeout_seconds * (2 if backend == "nccl" else 1))
+
+
+def _connect(world: World) -> None:
+    """Use the group for tensors once: NCCL connects the ranks then, which the capture of a CUDA graph cannot wait for.
+
+    All groups are connected where they are made, in one order on all ranks: so no two ranks wait in different groups.
+    """
+    max_tensor(world, torch.zeros(1, device=world.device))
 
 
 # ---- samples that travel ------------------------------------------------------------------------------------------
@@ -285,15 +337,15 @@ class SampleStream:
     A rank either feeds (`open_to`, `send`) or is fed by one other (`open_from`, `take`), until `close`. One thread does
     all transfers of a rank, and no other uses the stream's own group: gloo cannot tell whether a send or receive is
     complete, a thread must wait for it. Each message is acknowledged when it has arrived; `send` refuses a message
-    while `in_flight` messages are not acknowledged. An error in the thread, also a wait over `timeout_seconds`, is
+    while `in_flight` messages are not acknowledged. An error in the thread, also a wait over the world's time-out, is
     raised by the next call.
     """
 
     END = -1  # in the place of a message's size
 
-    def __init__(self, world: World, timeout_seconds: float, in_flight: int = 4):
-        self.rank, self.seconds, self.in_flight = world.rank, timeout_seconds, in_flight
-        self.group = dist.new_group(timeout=timedelta(seconds=timeout_seconds), backend="gloo")
+    def __init__(self, world: World, in_flight: int = 4):
+        self.rank, self.seconds, self.in_flight = world.rank, world.timeout_seconds, in_flight
+        self.group = _new_group(world, range(world.size), "gloo")
         self.thread: threading.Thread | None = None
 
     def open_to(self, targets: Sequence[int]) -> None:
@@ -301,23 +353,23 @@ class SampleStream:
         self.targets, self.sent = targets, Counter[int]()
         self.arrived = Counter[int]()  # counted by the thread alone
         self.outbox: Outbox | None = queue.SimpleQueue()
-        self._start(self._feed, self.outbox)
+        self._start_thread(self._feed, self.outbox)
 
     def open_from(self, source: int) -> None:
         """Begin to be fed by the rank `source`."""
         self.outbox, self.is_over = None, False
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._start(self._receive, source)
+        self._start_thread(self._receive, source)
 
-    def _start(self, work: Callable[..., None], *args: object) -> None:
+    def _start_thread(self, work: Callable[..., None], *args: object) -> None:
         assert self.thread is None, "the stream is open"
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=work, args=args, daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(work, *args), daemon=True)
         self.thread.start()
 
     def has_room(self, target: int) -> bool:
         """Return whether a value may be sent to this rank now: not too many are on their way to it."""
-        self._check()
+        self._raise_error()
         return self.sent[target] - self.arrived[target] < self.in_flight
 
     def send(self, target: int, value: object) -> bool:
@@ -337,7 +389,7 @@ class SampleStream:
             while True:
                 arrived.append(self.inbox.get_nowait())
         except queue.Empty:
-            self._check()
+            self._raise_error()
         return arrived
 
     def close(self) -> None:
@@ -348,49 +400,47 @@ class SampleStream:
                 self.outbox.put((target, None))
         self.thread.join()  # each of its waits is bounded
         self.thread = None
-        self._check()
+        self._raise_error()
 
-    def _check(self) -> None:
+    def _raise_error(self) -> None:
         if self.error:
             raise self.error
 
-    def _feed(self, outbox: "Outbox") -> None:
+    def _run(self, work: Callable[..., None], *args: object) -> None:
+        """Do the thread's work; keep an error of any kind for the next call to raise. (thread)"""
+        try:
+            work(*args)
+        except Exception as error:
+            self.error = error
+            if is_lost(error) and "timed out" in str(error).lower():
+                self.error = TimeoutError(f"rank {self.rank} waited {self.seconds:g} s for {self.waits_for}")
+            elif is_lost(error):
+                self.error = ConnectionError(f"rank {self.rank} waited for {self.waits_for}, and lost it: {error}")
+
+    def _feed(self, outbox: Outbox) -> None:
         """Send the messages of the outbox. (thread)"""
         while (message := outbox.get())[0] != self.END:
             target, data = message
-            try:
-                size = torch.tensor(self.END if data is None else len(data))
-                dist.send(size, target, self.group)
-                if data is not None:
-                    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, self.group)
-                dist.recv(size, target, self.group)
-                self.arrived[target] += 1
-            except Exception as error:  # of any kind: the next call must raise it
-                self.error = self._explain(error, target, "acknowledge samples")
-                return
+            self.waits_for = f"rank {target} to acknowledge samples"
+            size = torch.tensor(self.END if data is None else len(data))
+            dist.send(size, target, group=self.group)
+            if data is not None:
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, group=self.group)
+            dist.recv(size, target, group=self.group)
+            self.arrived[target] += 1
 
     def _receive(self, source: int) -> None:
         """Fill the inbox until the feeder ends the stream. (thread)"""
+        self.waits_for = f"rank {source} to send samples or the end of the rollout"
         size = torch.tensor(0)
         while not self.is_over:
-            try:
-                dist.recv(size, source, self.group)
-                if int(size) != self.END:
-                    data = torch.empty(int(size), dtype=torch.uint8)
-                    dist.recv(data, source, self.group)
-                    self.inbox.put(pickle.loads(data.numpy().data))
-                dist.send(size, source, self.group)
-            except Exception as error:
-                self.error = self._explain(error, source, "send samples or the end of the rollout")
-                return
+            dist.recv(size, source, group=self.group)
+            if int(size) != self.END:
+                data = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(data, source, group=self.group)
+                self.inbox.put(pickle.loads(data.numpy().data))
+            dist.send(size, source, group=self.group)
             self.is_over = int(size) == self.END
-
-    def _explain(self, error: Exception, other: int, what: str) -> Exception:
-        if not is_lost(error):
-            return error
-        if "timed out" in str(error).lower():
-            return TimeoutError(f"rank {self.rank} waited {self.seconds:g} s for rank {other} to {what}")
-        return ConnectionError(f"rank {self.rank} waited for rank {other} to {what}, and lost it: {error}")
 
 
 # ---- tensor parallelism of the rollout ---------------------------------------------------------------------------
@@ -407,19 +457,6 @@ def check_group_size(size: int, num_ranks: int, node_size: int) -> None:
     raise ConfigError(f"rollout.tensor_parallel = {size} does not divide {where}; possible here: {possible}")
 
 
-class TPGroups:
-    """The tensor-parallel groups of each size. All are made and used once at the start, none later. Collective."""
-
-    def __init__(self, world: World, sizes: Iterable[int]):
-        self.by_size: dict[int, TensorParallel] = {}
-        for size in sorted(set(sizes)):
-            check_group_size(size, world.size, world.node_size)
-            self.by_size[size] = TensorParallel(world, size)
-
-    def __getitem__(self, size: int) -> "TensorParallel":
-        return self.by_size[size]
-
-
 class TensorParallel:
     """Ranks `rank // size * size` and the next `size - 1` compute every layer together. Making one is collective.
 
@@ -430,33 +467,44 @@ class TensorParallel:
     def __init__(self, world: World, size: int = 1):
         self.size, self.rank = size, world.rank % size
         self.replica, self.num_replicas = world.rank // size, world.size // size
-        self.group, self.shared = None, None
-        if size == 1:
-            return
-        self.group = own_group(world, [list(range(i, i + size)) for i in range(0, world.size, size)])
-        if world.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
-            shared = SharedMemory(self.group, self.rank, size, world.timeout_seconds)
-            self.shared = shared if shared.memory is not None else None
-        # The first use connects the ranks, which a CUDA graph's capture could not wait for.
-        dist.all_reduce(torch.zeros(1, device=world.device), group=self.group)
+        self.world = own_subset(world, [range(i, i + size) for i in range(0, world.size, size)])
+        self.shared: SharedMemory | None = None
+        if size > 1 and world.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
+            path = broadcast_object(self.world, SharedMemory.make_file(size) if self.rank == 0 else "")
+            if path:
+                self.shared = SharedMemory(path, self.rank, size, world.timeout_seconds)
+                barrier(self.world)
+                if self.rank == 0:
+                    os.unlink(path)  # the memory stays until the last process has ended
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' `x`."""
         if self.size == 1:
             return x
-        if self.shared is not None and x.nbytes <= SharedMemory.SLOT_BYTES:
+        if self.shared and x.nbytes <= SharedMemory.SLOT_BYTES:
             return self.shared.exchange(x).sum(0)
         x = x.contiguous()
-        dist.all_reduce(x, group=self.group)
+        dist.all_reduce(x, group=self.world.tensors)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """Join all ranks' `x` along the last dimension. [T, n] -> [T, size * n]"""
         if self.size == 1:
             return x
-        if self.shared is not None and x.nbytes <= SharedMemory.SLOT_BYTES:
-            parts = list(self.shared.exchange(x).unbind())
+        if self.shared and x.nbytes <= SharedMemory.SLOT_BYTES:
+            parts = self.shared.exchange(x)
         else:
-            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-            dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, -1)
+            parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+            all_gather_into_tensor(parts, x.contiguous(), group=self.world.tensors)
+            parts = parts.view(self.size, *x.shape)
+        return torch.cat([*parts], -1)
+
+
+TPGroups = dict[int, TensorParallel]  # by size
+
+
+def make_tp_groups(world: World, sizes: Collection[int]) -> TPGroups:
+    """Return the groups of each size. All are made and used once here, at the start, and none later. Collective."""
+    for size in sizes:
+        check_group_size(size, world.size, world.node_size)
+    return {size: TensorParallel(world, size) for size in sorted(sizes)}

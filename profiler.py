@@ -23,9 +23,10 @@ from config import ConfigError, load_config
 from core import SampleId
 from engine.pages import has_room
 from engine.sequence import Sequence
-from parallel import TPGroups, World
+from metrics import Clock
+from parallel import TPGroups, World, make_tp_groups
 from policies.step_times import Profile, SizeProfile
-from process import launcher
+from process import ending, launcher
 from rollout import Engine
 from settings import (
     MODELS,
@@ -51,7 +52,7 @@ def make_profile(config: Config, folder: Path, world: World, contexts: List[int]
     model = checkpoint.load_model(folder, world.device, model_dtype(config, world.device.type)).requires_grad_(False)
     config = with_kv_memory(config, model.shape, world)
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
-    tp_groups = TPGroups(world, sizes)
+    tp_groups = make_tp_groups(world, sizes)
     engine = Engine(model, config.rollout, config.sampling, (), parallel=tp_groups[sizes[0]], sizes=sizes)
     made_on = profile_conditions(config, model.shape, world.size, world.device)
     return Profile(made_on, measure(engine, tp_groups, world, contexts))
@@ -146,7 +147,6 @@ def main(argv: list[str]) -> int:
     )
     asked, argv = launcher.parse(argv)
     flags, overrides = parser.parse_known_args(argv)
-    world: World | None = None
     try:
         config = load_config(Config, flags.config, overrides)
         if launcher.is_wanted(asked):
@@ -156,21 +156,18 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{folder}: no such model; give model.path")
         if (folder.exists() or place != folder) and not os.access(place, os.W_OK):
             raise ConfigError(f"{profile_path(config)}: cannot write there; give planner.profile another place")
-        world = parallel.start(config.run.device, config.run.timeout_seconds)
+    except ConfigError as error:
+        return ending.refuse(error)
+
+    def work(world: World) -> None:
         if not config.model.path:
             ensure_model(config.warm_start, config.data.train, MODELS, world)
         profile = make_profile(config, folder, world)
         if world.is_main:
             profile.save(profile_path(config))
             print(f"times of tensor-parallel sizes {[*profile.sizes]} written to {profile_path(config)}")
-        return 0
-    except ConfigError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    finally:
-        if world:
-            parallel.stop(world)
+
+    return ending.exit_code(work, config.run.device, config.run.timeout_seconds, Clock())
 
 
 if __name__ == "__main__":

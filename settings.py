@@ -16,7 +16,7 @@ from engine.memory import CPU_KV_BYTES, cache_of
 from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
-from parallel import World, check_group_size, gather_objects, group_sizes, own_node_size
+from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
 from policies.memory_plan import GIB, Decoder, Demand, Plan, plan, remedy
 from policies.overlap import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.planner import PlannerConfig, refuse_within_round
@@ -97,8 +97,9 @@ def model_source(config: Config) -> Path:
 
 def planned_device(config: Config) -> torch.device:
     """Return the device to plan for, which this machine need not have."""
-    has_gpu = config.run.device_gib or torch.cuda.is_available()
-    return torch.device("cuda" if config.run.device != "cpu" and has_gpu else "cpu")
+    if config.run.device_gib and config.run.device != "cpu" and not torch.cuda.is_available():
+        return torch.device("cuda")
+    return own_device(config.run.device)
 
 
 def memory_plan(
@@ -112,7 +113,7 @@ def memory_plan(
         gpu_bytes = min(own, c.run.device_gib * GIB or math.inf)
     possible = tuple(n for n in group_sizes(num_ranks, node_size) if can_split(shape, n))
     tp_sizes = {c.rollout.tensor_parallel, *(possible if c.planner.rule != "fixed" else ())}
-    groups = (num_ranks > 1) + (trainer.shard > 1) + (1 < trainer.shard < num_ranks) + len(tp_sizes - {1})
+    groups = (num_ranks > 1) + 2 * (1 < trainer.shard < num_ranks) + len(tp_sizes - {1, num_ranks})
     return plan(
         Demand(
             Decoder(**{each.name: getattr(shape, each.name) for each in fields(Decoder)}),
@@ -270,8 +271,6 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
             f"trainer.shard = {c.trainer.shard} does not divide the {world_size} ranks; possible here: "
             f"{[n for n in range(1, world_size + 1) if world_size % n == 0]}"
         )
-    if c.run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = cuda, but torch sees no GPU; take auto, or install torch with CUDA")
     check_scheduler(c.scheduler)
     check_stream(c, world_size)
     refuse_within_round(c.planner, c.stream.policy)

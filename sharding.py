@@ -1,30 +1,31 @@
 """Training weights spread over several ranks by torch's FSDP2, set up to add exact sums."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel import World, own_group
+from model import Model
+from parallel import World, own_subset
 
 
-def shard_mesh(world: World, size: int) -> DeviceMesh:
-    """Return the (replicate, shard) mesh whose shard groups are `size` neighbouring ranks."""
+def shard_groups(world: World, size: int) -> tuple[World, World]:
+    """Return this rank's shard group, of `size` neighbours, and the ranks that have the same part in other groups."""
     ranks = torch.arange(world.size).view(-1, size)
-    process_groups = [own_group(world, rows.tolist()) for rows in (ranks.T, ranks)]
-    return DeviceMesh.from_group(process_groups, world.device.type, ranks, mesh_dim_names=("replicate", "shard"))
+    return own_subset(world, ranks.tolist()), own_subset(world, ranks.T.tolist())
 
 
-def shard_model(model: Any, mesh: DeviceMesh) -> Any:
-    """Return a second module like `model` whose fp32 weights are spread over the shard group's ranks.
+def shard_model(model: Model, group: World) -> Model:
+    """Return a second module like `model` whose fp32 weights are spread over the ranks of a shard group.
 
-    It computes in the model's dtype. Every backward sums gradients within the shard group, in fp32, and keeps a part on
-    each rank; `set_requires_all_reduce` decides when they are summed over the groups. Every rank has the whole `model`
-    and takes its part without communication.
+    It computes in the model's dtype. Every backward sums gradients within the group, in fp32, and keeps a part on each
+    rank. Every rank has the whole `model` and takes its part without communication.
     """
+    assert group.tensors, "a single rank has nothing to share"
+    # Of one dimension: with a second one, of replicas, FSDP keeps gradients that are not summed over it in a private
+    # place, where a release of the device would not find them.
+    mesh = DeviceMesh.from_group(group.tensors, group.device.type, mesh_dim_names=("shard",))
     dtype = next(model.parameters()).dtype
     with torch.device("meta"):
         learner = type(model)(model.shape).float()
@@ -39,7 +40,7 @@ def shard_model(model: Any, mesh: DeviceMesh) -> Any:
     with torch.no_grad():
         for own, whole in zip(learner.parameters(), model.parameters(), strict=True):
             own.copy_(part_like(whole.detach().float(), own))
-    learner.set_requires_all_reduce(False)
+            own.requires_grad_(whole.requires_grad)
     return learner
 
 

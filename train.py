@@ -87,8 +87,7 @@ def is_due(step: int, every: int) -> bool:
 def main(argv: list[str], script: str = __file__) -> int:
     """Run the command line; return the exit code. `script` is what `--ranks` starts, such as one of examples/."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--help", "-h"):
-        parser.add_argument(flag, dest="help", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--resume", action="store_true")

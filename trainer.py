@@ -10,10 +10,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -74,7 +72,9 @@ class NonFiniteError(RuntimeError):
     """Three updates in a row had a loss or gradient that is not a number."""
 
 
-SUMS = ("loss", "count", "tokens", "entropy", "clipped", "kl", "logprob_diff")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+TOKEN_MEANS = ("entropy", "clip_fraction", "kl", "logprob_diff_mean")
+SUMS = ("loss", "count", "tokens", *TOKEN_MEANS)
 
 
 class Trainer:
@@ -83,6 +83,8 @@ class Trainer:
     `model` is the very module that the engine decodes with. A bf16 one is trained through fp32 masters, kept here with
     fp32 gradient sums. With `shard` ranks to a shard group the masters are those of a second module, the learner, which
     lies over the group's ranks and computes in the model's dtype (torch's FSDP2); after an update `model` follows it.
+    Weights of `model` that need no gradient stay as they are. Gradients and optimizer state have their memory from the
+    start, so that the rollout can be sized by the rest.
     """
 
     def __init__(
@@ -100,40 +102,41 @@ class Trainer:
         self.model, self.config, self.sampling, self.world = model, config, sampling, world
         self.loss = loss.for_dtype(model.head_weight.dtype)
         self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
+        self.shards, self.replicas = sharding.shard_groups(world, config.shard)
         names, params = zip(*model.named_parameters(), strict=True)
         self.names: list[str] = list(names)
         self.params: list[Tensor] = list(params)
-        self.learner: Any = model
-        self.masters: list[Tensor]
-        self.mesh = sharding.shard_mesh(world, config.shard) if config.shard > 1 else None
-        if self.mesh:
-            self.learner = sharding.shard_model(model, self.mesh)
-            self.masters = list(self.learner.parameters())
-            model.requires_grad_(False)
-        else:
-            self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
-            for param, master in zip(self.params, self.masters, strict=True):
-                if param is not master and param.requires_grad:
-                    param.register_post_accumulate_grad_hook(_add_to(master))
+        self.learner = sharding.shard_model(model, self.shards) if config.shard > 1 else model
         self.learner.recompute = config.recompute == "on"
-        betas = (config.beta1, config.beta2)
-        trained = [m for p, m in zip(self.params, self.masters, strict=True) if self.mesh or p.requires_grad]
-        matrices = {"params": [m for m in trained if m.dim() > 1], "weight_decay": config.weight_decay}
-        others = {"params": [m for m in trained if m.dim() < 2], "weight_decay": 0.0}  # norms and biases
-        self.optimizer = torch.optim.AdamW([matrices, others], lr=config.lr, betas=betas, fused=True)
-        self.offloaded = OnHost(())  # optimizer state between updates
-        self.released = OnHost(())
+        self.masters: list[Tensor] = [
+            master if master.dtype == torch.float32 or not master.requires_grad else master.detach().float()
+            for master in self.learner.parameters()
+        ]
+        pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p.requires_grad]
+        self.trained = [master for _, master in pairs]
+        self.copies = [(param, master) for param, master in pairs if param is not master]
+        for master in self.trained:
+            master.grad = torch.zeros_like(master)
+        for param, master in self.copies if config.shard == 1 else ():
+            param.register_post_accumulate_grad_hook(_add_to(master))
+        self.optimizer = self._make_optimizer()
+        self.offloaded = self.released = OnHost(())  # optimizer state between updates; all that lasts, in a release
+        self._offload()
         self.num_updates = 0
         self.bad_updates = 0  # in a row
         self.seconds, self.tokens = 0.0, 0  # in `accumulate`, since they were taken
-        self._reset()
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=world.device)
+        self.worst_diff = torch.zeros((), dtype=torch.float64, device=world.device)
 
-    def _reset(self) -> None:
-        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.world.device)
-        self.worst_diff = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.grad = None
-            master.grad = None if self.mesh else torch.zeros_like(master)
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        c = self.config
+        matrices = {"params": [m for m in self.trained if m.dim() > 1], "weight_decay": c.weight_decay}
+        others = {"params": [m for m in self.trained if m.dim() < 2], "weight_decay": 0.0}  # norms and biases
+        optimizer = torch.optim.AdamW([matrices, others], lr=c.lr, betas=(c.beta1, c.beta2), fused=True)
+        for master in self.trained:  # what its first step would make
+            moments = {name: torch.zeros_like(master) for name in MOMENTS}
+            optimizer.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+        return optimizer
 
     def lr_at(self, update: int) -> float:
         """Return the learning rate of an update, counted from 0: up to the peak in the warm-up's last, then down."""
@@ -165,20 +168,16 @@ class Trainer:
 
     def agree(self, *flags: bool) -> list[bool]:
         """Return which of the flags any rank of the shard group has up. Collective there."""
-        if not self.mesh:
-            return list(flags)
         ups = torch.tensor(flags, dtype=torch.int32, device=self.world.device)
-        dist.all_reduce(ups, op=dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
+        parallel.max_tensor(self.shards, ups)
         return ups.bool().tolist()
 
     def _batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Return micro-batches, as many on each rank of a shard group: every forward gathers weights from all."""
         batches = pack(examples, self.config.tokens_per_microbatch)
-        if self.mesh:
-            most = torch.tensor(len(batches), device=self.world.device)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
-            batches += [[] for _ in range(int(most) - len(batches))]
-        return batches
+        most = torch.tensor(len(batches), device=self.world.device)
+        parallel.max_tensor(self.shards, most)
+        return batches + [[] for _ in range(int(most) - len(batches))]
 
     def _add_nothing(self) -> None:
         """Take part in the shard group's forward and backward."""
@@ -268,12 +267,9 @@ class Trainer:
         Returns the update's statistics. An update whose loss or gradient is not finite, or that has nothing to learn
         from, is skipped and says so under "skipped"; three non-finite ones in a row raise NonFiniteError.
         """
-        if self.mesh:  # the gradients are reduced by a backward that adds nothing
-            self.learner.set_requires_all_reduce(True)
-            self._add_nothing()
-            self.learner.set_requires_all_reduce(False)
-        gradients = [_gradient(master) for master in self.masters]
-        parallel.sum_tensors(self.world, [self.sums] if self.mesh else [*gradients, self.sums])
+        gradients = [sharding.own_part(_gradient(master)) for master in self.trained]
+        parallel.sum_tensors(self.replicas, gradients)
+        parallel.sum_tensors(self.world, [self.sums])
         parallel.max_tensor(self.world, self.worst_diff)
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         count, tokens = max(sums["count"], 1.0), max(sums["tokens"], 1.0)
@@ -281,10 +277,7 @@ class Trainer:
         norm = sharding.whole(torch.nn.utils.clip_grad_norm_(self.masters, self.config.grad_clip or math.inf)).item()
         stats = {
             "loss": sums["loss"] / count,
-            "entropy": sums["entropy"] / tokens,
-            "clip_fraction": sums["clipped"] / tokens,
-            "kl": sums["kl"] / tokens,
-            "logprob_diff_mean": sums["logprob_diff"] / tokens,
+            **{name: sums[name] / tokens for name in TOKEN_MEANS},
             "logprob_diff_max": self.worst_diff.item(),
             "grad_norm": norm,
             "lr": self.lr_at(self.num_updates),
@@ -300,7 +293,8 @@ class Trainer:
             self._step(stats["lr"])
             self.bad_updates = 0
         self.num_updates += 1
-        self._reset()
+        for tensor in (*gradients, self.sums, self.worst_diff):
+            tensor.zero_()
         if self.bad_updates == 3:
             raise NonFiniteError(
                 f"three updates in a row were not finite ({stats['skipped']}); lower trainer.lr, or look for rewards "
@@ -314,20 +308,22 @@ class Trainer:
         with self._optimizer_state():
             self.optimizer.step()
         with torch.no_grad():
-            for param, master in zip(self.params, self.masters, strict=True):
-                if param is not master:
-                    param.copy_(sharding.whole(master))  # one at a time: no second model is ever whole
+            for param, master in self.copies:
+                param.copy_(sharding.whole(master))  # one at a time: no second model is ever whole
 
     @contextmanager
     def _optimizer_state(self) -> Iterator[None]:
         """Have the optimizer's state on the device while inside."""
         self.offloaded.bring_back()
         yield
+        self._offload()
+
+    def _offload(self) -> None:
         if self.config.offload_optimizer:
             self.offloaded = OnHost(map(sharding.own_part, self._moments()))
 
     def _moments(self) -> list[Tensor]:
-        return [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        return [state[name] for state in self.optimizer.state.values() for name in MOMENTS]
 
     # ---- state -----------------------------------------------------------------------------------------------
 
@@ -337,7 +333,7 @@ class Trainer:
         No collective. Views of the weights, such as an engine's shards, are empty meanwhile and valid again afterwards.
         """
         weights = [*self.params, *self.masters, *(self.reference.parameters() if self.reference else ())]
-        gradients = [tensor.grad for tensor in weights if tensor.grad is not None]
+        gradients = map(_gradient, self.trained)
         self.released = OnHost(map(sharding.own_part, (*weights, *gradients, *self._moments())))
 
     def take_back(self) -> None:
@@ -354,26 +350,22 @@ class Trainer:
         with self._optimizer_state():
             tensors: dict[str, Tensor] = {}
             for name, param, master in zip(self.names, self.params, self.masters, strict=True):
-                moments = self.optimizer.state.get(master, {})
-                tensors |= {f"{key}.{name}": moments[key] for key in ("exp_avg", "exp_avg_sq") if key in moments}
-                if param.dtype != master.dtype:
-                    tensors[f"master.{name}"] = master.detach()
+                if param.requires_grad:
+                    tensors |= {f"{key}.{name}": self.optimizer.state[master][key] for key in MOMENTS}
+                    tensors |= {f"master.{name}": master.detach()} if param.dtype != master.dtype else {}
             yield tensors
 
     def load_state_dict(self, state: dict[str, int], fill: Callable[[dict[str, Tensor]], None]) -> None:
         """Take over what `state_dict` returned; `fill` fills `saved_tensors`. The model holds the weights of then."""
         self.num_updates, self.bad_updates = state["num_updates"], state["bad_updates"]
-        if state["optimizer_steps"]:
-            for master in (m for group in self.optimizer.param_groups for m in group["params"]):
-                step = torch.tensor(float(state["optimizer_steps"]), device=master.device)
-                moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[master] = {"step": step, **moments}
+        for moments in self.optimizer.state.values():
+            moments["step"].fill_(state["optimizer_steps"])
         with self.saved_tensors() as tensors:
             fill(tensors)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None, "`accumulate` has made it"
+    assert tensor.grad is not None, "made with the trainer"
     return tensor.grad
 
 

@@ -32,7 +32,7 @@ from tail_batching import in_turn, on_ranks, progress_bar
 import parallel
 from engine.sequence import Sequence
 from model import Model, parse_shape
-from parallel import TPGroups, World
+from parallel import TPGroups, World, make_tp_groups
 from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report
 from policies.step_times import Profile
 from profiler import measure
@@ -157,8 +157,8 @@ def regroup_seconds(engine: Engine, tp_groups: TPGroups, world: World, turns: in
     """Return the seconds of a change to each size, on the slowest rank; the best of `turns`."""
     best: dict[int, float] = {}
     for _ in range(turns):
-        for size in sorted(tp_groups.by_size):
-            engine.regroup(tp_groups[1 if size > 1 else max(tp_groups.by_size)])
+        for size in sorted(tp_groups):
+            engine.regroup(tp_groups[1 if size > 1 else max(tp_groups)])
             parallel.barrier(world)
             start = time.perf_counter()
             engine.regroup(tp_groups[size])
@@ -183,7 +183,7 @@ def build(longest: int, world: World) -> tuple[Engine, TPGroups]:
     torch.manual_seed(0)
     model = Model(parse_shape(SHAPE, "benchmark")).requires_grad_(False)
     largest = min(world.size, SHAPE["num_key_value_heads"])
-    tp_groups = TPGroups(world, [n for n in (1, 2, 4) if n <= largest])
+    tp_groups = make_tp_groups(world, [n for n in (1, 2, 4) if n <= largest])
     token_bytes = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
     config = RolloutConfig(
         max_prompt_tokens=PROMPT,
@@ -192,7 +192,7 @@ def build(longest: int, world: World) -> tuple[Engine, TPGroups]:
         page_size=32,
         kv_gib=1.5 * (PROMPT + longest) * token_bytes / 2**30,
     )
-    return Engine(model, config, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups.by_size), tp_groups
+    return Engine(model, config, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups), tp_groups
 
 
 def contenders(limits: EngineLimits, profile: Profile) -> list[Contender]:
@@ -221,7 +221,7 @@ def run(scale: Scale, world: World) -> None:
                     bar.update()
     costs = {"copies packed for a CPU": regroup_seconds(engine, tp_groups, world, 4)}
     plain = replace(config, prepack=False)
-    engine = Engine(model, plain, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups.by_size)
+    engine = Engine(model, plain, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups)
     costs["views"] = regroup_seconds(engine, tp_groups, world, 4)
     broadcast = broadcast_seconds(model, world, 4)
     if world.is_main:

@@ -444,11 +444,9 @@ def on_ranks(count: int, play: Callable[[World], None]) -> int:
         return subprocess.run([*launch, *sys.argv], env=env).returncode
     world = parallel.start("cpu", 600.0)
     torch.set_num_threads(1)
-    try:
-        play(world)
-        parallel.barrier(world)  # a rank that leaves early can abort another's exit in gloo's threads
-    finally:
-        parallel.stop(world)
+    play(world)
+    parallel.barrier(world)  # a rank that leaves early can abort another's exit in gloo's threads
+    parallel.stop(world)
     return 0
 
 

@@ -17,7 +17,6 @@ from functools import cache
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -146,26 +145,24 @@ class SharedMemory:
 
     SLOT_BYTES = 4 * 2**20
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, timeout_seconds: float):
+    def __init__(self, path: str, rank: int, size: int, timeout_seconds: float):
+        """`path`: a file of `make_file`; it can go as soon as all ranks are here."""
         self.rank, self.size, self.timeout_seconds, self.round = rank, size, timeout_seconds, 0
-        total = 64 * size + 2 * size * self.SLOT_BYTES
-        path, self.memory = [self._make(total) if rank == 0 else ""], None
-        dist.broadcast_object_list(path, group=group, group_src=0)
-        if not path[0]:
-            return
-        self.memory = torch.from_file(path[0], shared=True, size=total, dtype=torch.uint8)
-        dist.barrier(group=group)
-        if rank == 0:
-            os.unlink(path[0])  # the memory stays until the last process has ended
-        self.counters = self.memory[: 64 * size].view(torch.int64).numpy()[::8]  # a cache line each
-        self.slots = self.memory[64 * size :].view(2, size, self.SLOT_BYTES)
+        memory = torch.from_file(path, shared=True, size=self.num_bytes(size), dtype=torch.uint8)
+        self.counters = memory[: 64 * size].view(torch.int64).numpy()[::8]  # a cache line each
+        self.slots = memory[64 * size :].view(2, size, self.SLOT_BYTES)
 
-    @staticmethod
-    def _make(total: int) -> str:
-        """Return the path of a file of `total` bytes of memory; "" without room, as in a small container."""
+    @classmethod
+    def num_bytes(cls, size: int) -> int:
+        return 64 * size + 2 * size * cls.SLOT_BYTES
+
+    @classmethod
+    def make_file(cls, size: int) -> str:
+        """Return the path of a file of memory for `size` ranks; "" without room, as in a small container."""
         handle, path = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         try:
-            os.posix_fallocate(handle, 0, total)  # a file that is only truncated kills a writer for want of room
+            # A file that is only truncated kills a writer for want of room.
+            os.posix_fallocate(handle, 0, cls.num_bytes(size))
             return path
         except OSError as error:
             os.unlink(path)

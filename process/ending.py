@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 import parallel
@@ -50,53 +51,64 @@ def refuse(error: Exception) -> int:
     """Say on rank 0 why the run does not start; return the exit code."""
     # torchrun ends the other ranks before they repeat it.
     time.sleep(10.0 if int(os.environ.get("RANK", 0)) else 0.0)
-    return _say(str(error), code=2)
+    return _fail(str(error), code=2)
 
 
 def exit_code(work: Callable[[World], None], device: str, timeout_seconds: float, clock: Clock) -> int:
     """Join the other ranks, do the work and return the exit code.
 
-    A user's error, such as a wrong setting, prints one line; our own is raised.
+    A user's error, such as a wrong setting, prints one line; our own its traceback. A rank that fails among others ends
+    the process instead of returning.
     """
-    world = None
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with clock.span("rendezvous"):
             world = parallel.start(device, timeout_seconds)
         work(world)
+        parallel.stop(world)
         return 0
-    except ConfigError as error:
-        return _say(str(error), code=2)
-    except (NonFiniteError, GraderError) as error:
-        return _say(str(error), code=1)
-    except KeyboardInterrupt:  # the first one ahead of all steps, else the second
-        if world and world.is_main:
-            print(f"interrupted in {_stage(clock)}", file=sys.stderr, flush=True)
+    except (Exception, KeyboardInterrupt) as error:
+        code = _explain(error, clock)
+    parallel.abandon(code)
+    return code
+
+
+def _explain(error: BaseException, clock: Clock) -> int:
+    """Say why the work has failed; return the exit code."""
+    if isinstance(error, ConfigError):
+        return refuse(error)
+    if isinstance(error, NonFiniteError | GraderError):
+        return _fail(str(error), code=1)
+    stage = clock.failed_in or "start"
+    place = f"{stage} of step {clock.step}"
+    if isinstance(error, KeyboardInterrupt):  # the first one ahead of all steps, else the second
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"interrupted in {stage}", file=sys.stderr, flush=True)
         return 130
-    except (OSError, RuntimeError) as error:
-        if parallel.is_lost(error):
-            return _lost(clock, error)
-        if isinstance(error, RuntimeError):
-            raise
-        return _say(f"{_stage(clock)} of step {clock.step}: {error}", code=1)
-    finally:
-        if world:
-            parallel.stop(world)
+    if isinstance(error, BrokenPipeError) and _output_is_closed():
+        return _fail(f"{place}: the program that reads the output has ended", code=1)
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if isinstance(error, OSError | RuntimeError) and parallel.is_lost(error) and not is_alone:
+        time.sleep(2.0)  # torchrun, which knows who has gone and why, ends this rank first
+        text = str(error).strip() or type(error).__name__
+        reason = re.sub(r"^\[.*?\] ", "", text.splitlines()[0]).partition(". ")[0]  # gloo goes on with advice
+        return _fail(f"rank {os.environ.get('RANK', 0)} lost the others in {place}: {reason}", code=1)
+    if isinstance(error, OSError):
+        return _fail(f"{place}: {error}", code=1)
+    traceback.print_exception(error)
+    return 1
 
 
-def _say(text: str, code: int) -> int:
+def _fail(text: str, code: int) -> int:
     print(f"error: {text}", file=sys.stderr, flush=True)
     return code
 
 
-def _stage(clock: Clock) -> str:
-    return clock.failed_in or "start"
-
-
-def _lost(clock: Clock, error: Exception) -> int:
-    """Say that other ranks have gone, unless torchrun, which knows who and why, ends this rank first."""
-    time.sleep(2.0)
-    rank, text = os.environ.get("RANK", 0), str(error).strip() or type(error).__name__
-    reason = re.sub(r"^\[.*?\] ", "", text.splitlines()[0])
-    reason = reason.partition(". ")[0]  # gloo goes on with advice
-    return _say(f"rank {rank} lost the others in {_stage(clock)} of step {clock.step}: {reason}", code=1)
+def _output_is_closed() -> bool:
+    """Return whether nobody reads what this process prints; if so, print the rest to nowhere."""
+    try:
+        sys.stdout.flush()
+        return False
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at the end
+        return True

@@ -19,7 +19,6 @@ OPTIONS = {  # torchrun's own: a pattern for each, and its meaning
     "node_rank": (r"\d{1,9}", "the number of a machine, from 0"),
     "max_restarts": (r"\d{1,9}", "a number of restarts, from 0"),
     "monitor_interval": (r"(?=.*[1-9])\d{1,9}(\.\d+)?", "a number of seconds over 0"),
-    "shutdown_timeout": (COUNT, "a whole number of seconds over 0"),
     "master_port": (r"\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]", "a port from 0 to 65535"),
     **dict.fromkeys(("redirects", "tee"), STREAMS),
     **dict.fromkeys("rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr local_addr log_dir".split(), TEXT),
@@ -86,11 +85,12 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
 
     ranks = int(flags.ranks or 1)
     divide_cores(ranks)
-    options = ["--shutdown-timeout=600", *given(flags)]  # a signal waits for the step and its checkpoint
+    # A signal waits for the step and its checkpoint. An option of this name came with torch 2.12.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     # With restarts, only torch's lines tell why a rank was started again.
     logging.disable(logging.WARNING if int(flags.max_restarts or 0) else logging.ERROR)
     try:
-        main([f"--nproc_per_node={ranks}", *options, script, *arguments])
+        main([f"--nproc_per_node={ranks}", *given(flags), script, *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:

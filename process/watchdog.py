@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+import parallel
 from parallel import World
 
 REPORT = 0.8  # share of the time-out after which a wait is reported
@@ -31,7 +33,8 @@ class Watchdog:
 
     The report names every rank that shows no life, and the stages of all others. The first rank that is alive and waits
     prints it, once for each wait; then all ranks write the stacks of their threads to `folder`, even if a call holds
-    the interpreter for so long that this thread cannot run.
+    the interpreter for so long that this thread cannot run. On a GPU it also ends a rank whose wait for a lost rank is
+    over the time-out.
     """
 
     def __init__(self, world: World, place: Place, folder: Path):
@@ -41,6 +44,8 @@ class Watchdog:
         self.store: dist.Store | None = world.store.clone() if world.store else None
         self.path = folder / f"rank_{self.rank}.txt"
         self.every = min(1.0, self.timeout / 20)
+        # Gloo ends a wait with an error. NCCL never ends the wait for a collective that a CUDA graph holds.
+        self.ends_process = world.device.type == "cuda"
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self.seen: dict[int, tuple[dict, float]] = {}  # each rank's newest sign of life and when it was new
@@ -86,13 +91,20 @@ class Watchdog:
                 print(self.report(still, now), file=sys.stderr, flush=True)
                 store.add("dumps", 1)
                 reported = True
+            gone = [rank for rank in range(self.size) if self._silence(rank, now) > 0.4 * self.timeout]
+            if self.ends_process and still > self.timeout and gone:
+                where = f"{self._stage()} of step {self.place.step}"
+                print(f"error: rank {self.rank} lost ranks {gone} in {where}", file=sys.stderr, flush=True)
+                parallel.abandon(code=1)
             if (asked := store.get("dumps") if store.check(["dumps"]) else b"0") != dumped:
                 dumped = asked
                 faulthandler.dump_traceback(self.file)
 
+    def _stage(self) -> str:
+        return self.place.stages[-1] if self.place.stages else "between stages"
+
     def _post(self, store: dist.Store, count: int, still: float) -> None:
-        stage = self.place.stages[-1] if self.place.stages else "between stages"
-        beat = {"count": count, "stage": stage, "step": self.place.step, "still": round(still, 1)}
+        beat = {"count": count, "stage": self._stage(), "step": self.place.step, "still": round(still, 1)}
         beat |= {"host": socket.gethostname(), "pid": os.getpid()}
         store.set(f"rank {self.rank}", json.dumps(beat))
 
@@ -104,8 +116,12 @@ class Watchdog:
                 if rank not in self.seen or self.seen[rank][0]["count"] != beat["count"]:
                     self.seen[rank] = beat, now
 
+    def _silence(self, rank: int, now: float) -> float:
+        """Return the seconds since the newest sign of life."""
+        return now - self.seen[rank][1] if rank in self.seen else math.inf
+
     def _silent(self, rank: int, now: float) -> bool:
-        return rank not in self.seen or now - self.seen[rank][1] > 3 * self.every
+        return self._silence(rank, now) > 3 * self.every
 
     def _is_first(self, now: float) -> bool:
         """Return whether all ranks before this one are silent or make progress."""
@@ -113,7 +129,8 @@ class Watchdog:
 
     def report(self, still: float, now: float) -> str:
         """Return the text of a report: the wait, the silent ranks and the stages of all others."""
-        lines, silent = [], [r for r in range(self.size) if self._silent(r, now)]
+        lines, stages = [], {rank: beat["stage"] for rank, (beat, _) in self.seen.items()}
+        silent = [rank for rank in range(self.size) if self._silent(rank, now)]
         for rank in range(self.size):
             if rank not in self.seen:
                 lines.append(f"  rank {rank}: no sign of life yet")
@@ -126,19 +143,15 @@ class Watchdog:
             elif beat["still"] < self.timeout / 2:
                 state = f"makes progress, in {where}"
             lines.append(f"  rank {rank} ({beat['host']}, process {beat['pid']}): {state}")
-        busy = [r for r in range(self.size) if r not in silent and self._stage(r) != self._stage(self.rank)]
-        culprit = (
-            f"for ranks {silent}, which show no life" if silent else f"perhaps for {busy}, which are in other stages"
-        )
+        busy = [rank for rank, stage in stages.items() if rank not in silent and stage != self._stage()]
+        culprit = f"perhaps for {busy}, which are in other stages" if busy else "together with all others"
+        if silent:
+            culprit = f"for ranks {silent}, which show no life"
         return "\n".join(
             [
-                f"rank {self.rank} has waited {still:.0f} s in {self._stage(self.rank)} of step {self.place.step} "
-                f"{culprit if silent or busy else 'together with all others'}; "
-                f"it gives up after run.timeout_seconds = {self.timeout:g}",
+                f"rank {self.rank} has waited {still:.0f} s in {self._stage()} of step {self.place.step} "
+                f"{culprit}; it gives up after run.timeout_seconds = {self.timeout:g}",
                 *lines,
                 f"  stacks of all ranks that can still write: {self.path.parent}",
             ]
         )
-
-    def _stage(self, rank: int) -> str:
-        return self.seen[rank][0]["stage"] if rank in self.seen else ""

@@ -62,10 +62,8 @@ def _rank(rank: int, size: int, store: str, function, args) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     everyone = torch.distributed.group.WORLD
     world = parallel.World(rank, size, torch.device("cpu"), everyone, everyone, node_size=size)
-    try:
-        function(world, *args)
-    finally:
-        parallel.stop(world)
+    function(world, *args)
+    parallel.stop(world)
 
 
 @pytest.fixture

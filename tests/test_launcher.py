@@ -41,7 +41,7 @@ def test_options_of_torchrun_are_kept_apart_from_settings(alone) -> None:
 @pytest.mark.parametrize(
     "wrong",
     "ranks=0 ranks=two ranks=1025 ranks= nnodes=x nnodes=0 nnodes=3:2 nnodes= node_rank=-1 max_restarts=-1 "
-    "max_restarts=abc monitor_interval=soon monitor_interval=0 shutdown_timeout=0 master_port=70000 tee=x rdzv_id= "
+    "max_restarts=abc monitor_interval=soon monitor_interval=0 master_port=70000 tee=x rdzv_id= "
     "redirects=4 nproc_per_node=gpu".split(),
 )
 def test_options_that_torchrun_would_not_take_are_refused_in_a_line(alone, settings, capsys, wrong: str) -> None:
@@ -52,7 +52,7 @@ def test_options_that_torchrun_would_not_take_are_refused_in_a_line(alone, setti
 
 
 def test_options_that_torchrun_takes_pass_and_are_documented(alone) -> None:
-    given = "nnodes=2:4 node_rank=0 max_restarts=0 monitor_interval=0.5 shutdown_timeout=30 master_port=29500 tee=3"
+    given = "nnodes=2:4 node_rank=0 max_restarts=0 monitor_interval=0.5 master_port=29500 tee=3"
     given += " redirects=0:1,1:2 rdzv_backend=c10d rdzv_endpoint=a:1 rdzv_id=a rdzv_conf=a=1 master_addr=a"
     given += " local_addr=a log_dir=a"
     flags = launcher.parse([f"--{option}" for option in given.split()])[0]

@@ -1,13 +1,16 @@
 """The house stands as designed: imports point one way, policies and graders know no torch, functions stay small."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import FunctionType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("engine", "policies", "process", "rewards", "simulation")
@@ -171,13 +174,20 @@ def test_no_bare_except() -> None:
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{path.name}:{node.lineno}"
 
 
-def test_every_collective_outside_of_parallel_names_its_group() -> None:
-    """On the default group a subset of the ranks would wait for all others."""
-    collectives = {"all_reduce", "all_gather", "broadcast", "barrier", "reduce", "gather", "scatter", "send", "recv"}
-    collectives |= {"all_gather_object", "broadcast_object_list", "all_gather_into_tensor", "reduce_scatter_tensor"}
+def test_every_collective_is_one_of_a_world() -> None:
+    """Only `parallel` calls torch's collectives and makes groups: in the default group a part would wait for all."""
+    functions = {name: f for name, f in vars(torch.distributed).items() if type(f) is FunctionType}
+    collectives = {name for name, f in functions.items() if "group" in inspect.signature(f).parameters}
+    collectives -= {name for name in collectives if name.startswith(("get_", "destroy_"))}
+    assert {"all_reduce", "broadcast_object_list", "send", "all_gather_into_tensor"} <= collectives
     for name, path in ROOMS.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("dist.", "torch.distributed.")):
-                if ast.unparse(node.func).rpartition(".")[2] in collectives:
-                    named = {keyword.arg for keyword in node.keywords} | ({"group"} if len(node.args) > 2 else set())
-                    assert "group" in named, f"{name}:{node.lineno}"
+            if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+                assert not {alias.name for alias in node.names} & {*collectives, "new_group"}, name
+            if not isinstance(node, ast.Call):
+                continue
+            module, _, function = ast.unparse(node.func).rpartition(".")
+            if module in ("dist", "torch.distributed"):
+                assert name == "parallel" or function not in {*collectives, "new_group"}, f"{name}:{node.lineno}"
+                named = {keyword.arg for keyword in node.keywords}
+                assert function not in collectives or "group" in named, f"{name}:{node.lineno}"

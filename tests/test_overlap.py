@@ -239,7 +239,7 @@ def test_an_engine_without_memory_takes_it_again(tiny_model, kind: type[Engine])
 
 def use_stream(world: World) -> None:
     """Rank 0 feeds rank 1, twice; then rank 2 goes, and rank 1 stops to listen."""
-    stream, hasty = SampleStream(world, 60.0, in_flight=3), SampleStream(world, 1.0, in_flight=3)
+    stream, hasty = (SampleStream(replace(world, timeout_seconds=s), in_flight=3) for s in (60.0, 1.0))
     [pair] = parallel.subsets(world, [[0, 1]])
     for _ in range(2):
         if world.rank == 0:

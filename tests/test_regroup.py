@@ -23,7 +23,7 @@ from config import ConfigError
 from engine.cpu import Packed
 from engine.sequence import Sequence
 from model import Model, parse_shape
-from parallel import TPGroups, World, check_group_size, group_sizes
+from parallel import World, check_group_size, group_sizes, make_tp_groups
 from policies import planner
 from policies.planner import Choice, EngineLimits, Launch, simulate_replica
 from policies.step_times import PROFILE_NAME, FittedTimes
@@ -47,7 +47,7 @@ def generate(engine: Engine) -> dict[tuple, tuple[int, ...]]:
 
 
 def same_tokens_at_every_size(world: World, family: str, kind: type[Engine], packed: bool) -> None:
-    tp_groups, model = TPGroups(world, [1, 2, 4]), random_model(family)
+    tp_groups, model = make_tp_groups(world, [1, 2, 4]), random_model(family)
     dist.new_group = refuse
     for temperature in (0.0, 1.0):
         sampling = SamplingConfig(temperature)
@@ -77,7 +77,7 @@ def test_every_size_draws_the_tokens_of_one_rank(run_ranks, family, kind, packed
 
 
 def what_is_copied(world: World) -> None:
-    tp_groups = TPGroups(world, [1, 2, 4])
+    tp_groups = make_tp_groups(world, [1, 2, 4])
     for family, kv_heads in (("qwen2", 2), ("qwen3", 4)):
         model = random_model(family)
         plain = replace(CONFIG, prepack=False)
@@ -134,7 +134,7 @@ def peak_is_bounded(world: World) -> None:
     c = SHAPE | FAMILIES["llama"] | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
     model = Model(parse_shape(c, "llama"))
     layer_bytes = sum(p.nbytes for p in model.layers[0].parameters())
-    tp_groups = TPGroups(world, [1, 2])
+    tp_groups = make_tp_groups(world, [1, 2])
     config = RolloutConfig(max_prompt_tokens=8, max_response_tokens=8, max_running=2, page_size=4, kv_gib=0.01)
     engine = Engine(model, config, SamplingConfig(), [7], parallel=tp_groups[1], sizes=(2,))
     assert isinstance(engine.weights.layers[0].qkv, Packed)
@@ -296,7 +296,7 @@ def test_the_simulator_counts_the_preemptions_of_the_engine(tiny_model) -> None:
 def test_points_that_the_pages_cannot_hold_are_left_out(tiny_model) -> None:
     engine = Engine(tiny_model, replace(CONFIG, max_response_tokens=40, max_running=64), SamplingConfig(), [])
     world = World(0, 1, torch.device("cpu"), node_size=1)
-    [profile] = profiler.measure(engine, TPGroups(world, [1]), world).values()
+    [profile] = profiler.measure(engine, make_tp_groups(world, [1]), world).values()
     assert profile.pages == engine.pages.size and engine.is_idle and engine.stats.preemptions == 0
     longest = 20 + 40
     assert {c for _, c, _ in profile.decode} >= {longest // 16, longest // 4}

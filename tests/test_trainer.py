@@ -205,6 +205,23 @@ def test_the_entropy_bonus_has_the_gradient_of_the_full_distribution(
     assert sums[places[1]].item() == pytest.approx(entropy.sum().item(), rel=1e-5)
 
 
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_and_moments_have_their_memory_from_the_start(tiny_model, examples) -> None:
+    trainer = make_trainer(tiny_model)
+    held = [*(master.grad for master in trainer.masters), *trainer._moments()]
+    assert len(held) == 3 * len(trainer.params)
+    for _ in range(2):
+        trainer.accumulate(examples)
+        assert all(tensor.any() for tensor in held[: len(trainer.params)])
+        trainer.update()
+        assert not any(tensor.any() for tensor in held[: len(trainer.params)]), "set to zero in place"
+        again = [*(master.grad for master in trainer.masters), *trainer._moments()]
+        assert all(a is b for a, b in zip(held, again, strict=True))
+    assert all(tensor.any() for tensor in trainer._moments())
+
+
 # ---- frozen weights ----------------------------------------------------------------------------------------------
 
 
@@ -235,19 +252,23 @@ def test_frozen_norms_leave_all_other_gradients_as_they_are(tiny_model, referenc
         assert whole.any() and torch.equal(found[1][name], torch.zeros_like(whole) if "norm" in name else whole), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frozen_weights_stay_as_they_are(tiny_model, examples, dtype):
-    model = copy.deepcopy(tiny_model).to(dtype)
-    frozen = {name: weight.clone() for name, weight in model.named_parameters() if "norm" in name or "embed" in name}
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
-    trainer = make_trainer(model, weight_decay=0.5)
-    before = weights(trainer)
-    trainer.accumulate(examples)
-    trainer.update()
-    assert not torch.equal(weights(trainer), before)
-    for name, weight in frozen.items():
-        assert torch.equal(trainer.model.get_parameter(name), weight), name
+def train_frozen(world: World, folder: Path, examples: list[Example], dtype: torch.dtype) -> None:
+    model = load_model(folder, CPU, dtype)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("norm" not in name and "embed" not in name)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    trainer = make_trainer(model, world=world, weight_decay=0.5, shard=world.size)
+    for _ in range(2):
+        trainer.accumulate(examples)
+        trainer.update()
+    for name, weight in trainer.model.named_parameters():
+        assert torch.equal(weight, before[name]) == ("norm" in name or "embed" in name), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frozen_weights_stay_as_they_are(run_ranks, tiny_folder, examples, dtype: torch.dtype) -> None:
+    train_frozen(ALONE, tiny_folder, examples, dtype)
+    run_ranks(2, train_frozen, tiny_folder, examples, dtype)
 
 
 # ---- spans -------------------------------------------------------------------------------------------------------
@@ -345,7 +366,10 @@ def test_what_is_learnt_of_a_sample_keeps_its_spans() -> None:
 
 
 def train_share(world: World, model_folder: Path, examples: list[Example], result: Path, settings: dict) -> None:
-    """Two updates on uneven shares: rank 0 has most samples; in the first update the last rank has none."""
+    """Two updates on uneven shares: rank 0 has most samples; in the first update the last rank has none.
+
+    The device is released between gradients and update, as a rank that has left a round may have to.
+    """
     trainer = make_trainer(load_model(model_folder, CPU, torch.float32), world=world, **settings)
     gradients, step = [], trainer._step
     trainer._step = lambda lr: (gradients.append(gradient(trainer).clone()), step(lr))
@@ -354,6 +378,11 @@ def train_share(world: World, model_folder: Path, examples: list[Example], resul
         owners = [0, 0, 0, *range(max(world.size - 1 + update, 1))] if world.size > 1 else [0]
         batch = examples[:: 2 - update]
         trainer.accumulate([e for i, e in enumerate(batch) if owners[i % len(owners)] == world.rank])
+        sums = [sharding.own_part(master.grad) for master in trainer.trained]
+        assert any(part.any() for part in sums) or not update
+        trainer.release()
+        assert not any(part.untyped_storage().nbytes() for part in sums)
+        trainer.take_back()
         stats.append(trainer.update())
     torch.save((gradients, weights(trainer), stats), f"{result}.{world.rank}")
 

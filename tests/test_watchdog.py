@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 
+import parallel
 from metrics import Clock, read_records
 from parallel import World
 from process.watchdog import Watchdog
@@ -44,7 +47,7 @@ def test_a_rank_without_life_is_named_once_and_all_stacks_are_written(store, tmp
         time.sleep(3 * TIMEOUT)
         assert all("test_watchdog.py" in (tmp_path / f"rank_{r}.txt").read_text() for r in range(2))
     said = capfd.readouterr().err
-    assert said.count("has waited") == 1 and "rank 0 has waited" in said
+    assert said.count("has waited") == 1 and "rank 0 has waited" in said and "error" not in said
     assert "for ranks [2], which show no life" in said and "rank 2: no sign of life yet" in said
 
 
@@ -79,6 +82,16 @@ def test_who_gets_on_is_not_reported_and_leaves_no_file(store, tmp_path, capfd) 
             with inner.span("evaluate"):
                 pass
     assert not capfd.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_on_a_gpu_a_wait_for_a_lost_rank_ends_the_process(store, tmp_path, capfd, monkeypatch) -> None:
+    """NCCL would wait for ever in a CUDA graph; gloo ends its waits itself."""
+    ended = threading.Event()
+    monkeypatch.setattr(parallel, "abandon", lambda code: ended.set())
+    with Watchdog(replace(world(0, 2, store), device=torch.device("cuda")), waiting("decode"), tmp_path):
+        assert ended.wait(60)
+    said = capfd.readouterr().err
+    assert said.index("rank 0 has waited") < said.index("error: rank 0 lost ranks [1] in decode of step 0\n")
 
 
 def test_a_process_alone_has_no_watchdog(tmp_path) -> None:

@@ -1,0 +1,170 @@
+"""How ranks end: after a failure each says why and ends at once; NCCL is left only when nothing holds it any more."""
+
+import gc
+import os
+import signal
+import socket
+import sys
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from conftest import ALONE
+
+import parallel
+import train
+from config import ConfigError, load_config
+from job import Job
+from metrics import Clock
+from parallel import World
+from process import ending
+from settings import Config
+
+# ---- ranks that fail ---------------------------------------------------------------------------------------------
+
+
+def wait(world: World) -> None:
+    parallel.gather_objects(world, world.rank)
+    parallel.barrier(world)
+
+
+def fail(world: World) -> None:
+    if world.rank == 0:
+        wait(world)
+    raise ZeroDivisionError("ours")
+
+
+def kill(world: World) -> None:
+    if world.rank == 0:
+        wait(world)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_rank(rank: int, port: int, folder: Path, work: Callable[[World], None]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.stderr = open(folder / f"stderr{rank}", "w")  # noqa: SIM115 - it stays open to the end
+    destroy = parallel.dist.destroy_process_group
+    parallel.dist.destroy_process_group = lambda: (folder / f"left{rank}").touch() or destroy()
+    os._exit(ending.exit_code(work, "cpu", 60.0, Clock()))
+
+
+@pytest.fixture
+def end(tmp_path: Path):
+    """Do `work` on two ranks; return each one's exit code and printed errors, and whether it left its group."""
+
+    def run(work: Callable[[World], None]) -> list[tuple[int, str, bool]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = mp.get_context("forkserver")
+        ranks = [context.Process(target=run_rank, args=(rank, port, tmp_path, work)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(50)  # less than the time-out of the ranks
+        codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            process.kill()
+        said = [(tmp_path / f"stderr{rank}").read_text() for rank in range(2)]
+        return list(zip(codes, said, [(tmp_path / f"left{rank}").exists() for rank in range(2)], strict=True))
+
+    return run
+
+
+def test_a_rank_that_fails_prints_its_traceback_and_ends_all(end) -> None:
+    [waits, fails] = end(fail)
+    assert fails[0] == 1 and "in fail\n" in fails[1] and fails[1].endswith("ZeroDivisionError: ours\n")
+    assert waits[0] == 1 and waits[1].startswith("error: rank 0 lost the others in start of step 0: ")
+    assert "Traceback" not in waits[1] and not waits[2] and not fails[2], "NCCL would wait for ever"
+
+
+def test_a_rank_that_is_killed_ends_all(end) -> None:
+    [waits, killed] = end(kill)
+    assert killed[0] == -signal.SIGKILL and waits[0] == 1
+    assert waits[1].startswith("error: rank 0 lost the others in") and waits[1].count("\n") == 1 and not waits[2]
+
+
+def test_ranks_that_succeed_leave_their_group(end) -> None:
+    assert end(wait) == [(0, "", True), (0, "", True)]
+
+
+def test_a_closed_output_is_said_in_a_line(monkeypatch, capsys) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert ending.exit_code(lambda world: print("step 1", flush=True), "cpu", 5.0, Clock()) == 1
+        print("more", flush=True)  # as the interpreter does at its end
+        monkeypatch.undo()
+    assert capsys.readouterr().err == "error: start of step 0: the program that reads the output has ended\n"
+
+
+def test_another_broken_pipe_is_said_as_it_is(capsys) -> None:
+    def break_pipe(world: World) -> None:
+        raise BrokenPipeError("a worker's")
+
+    assert ending.exit_code(break_pipe, "cpu", 5.0, Clock()) == 1
+    assert capsys.readouterr().err == "error: start of step 0: a worker's\n"
+
+
+# ---- NCCL, by recorded calls -------------------------------------------------------------------------------------
+
+
+def test_nothing_keeps_an_engine_after_its_run(settings, monkeypatch) -> None:
+    engines, save = [], Job.save
+    monkeypatch.setattr(Job, "save", lambda job: engines.append(weakref.ref(job.engine)) or save(job))
+    arguments = settings(run__steps=1, run__eval_every=0, data__eval_prompts=0, data__train="hailstone")
+    config = load_config(Config, None, [a for a in arguments if not a.startswith("--data.task")])
+    Path(config.run.dir).mkdir()
+    train.train(config, ALONE, resume=False)
+    gc.collect()
+    assert [engine() for engine in engines] == [None], "its CUDA graphs would hold NCCL's communicators"
+
+
+def test_graphs_are_gone_and_the_device_is_idle_before_nccl_goes(monkeypatch) -> None:
+    calls: list[str] = []
+    for module, name in ((gc, "collect"), (torch.cuda, "synchronize"), (parallel.dist, "destroy_process_group")):
+        monkeypatch.setattr(module, name, lambda name=name: calls.append(name))
+    parallel.stop(World(0, 2, torch.device("cuda", 0)))
+    assert calls == ["collect", "synchronize", "destroy_process_group"]
+
+
+def test_groups_are_made_without_a_bound_device_and_connected_in_order(monkeypatch) -> None:
+    """With one, torch has each rank that is no member of a new group wait in NCCL for those that are."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    calls: list[tuple] = []
+
+    def init(backend: str, **options: object) -> None:
+        assert "device_id" not in options
+        calls.append((backend, 4, options["timeout"]))
+
+    def new_group(ranks, timeout: timedelta, backend: str) -> str:
+        calls.append((backend, len(ranks), timeout))
+        return f"group of {len(ranks)}"
+
+    dist = parallel.dist
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(None, 1, 4)]))
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(parallel, "_connect", lambda world: calls.append(("connect", world.size)))
+    monkeypatch.setattr(parallel, "gather_objects", lambda world, value: [2] * world.size)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device)))
+    world = parallel.start("cuda", 10.0)
+    own = parallel.own_subset(world, [[0, 1], [2, 3]])
+    assert (world.device, own.rank, own.size) == (torch.device("cuda", 1), 1, 2)
+    short, long = timedelta(seconds=10), timedelta(seconds=20)
+    pair = [("nccl", 2, long), ("gloo", 2, short)]
+    assert calls == [
+        *(("device", 1), ("nccl", 4, long), ("gloo", 4, short), ("connect", 4)),
+        *(*pair, ("connect", 2), *pair),
+    ]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="rank 2 of this machine has no GPU: there are 2"):
+        parallel.start("cuda", 10.0)
