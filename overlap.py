@@ -67,7 +67,8 @@ class StreamTraining:
     ):
         self.reward, self.engine, self.trainer, self.world = reward, engine, trainer, world
         kept = sorted({world.size // n // 2 * n for n in sizes} - {0})  # ranks that may go on decoding
-        self.decoding = dict(zip(kept, parallel.subsets(world, [range(n) for n in kept]), strict=True))
+        decoding = parallel.subsets(world, [range(n) for n in kept], by_gloo=True)  # they exchange events only
+        self.decoding = dict(zip(kept, decoding, strict=True))
         self.stream = parallel.SampleStream(world)
         page = engine.config.page_size
         self.times = {n: FittedTimes(pages * page) for n, pages in engine.num_pages.items()}

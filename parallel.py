@@ -209,12 +209,14 @@ def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, group=world.tensors, group_src=0)
 
 
-def subsets(world: World, parts: Iterable[Sequence[int]]) -> list[World | None]:
+def subsets(world: World, parts: Iterable[Sequence[int]], by_gloo: bool = False) -> list[World | None]:
     """Return a world of each part, a list of the run's ranks; None for a part without this rank.
 
     Every rank of the run takes part in making every group. A part's ranks keep their order, as torch's groups do.
+    `by_gloo`: tensors, of which there will be few, travel by gloo too; NCCL would take half a GiB of the device.
     """
-    return [_subset(world, sorted(part)) for part in parts]
+    backend = "gloo" if by_gloo else BACKENDS[world.device.type]
+    return [_subset(world, sorted(part), backend) for part in parts]
 
 
 def own_subset(world: World, parts: Iterable[Sequence[int]]) -> World:
@@ -229,13 +231,13 @@ def beside(world: World) -> World:
     return replace(world, tensors=group, objects=group)
 
 
-def _subset(world: World, ranks: Sequence[int]) -> World | None:
+def _subset(world: World, ranks: Sequence[int], backend: str) -> World | None:
     if len(ranks) == world.size:
-        return world  # a second communicator of the same ranks would cost NCCL half a GiB
+        return world  # without a second communicator of the same ranks
     tensors = objects = None
     if len(ranks) > 1:
-        tensors = _new_group(world, ranks, BACKENDS[world.device.type])
-        objects = _new_group(world, ranks, "gloo") if world.device.type == "cuda" else tensors
+        tensors = _new_group(world, ranks, backend)
+        objects = tensors if backend == "gloo" else _new_group(world, ranks, "gloo")
     if world.rank not in ranks:
         return None
     own = replace(world, rank=ranks.index(world.rank), size=len(ranks), tensors=tensors, objects=objects)
@@ -345,7 +347,7 @@ class SampleStream:
 
     def __init__(self, world: World, in_flight: int = 4):
         self.rank, self.seconds, self.in_flight = world.rank, world.timeout_seconds, in_flight
-        self.group = _new_group(world, range(world.size), "gloo")
+        self.group = beside(world).tensors
         self.thread: threading.Thread | None = None
 
     def open_to(self, targets: Sequence[int]) -> None:
