@@ -48,7 +48,12 @@ def run_rank(rank: int, port: int, folder: Path, work: Callable[[World], None]) 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sys.stderr = open(folder / f"stderr{rank}", "w")  # noqa: SIM115 - it stays open to the end
     destroy = parallel.dist.destroy_process_group
-    parallel.dist.destroy_process_group = lambda: (folder / f"left{rank}").touch() or destroy()
+
+    def leave() -> None:
+        (folder / f"left{rank}").touch()
+        destroy()
+
+    parallel.dist.destroy_process_group = leave
     os._exit(ending.exit_code(work, "cpu", 60.0, Clock()))
 
 

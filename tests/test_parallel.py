@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -198,7 +199,7 @@ def wait_in_groups(world: World, done: Path) -> None:
     world = replace(world, timeout_seconds=0.5)
     tensor_parallel, (shards, replicas) = parallel.TensorParallel(world, 2), shard_groups(world, 2)
     assert (shards.rank, replicas.rank) == (world.rank % 2, world.rank // 2) and shards.size == replicas.size == 2
-    collectives = [
+    collectives: list[Callable[[], object]] = [
         partial(tensor_parallel.reduce, torch.ones(SharedMemory.SLOT_BYTES)),
         partial(parallel.max_tensor, shards, torch.ones(3)),
         partial(parallel.gather_objects, replicas, 1),
