@@ -120,8 +120,8 @@ def test_another_broken_pipe_is_said_as_it_is(capsys) -> None:
 
 
 def test_nothing_keeps_an_engine_after_its_run(settings, monkeypatch) -> None:
-    engines, save = [], Job.save
-    monkeypatch.setattr(Job, "save", lambda job: engines.append(weakref.ref(job.engine)) or save(job))
+    engines, dump = [], Job.dump
+    monkeypatch.setattr(Job, "dump", lambda job, *a: engines.append(weakref.ref(job.engine)) or dump(job, *a))
     arguments = settings(run__steps=1, run__eval_every=0, data__eval_prompts=0, data__train="hailstone")
     config = load_config(Config, None, [a for a in arguments if not a.startswith("--data.task")])
     Path(config.run.dir).mkdir()

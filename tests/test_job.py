@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import train
 from config import load_config
 from data import load_groups
+from host import OnHost
 from job import Job
 from parallel import World
 from settings import Config
@@ -76,6 +77,22 @@ def test_a_released_job_has_given_its_memory_back_and_refuses_to_work(settings) 
             assert torch.equal(tensor, value)
         train.take_step(job)
     assert job.step == 2
+
+
+def test_copies_of_a_gpu_wait_in_pinned_memory(monkeypatch) -> None:
+    asked, empty, tensor = [], torch.empty, torch.arange(3.0)
+
+    def record(*sizes: int, pin_memory: bool, dtype: torch.dtype) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*sizes, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", record)
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setattr(torch.UntypedStorage, "device", torch.device(kind), raising=False)
+        held = OnHost([tensor])
+        assert tensor.untyped_storage().nbytes() == 0
+        held.bring_back()
+    assert asked == [False, True] and tensor.tolist() == [0.0, 1.0, 2.0]
 
 
 def train_all(world: World, runs: list[tuple[list[str], bool]]) -> None:
