@@ -1,6 +1,7 @@
 """All parts of RollPacker in one run: its config, four ranks, and every part seen at work in the records."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,24 +9,16 @@ import torch
 from conftest import ROOT, steps_of
 from test_judge import TEMPLATE, tiny
 
+import train
 from checkpoint import list_checkpoints, load_state
 from config import load_config
 from model import Model
-from policies.step_times import Profile, SizeProfile
-from settings import Config, profile_conditions
-
-# Whether it pays to let ranks go is a matter of time, which no test may rely on: here it always does.
-SCRIPT = """
-import sys
-sys.path[:0] = [{root!r}]
-import train
+from parallel import World
 from policies.overlap import StreamPolicy
+from policies.step_times import Profile, SizeProfile
+from settings import Config, check_run, profile_conditions
 
-project = StreamPolicy.project
-StreamPolicy.project = lambda *args: (project(*args)[0], 1.0)
-if __name__ == "__main__":
-    sys.exit(train.main(sys.argv[1:]))
-"""
+CONFIG = str(ROOT / "configs" / "rollpacker.toml")
 RANKS = 4
 
 
@@ -64,20 +57,28 @@ def arguments(settings, tiny_folder: Path, tiny_model: Model, tmp_path: Path) ->
         judge__accept="y",
         judge__reject="n",
     )
-    arguments = ["--config", str(ROOT / "configs" / "rollpacker.toml"), *given]
-    config = load_config(Config, arguments[1], given)
+    config = load_config(Config, CONFIG, given)
     made_on = profile_conditions(config, tiny_model.shape, RANKS, torch.device("cpu"))
     sizes = {  # more ranks are slower, by far
         n: SizeProfile(1000, ((1, 16, 0.01 * n**3), (8, 64, 0.02 * n**3)), ((16, 1e-4), (64, 1e-4))) for n in (1, 2, 4)
     }
     Profile(made_on, sizes).save(tmp_path / "profile.json")
-    return arguments
+    return given
 
 
-def test_all_parts_in_one_run_of_four_ranks(torchrun, arguments, tmp_path: Path) -> None:
-    script = tmp_path / "always_pays.py"
-    script.write_text(SCRIPT.format(root=str(ROOT)))
-    torchrun(RANKS, *arguments, script=script)
+def train_with_all_parts(world: World, arguments: list[str]) -> None:
+    # Whether it pays to let ranks go is a matter of time, which no test may rely on: here it always does.
+    project = StreamPolicy.project
+    StreamPolicy.project = lambda *args: (project(*args)[0], 1.0)
+    os.environ["LOCAL_WORLD_SIZE"] = str(world.size)  # as torchrun does
+    config = load_config(Config, CONFIG, arguments)
+    check_run(config, world.size, resume=False, is_main=world.is_main)
+    Path(config.run.dir).mkdir(exist_ok=True)
+    train.train(config, world, resume=False)
+
+
+def test_all_parts_in_one_run_of_four_ranks(run_ranks, arguments, tmp_path: Path) -> None:
+    run_ranks(RANKS, train_with_all_parts, arguments)
     records = steps_of(tmp_path / "run")
     assert [r["round"]["kind"] for r in records] == ["short", "long"] * 2
     assert [r["round"]["queue"] for r in records] == [4, 0] * 2 and records[0]["round"]["wasted_tokens"] > 0
