@@ -464,12 +464,12 @@ def test_a_killed_keeper_leaves_nothing(how, clean):
     if how.kind == "limits" and os.geteuid():
         pytest.skip("only a throw-away user tells which processes were its program's")
     program = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(1000)"
+    others = set(leftovers.descendants(os.getpid()))  # of tests before
     with ThreadPoolExecutor(1) as threads:
-        outcome = threads.submit(run, program, stdin_case("", ""), Limits(seconds=30.0), how)
-        assert wait_for(lambda: len(leftovers.descendants(os.getpid())) >= 3)  # the keeper and both generations
-        mine = f"PPid:\t{os.getpid()}\n"
-        children = [p for p in leftovers.descendants(os.getpid()) if mine in Path(f"/proc/{p}/status").read_text()]
-        [keeper] = filter(leftovers.descendants, children)  # a cleaner of a test before may be there too
+        outcome = threads.submit(run, program, stdin_case("", ""), Limits(seconds=60.0), how)
+        assert wait_for(lambda: len(set(leftovers.descendants(os.getpid())) - others) >= 3)  # and both generations
+        mine, made = f"PPid:\t{os.getpid()}\n", set(leftovers.descendants(os.getpid())) - others
+        [keeper] = [p for p in made if mine in Path(f"/proc/{p}/status").read_text()]
         os.kill(keeper, 9)
         assert outcome.result(60).cause == "the program ended its keeper"
 
