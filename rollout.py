@@ -313,7 +313,7 @@ class Engine:
         counts = [self.batcher.num_drawn(s) for s in running]
         tokens, logprobs = self.runner.rows.read([s.row for s in running], max(counts, default=0))
         for s, count, ids, values in zip(running, counts, tokens, logprobs, strict=True):
-            s.token_ids, s.logprobs = ids[:count], values[:count]
+            s.token_ids, s.logprobs = array("i", ids[:count]), array("f", values[:count])
         if sequences:
             self.runner.close(self.batcher.evict(sequences), len(self.batcher.running))
 

@@ -1,5 +1,6 @@
 """A sample on its way through an engine, and a context on its way into the cache. Plain values, no tensors."""
 
+from collections import abc
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -18,8 +19,8 @@ class Sequence:
     max_new_tokens: int
     ignore_eos: bool = False  # run to `max_new_tokens`: lengths given by a trace
     stop: tuple[str, ...] = ()  # texts that end the response, besides the end token
-    token_ids: list[int] = field(default_factory=list)  # generated so far; current only while not running
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: abc.Sequence[int] = ()  # generated so far; current only while not running
+    logprobs: abc.Sequence[float] = ()
     is_taken: bool = False  # an engine has it
     row: int = -1  # row of the decode state while running
     admitted: int = -1  # order of admission: the newest is preempted first
