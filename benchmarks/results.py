@@ -145,7 +145,9 @@ BENCHMARKS = {
         "benchmarks/memory.py",
         ("policies/memory_plan.py", *ENGINE, *TRAINING, "settings.py", "parallel.py"),
         "the memory that a rank plans against what its tensors take, tiny and 0.5B shapes, training state whole and "
-        "over two ranks, with and without recomputation: at most {plan_max_error:.0%} off ([table](running.md#memory))",
+        "over two ranks, with and without recomputation: at most {plan_max_error:.0%} off "
+        "([table](running.md#memory)); the exchange of 256k tokens takes {exchange_packed_mib:.1f} MiB a rank, "
+        "{exchange_tuples_mib:.0f} MiB where every rank gets all samples as Python numbers",
     ),
     "checkpoints": Benchmark(
         "benchmarks/checkpoints.py",
