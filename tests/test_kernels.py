@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -253,7 +253,9 @@ def test_rope_and_write_equals_loops(case: tuple, normalised: bool, dtype: torch
     x = randn(rng, len(positions), heads, groups + 2, size, dtype=dtype)
     angles = torch.arange(128, dtype=torch.float64)[:, None] * 100.0 ** -(torch.arange(size // 2) * 2 / size)
     cos, sin = (t.to(DEVICE, torch.float32 if normalised else dtype) for t in (angles.cos(), angles.sin()))
-    norms = (randn(rng, size, dtype=dtype), randn(rng, size, dtype=dtype)) if normalised else (None, None)
+    norms: tuple[Any, Any] = (
+        (randn(rng, size, dtype=dtype), randn(rng, size, dtype=dtype)) if normalised else (None, None)
+    )
 
     expected, exact = kv_pages.double(), torch.zeros(len(positions), heads * groups, size, dtype=torch.float64)
     for i, position in enumerate(positions):

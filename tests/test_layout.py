@@ -144,7 +144,7 @@ def longer(node: ast.AST, name: str) -> list[str]:
         own = name
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             own = f"{name}.{child.name}"
-            found += [own] if child.end_lineno - child.lineno + 1 > LIMITS[type(child)] else []
+            found += [own] if (child.end_lineno or 0) - child.lineno + 1 > LIMITS[type(child)] else []
         found += longer(child, own)
     return found
 

@@ -191,6 +191,7 @@ def test_losses_are_finite_shaped_differentiable_and_follow_a_permutation(name: 
     other_total, other_count = weighted_sum(other_values, other, normalisation, MAX_RESPONSE)
     other_total.backward()
     torch.testing.assert_close(other_values, values[rows])
+    assert t.logprobs.grad is not None
     torch.testing.assert_close(other.logprobs.grad, t.logprobs.grad[rows])
     assert torch.equal(other_clipped, clipped[rows])
     assert count == other_count and total.item() == pytest.approx(other_total.item())
@@ -222,7 +223,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str, normalisa
 
 
 def test_off_policy_the_sequence_ratio_differs_from_the_token_ratio() -> None:
-    gradients = []
+    gradients: list[torch.Tensor] = []
     for name in ("ppo", "gspo"):
         t = make_tokens(7)
         LOSSES[name](t, LossConfig(clip_low=1.0, clip_high=100.0))[0].sum().backward()

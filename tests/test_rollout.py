@@ -567,7 +567,7 @@ def test_a_stop_text_keeps_no_step_waiting(model, oracle) -> None:
 
 def test_a_stop_text_is_not_found_in_the_name_of_a_special_token(model, tiny_folder) -> None:
     tokenizer = load_tokenizer(tiny_folder)
-    text = tokenizer.decode([tokenizer.eos_token_id])
+    text = tokenizer.decode([tokenizer.eos_token_id or 0])
     letters = tokenizer.encode(text[2], add_special_tokens=False)
     asking = [Sequence(i, 0, 0, (5,), 0, LIMIT, stop=(text[2],), row=i) for i in (0, 1)]
     drawn = torch.tensor([[letters[0]] * 2, [tokenizer.eos_token_id] * 2])

@@ -165,7 +165,7 @@ def test_gradients_equal_transformers_on_a_padded_batch(tiny_model, tiny_folder,
     for param, master in zip(mine.parameters(), trainer.masters, strict=True):
         param.data.copy_(master.grad / trainer.sums[1])
     parameters = dict(theirs.named_parameters())
-    named = [(tensor, parameters[key].grad) for key, tensor in mine.export().items()]
+    named: list[tuple] = [(tensor, parameters[key].grad) for key, tensor in mine.export().items()]
     assert len(named) == len(parameters)
     assert_same_gradient(torch.cat([a.flatten() for a, _ in named]), torch.cat([b.flatten() for _, b in named]))
     for ours, others in named:
@@ -347,8 +347,8 @@ def test_given_tokens_are_context_like_the_prompt_and_versions_change_nothing(ti
 
 def test_old_logprobs_are_those_of_the_sampled_tokens(tiny_model, examples, turns) -> None:
     trainer = make_trainer(tiny_model, LossConfig(old_logprobs="trainer"))
-    whole = {e.token_ids: e.old_logprobs for e in trainer.with_old_logprobs(examples)}
-    kept = trainer.with_old_logprobs(turns)
+    whole: dict[Any, Any] = {e.token_ids: e.old_logprobs for e in trainer.with_old_logprobs(examples)}
+    kept: list[Any] = trainer.with_old_logprobs(turns)
     for e in kept:
         everything = whole[e.token_ids]
         assert [*e.old_logprobs] == pytest.approx([*everything[:2], *everything[4:-1]], abs=1e-5)
