@@ -44,7 +44,8 @@ TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py")
 REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/overlap.py", "policies/step_times.py", "overlap.py")
 SIMULATOR = (
-    *("simulate.py", "simulation/*.py", "policies/*.py", "engine/pages.py", "rewards/timeouts.py"),
+    *("simulate.py", "simulation/*.py", "engine/pages.py", "rewards/timeouts.py"),
+    *(f"policies/{name}.py" for name in ("overlap", "placement", "planner", "replica", "step_times")),
     *("scheduler.py", "configs/simulate/*.toml"),
 )
 RUN = ("train.py", "job.py")
@@ -143,7 +144,7 @@ BENCHMARKS = {
     ),
     "memory": Benchmark(
         "benchmarks/memory.py",
-        ("policies/memory_plan.py", *ENGINE, *TRAINING, "settings.py", "parallel.py"),
+        ("policies/memory_plan.py", "model.py", "attention.py", "sampling.py", *TRAINING, "parallel.py"),
         "the memory that a rank plans against what its tensors take, tiny and 0.5B shapes, training state whole and "
         "over two ranks, with and without recomputation: at most {plan_max_error:.0%} off "
         "([table](running.md#memory)); the exchange of 256k tokens takes {exchange_packed_mib:.1f} MiB a rank, "
