@@ -7,11 +7,13 @@ own copy of the policy in the same order, and carry out the same decision. There
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Protocol, TypeVar
 
 import parallel
 from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Visit, VisitId
+from engine.sequence import Sequence as EngineSequence
 from metrics import Clock
 from parallel import TPGroups, World
 from policies.placement import Placement
@@ -203,12 +205,16 @@ class Round:
         replica = self.engine.parallel.replica
         leaving = self.engine.export({id for id, source, _ in moves if source == replica})
         with self.clock.span("hand_over"):
-            everyone = parallel.gather_objects(self.world, leaving if self.is_first else [])
-        travelling = {sequence.id: sequence for part in everyone for sequence in part}
+            travelling = self._gather(leaving)
         for id, _, target in moves:
             if target == replica:
                 self.engine.add(travelling[id])
         self.migrated += len(moves)
+
+    def _gather(self, leaving: Sequence[EngineSequence]) -> dict[SampleId, EngineSequence]:
+        """Return the sequences that leave all replicas."""
+        everyone = parallel.gather_objects(self.world, leaving if self.is_first else [])
+        return {sequence.id: sequence for part in everyone for sequence in part}
 
     def _resize(self, live: Sequence[Sequence[int]]) -> None:
         """Deal all sequences again, over replicas of another size, if the planner says so. Collective.
@@ -221,21 +227,13 @@ class Round:
         if not choice:
             return
         with self.clock.span("resize"):
-            leaving = engine.export(engine.batcher.live_tokens())
-            everyone = parallel.gather_objects(self.world, leaving if self.is_first else [])
+            sequences = self._gather(engine.export(engine.batcher.live_tokens()))
             engine.regroup(tp_groups[choice.size])
-            sequences = {sequence.id: sequence for part in everyone for sequence in part}
             self.placement = Placement(engine.parallel.num_replicas)
             shares = self.placement.deal({id: sequence.num_tokens for id, sequence in sequences.items()})
             for id in shares[engine.parallel.replica]:
                 engine.add(sequences[id])
-        change = {
-            "iteration": self.iteration,
-            "responses": len(sequences),
-            "size": choice.size,
-            "reason": choice.reason,
-        }
-        self.resized.append(change)
+        self.resized.append({"iteration": self.iteration, "responses": len(sequences), **asdict(choice)})
 
     # ---- its groups ------------------------------------------------------------------------------------------
 

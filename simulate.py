@@ -228,13 +228,7 @@ class SimulatedRound:
             replica.clock, replica.iteration = seconds, self.iteration
             for id in share:
                 replica.add(responses[id])
-        change = {
-            "iteration": self.iteration,
-            "responses": len(responses),
-            "size": choice.size,
-            "reason": choice.reason,
-        }
-        self.resized.append(change)
+        self.resized.append({"iteration": self.iteration, "responses": len(responses), **asdict(choice)})
 
     def _scale_down(self) -> None:
         total = self.plan.keep_prompts * self.plan.keep_responses
