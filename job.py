@@ -11,6 +11,7 @@ import torch
 
 import checkpoint
 import parallel
+import sharding
 from buffer import SampleBuffer
 from config import ConfigError, flatten
 from core import Group, RoundPlan, Tokenizer, Visit
@@ -28,7 +29,7 @@ from rewards.judge import open_graders
 from rollout import Engine
 from rounds import Referee, Round
 from scheduler import POLICIES, Race
-from settings import MODELS, Config, model_dtype, rollout_profile, rollout_sizes, with_kv_memory
+from settings import MODELS, Config, model_dtype, rollout_profile, rollout_sizes, with_kv_memory, with_layout
 from trainer import Trainer
 from warm_start import ensure_model
 
@@ -69,15 +70,22 @@ class Job:
         )
         self.tokenizer = checkpoint.load_tokenizer(self.source)
         dtype = model_dtype(config, world.device.type)
-        model = checkpoint.load_model(saved or self.source, world.device, dtype)
+        shape, _ = checkpoint.check_model(self.source)
+        laid_out = with_layout(config, shape, world.size, world.node_size, world.device)
+        laid_out = parallel.broadcast_object(world, laid_out)  # all as rank 0
+        keeps_model = laid_out.rollout.layout == "whole"
+        # Weights of which nobody keeps a whole copy pass through host memory.
+        model = checkpoint.load_model(saved or self.source, world.device if keeps_model else torch.device("cpu"), dtype)
         reference = None
         if config.loss.kl_coef:
             reference = checkpoint.load_model(self.source, world.device, dtype).requires_grad_(False)
         prompts, self.held_out = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
         limits = config.rollout.max_response_tokens, config.run.steps * config.trainer.updates_per_step
-        self.trainer = Trainer(model, config.trainer, config.loss, config.sampling, world, *limits, reference)
-        ends = checkpoint.eos_ids(self.source, self.tokenizer, model.shape.vocab_size)
-        self.tp_groups, self.engine, self.planner = build_rollout(config, model, ends, self.tokenizer, world)
+        told = config.trainer, config.loss, config.sampling, world, *limits, reference, keeps_model
+        self.trainer = Trainer(model, *told)
+        ends = checkpoint.eos_ids(self.source, self.tokenizer, shape.vocab_size)
+        model = self.trainer.model  # not the one in host memory, which goes
+        self.tp_groups, self.engine, self.planner = build_rollout(laid_out, model, ends, self.tokenizer, world)
         self.streaming = None
         if config.stream.policy != "off" and world.size > 1:
             parts = self.engine, self.trainer, world, self.tp_groups
@@ -228,6 +236,8 @@ class Job:
         if not self.held_out:
             return {}
         start = time.perf_counter()
+        self._refuse_if_released()
+        self.engine.regroup(self.engine.parallel)  # new weights, on all ranks: a rank without work makes no step
         prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
         plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
         groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
@@ -256,7 +266,7 @@ class Job:
         if self.streaming:
             state["streaming"] = self.streaming.state_dict()
         with self.trainer.saved_tensors() as tensors:
-            self.checkpoints.save(self.step, self.trainer.model, tensors, state)
+            self.checkpoints.save(self.step, sharding.whole_model(self.trainer.model), tensors, state)
         if waits:
             self.checkpoints.wait()
 
@@ -294,7 +304,7 @@ class Job:
             torch.cuda.empty_cache()  # other processes can have it too
 
     def take_back(self) -> None:
-        """Have all on the device again, as it was before `release`. No collective."""
+        """Have all on the device again, as it was before `release`. Collective where weights are sharded."""
         if not self.is_released:
             raise RuntimeError("this job has the device; call its release() first")
         self.trainer.take_back()

@@ -350,6 +350,7 @@ class Model(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
         self.head = None if shape.tied else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self._rope: tuple[Tensor, Tensor] | None = None
+        self.compute_dtype: torch.dtype | None = None  # of a forward, where the weights are masters; None: the weights'
         self.recompute = False  # in the backward pass, instead of keeping what a layer computed
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, inference: bool = False) -> Tensor:
@@ -369,6 +370,11 @@ class Model(nn.Module):
         return F.linear(hidden, self.head_weight)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that a forward computes in."""
+        return self.compute_dtype or self.embed.weight.dtype
+
+    @property
     def head_weight(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
 
@@ -379,10 +385,10 @@ class Model(nn.Module):
 
     def rope_tables(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin of all positions, [max_positions, 1, 1, head_dim / 2] each."""
-        weight = self.embed.weight
-        if self._rope is None or self._rope[0].device != weight.device or self._rope[0].dtype != weight.dtype:
-            cos, sin = rope_table(self.shape, self.shape.max_positions, weight.device)
-            self._rope = cos[:, None, None].to(weight.dtype), sin[:, None, None].to(weight.dtype)
+        device, dtype = self.embed.weight.device, self.dtype
+        if self._rope is None or self._rope[0].device != device or self._rope[0].dtype != dtype:
+            cos, sin = rope_table(self.shape, self.shape.max_positions, device)
+            self._rope = cos[:, None, None].to(dtype), sin[:, None, None].to(dtype)
         return self._rope
 
     def export(self) -> dict[str, Tensor]:

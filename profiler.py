@@ -19,9 +19,10 @@ from tqdm import tqdm
 
 import checkpoint
 import parallel
+import sharding
 from config import ConfigError, load_config
 from core import SampleId
-from engine.pages import has_room
+from engine.pages import has_room, pages_needed
 from engine.sequence import Sequence
 from metrics import Clock
 from parallel import TPGroups, World, make_tp_groups
@@ -37,6 +38,7 @@ from settings import (
     profile_path,
     rollout_sizes,
     with_kv_memory,
+    with_layout,
 )
 from warm_start import ensure_model
 
@@ -49,8 +51,16 @@ def make_profile(config: Config, folder: Path, world: World, contexts: List[int]
 
     `contexts`: as for `measure`.
     """
-    model = checkpoint.load_model(folder, world.device, model_dtype(config, world.device.type)).requires_grad_(False)
-    config = with_kv_memory(config, model.shape, world)
+    (shape, _), dtype = checkpoint.check_model(folder), model_dtype(config, world.device.type)
+    config = with_layout(config, shape, world.size, world.node_size, world.device)
+    config = parallel.broadcast_object(world, config)
+    if config.rollout.layout == "sharded":
+        group, _ = sharding.shard_groups(world, config.trainer.shard)
+        model = sharding.shard_model(checkpoint.load_model(folder, torch.device("cpu"), dtype), group)
+    else:
+        model = checkpoint.load_model(folder, world.device, dtype)
+    model.requires_grad_(False)
+    config = with_kv_memory(config, shape, world)
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
     tp_groups = make_tp_groups(world, sizes)
     engine = Engine(model, config.rollout, config.sampling, (), parallel=tp_groups[sizes[0]], sizes=sizes)
@@ -106,14 +116,14 @@ class Point:
     @property
     def fits(self) -> bool:
         tokens, pages = self.context + self.new_tokens, self.engine.pages
-        holds = has_room(self.batch * pages.needed(tokens), pages.size, pages.size, self.batch - 1)
+        holds = has_room(self.batch * pages_needed(tokens, pages.page_size), pages.size, pages.size, self.batch - 1)
         return holds and self.new_tokens <= self.engine.config.max_response_tokens and self.batch * tokens <= MAX_TOKENS
 
     def measure(self, world: World) -> tuple[float, float]:
         """Return (prefill seconds of a token, seconds of a decode step) on this rank."""
         engine, rng, longest = self.engine, Random(0), self.engine.config.max_prompt_tokens
         for i in range(self.batch):
-            ids = [rng.randrange(engine.weights.shape.vocab_size) for _ in range(self.context)]
+            ids = [rng.randrange(engine.model.shape.vocab_size) for _ in range(self.context)]
             prompt, given = tuple(ids[:longest]), ids[longest:]  # tokens over a longest prompt count as generated
             engine.add(Sequence(i, 0, 0, prompt, i, len(given) + self.new_tokens, True, (), given, [0.0] * len(given)))
         parallel.barrier(world)

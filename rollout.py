@@ -20,12 +20,12 @@ from core import Sample, SampleId, Span, Tokenizer, Visit
 from engine.batcher import Batcher
 from engine.cpu import BatchedPages
 from engine.graphs import DecodeGraphs, Flight
-from engine.memory import PageMemory, RolloutConfig, kv_budget, kv_page_bytes, num_pages_for
-from engine.pages import Pages, pages_needed
+from engine.memory import PageMemory, RolloutConfig, cache_of, kv_budget, num_pages_for
+from engine.pages import Pages
 from engine.rows import Rows, stopped_by_text
 from engine.runner import Runner
 from engine.sequence import EngineStats, Sequence
-from engine.shard import Shard
+from engine.shard import Shard, num_own_elements
 from model import Model, check_split
 from parallel import TensorParallel, World
 from sampling import SamplingConfig, sample_key
@@ -61,22 +61,27 @@ class Engine:
         self.version, self.stats = 0, EngineStats()  # the version of the weights that sample
         self.flights: deque[Flight] = deque()  # flags of launched steps, not read yet
         self.finished: list[Sample] = []  # read between two steps, for the next to return
-        shape, dtype, self.device = model.shape, model.embed.weight.dtype, model.embed.weight.device
+        self.model, shape, dtype, self.device = model, model.shape, model.dtype, model.embed.weight.device
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             raise ValueError(f"the model is on {self.device}; call torch.cuda.set_device({self.device.index}) first")
         if config.kv_gib == 0:  # what is free now: the sizes share it
             config = replace(config, kv_gib=kv_budget(config, self.device) / 2**30)
         #: Pages of one replica, by tensor-parallel size.
         self.num_pages = {n: num_pages_for(config, shape, dtype, self.device, n) for n in sizes}
-        num_bytes = max(pages * kv_page_bytes(config, shape, dtype, n) for n, pages in self.num_pages.items())
-        longest = pages_needed(config.max_prompt_tokens + config.max_response_tokens, config.page_size)
+        #: Elements of a rank's own copies of weights, by tensor-parallel size; 0: the weights are whole.
+        self.own_elements = {n: num_own_elements(shape, n) if config.layout == "sharded" else 0 for n in sizes}
+        cache = cache_of(config, shape, dtype)
+        num_bytes = max(
+            self.own_elements[n] * dtype.itemsize + pages * cache.page_bytes(n) for n, pages in self.num_pages.items()
+        )
+        longest = cache.pages_of_longest
         self.batcher = Batcher(config.max_running, config.step_tokens, longest)
         rows = Rows(config.max_running, config.max_response_tokens, sampling, eos_ids, self.device)
         graphs = DecodeGraphs(rows.ended, config.max_running, longest) if self._is_fused(self.device) else None
         self.runner = Runner(rows, PageMemory(num_bytes, dtype, self.device), graphs)
         self.shards: dict[int, Shard] = {}
-        self.released: Model | None = None  # what to decode with again after a release
-        self._enter(model, parallel)
+        self.is_stale = self.is_released = False  # stale: shard or memory must be made again
+        self._enter(parallel)
 
     @staticmethod
     def _is_fused(device: torch.device) -> bool:
@@ -89,67 +94,73 @@ class Engine:
     def is_idle(self) -> bool:
         return self.batcher.is_idle and not self.finished
 
-    @property
-    def weights(self) -> Shard:
-        return self.runner.weights
-
     def load_weights(self, model: Model, version: int) -> None:
         """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine.
 
-        Copies are made again by the next `regroup` or `step`, so that weights that are regrouped are not copied twice.
-        Weights that were changed in place need this too.
+        Copies are made again by the next `regroup` or `step`, so that weights that are regrouped are not copied twice;
+        by `regroup`, on all ranks, where the model lies over several. Weights that were changed in place need this too.
         """
         assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
-        self.version = version
-        if model is self.weights.model:
-            self.is_stale = True
-            return
-        self.shards.clear()
-        if self.runner.graphs:
-            self.runner.graphs.clear()
-        self._enter(model, self.parallel)
+        self.version, self.is_stale = version, True
+        if model is not self.model:
+            self.model = model
+            self._drop_shards()
 
     def regroup(self, parallel: TensorParallel) -> None:
-        """Decode in the group `parallel` from now on: same weights, same KV memory. Wants an idle engine.
+        """Decode in the group `parallel` from now on: same weights, same memory. Wants an idle engine.
 
-        Shards are views of the full weights; those that must be copies (`Shard.copied_bytes`) are copied layer by
-        layer, and so are they, without counting, when the size stays but the weights are new. (RollPacker, section 4.2)
+        Shards of whole weights are views; those that must be copies (`Shard.copied_bytes`), and those of sharded
+        weights, are copied layer by layer, and so are they, without counting, when the size stays but the weights are
+        new. Collective where the model lies over several ranks. (RollPacker, section 4.2)
         """
         assert self.is_idle, "sequences that run hold pages of the old shape"
         assert parallel.size in self.num_pages, f"the engine was made for the sizes {sorted(self.num_pages)}"
         if parallel is not self.parallel:
             self._settle()
-            self._enter(self.weights.model, parallel)
-            self.stats.regroup_bytes += self.weights.copied_bytes
+            self._enter(parallel)
+            self.stats.regroup_bytes += self.runner.weights.copied_bytes
         self._refresh()
 
     def _refresh(self) -> None:
-        if self.runner.memory.whole is None:
-            self.runner.take_memory()
+        """Have weights and memory as the next step needs them."""
+        assert not self.is_released, "the engine was released: take it back first"
         if self.is_stale:
-            self.weights.refresh()
-            self.is_stale = False
+            self._enter(self.parallel)
 
-    def _enter(self, model: Model, parallel: TensorParallel) -> None:
+    @torch.inference_mode(False)  # what is made inside could not be changed outside
+    def _enter(self, parallel: TensorParallel) -> None:
         """Take the shards of `parallel` and give the KV memory the shape of their pages."""
-        size, graphs = parallel.size, self.runner.graphs
+        size, runner = parallel.size, self.runner
+        runner.take_memory()
         if size in self.shards:
             self.shards[size].refresh()
         else:
-            if not graphs:  # they hold addresses, so they need their shards; without them one size is enough
-                self.runner.shard = None
-                self.shards.clear()
-            self.shards[size] = Shard(model, parallel, self.config.prepack)
+            if not runner.graphs:  # they hold addresses, so they need their shards; without them one size is enough
+                self._drop_shards()
+            own = runner.memory.whole if self.own_elements[size] else None
+            self.shards[size] = Shard(self.model, parallel, self.config.prepack, own)
         self.parallel, self.is_stale = parallel, False
-        self.pages = (Pages if graphs else BatchedPages)(self.num_pages[size], self.config.page_size)
+        self.pages = (Pages if runner.graphs else BatchedPages)(self.num_pages[size], self.config.page_size)
         self.batcher.use(self.pages, EngineStats() if parallel.rank else self.stats)
-        self.runner.use(self.shards[size], self.pages)
+        runner.use(self.shards[size], self.pages, self.own_elements[size])
+
+    def _drop_shards(self) -> None:
+        self.shards.clear()
+        self.runner.shard = None
+        if self.runner.graphs:
+            self.runner.graphs.clear()
 
     def free_memory(self) -> None:
-        """Give the memory of the KV pages back until the next step or regroup, on a CPU to the process only."""
+        """Give the memory of the KV pages, and of sharded weights, back until the next step or regroup.
+
+        On a CPU to the process only. Wants an idle engine.
+        """
         assert self.is_idle, "sequences that run have their pages there"
         self._settle()
+        if any(self.own_elements.values()):
+            self._drop_shards()
         self.runner.memory.free()
+        self.is_stale = True
 
     def release(self) -> None:
         """Give up the KV memory and all that is made of the weights, until `take_back`. Wants an idle engine.
@@ -157,17 +168,14 @@ class Engine:
         What stays on the device is the state of the rows: a few numbers for each token of `max_running` responses.
         """
         self.free_memory()
-        if self.runner.graphs:
-            self.runner.graphs.clear()
-        self.released = self.weights.model
-        self.shards.clear()
-        self.runner.shard = None
+        self._drop_shards()
+        self.is_released = True
 
     def take_back(self) -> None:
-        """Have shards and KV memory again. The model has its weights back."""
-        model, self.released = self.released, None
-        assert model, "nothing was released"
-        self._enter(model, self.parallel)
+        """Have shards and KV memory again. The model has its weights back. Collective where it is sharded."""
+        assert self.is_released, "nothing was released"
+        self.is_released = False
+        self._refresh()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
@@ -176,7 +184,7 @@ class Engine:
         self.batcher.waiting.append(sequence)
 
     def _check(self, sequence: Sequence) -> None:
-        c, shape = self.config, self.weights.shape
+        c, shape = self.config, self.model.shape
         sequence.check(c.max_prompt_tokens, c.max_response_tokens, shape.max_positions, shape.vocab_size)
         if sequence.stop and self.tokenizer is None:
             raise ValueError(f"sequence {sequence.id} has stop texts; give the engine a tokenizer")
@@ -277,7 +285,7 @@ class Engine:
     def _make_room(self) -> None:
         """Give a page to every row that has filled its last one; when none is left, preempt the newest sequence."""
         if self.flights and self.pages.free < len(self.batcher.full_rows()):
-            self._settle()  # what has ended meanwhile makes room before anybody is preempted
+            self._settle()  # what has ended meanwhile makes room: perhaps no sequence is preempted
         for newest in self.batcher.make_room():
             self._evict([newest])
 
@@ -322,15 +330,8 @@ def sequences_for(
     visit: Visit, num_responses: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = ()
 ) -> list[Sequence]:
     """Return the sequences of one group. Their random numbers depend on nothing but their names and `seed`."""
+    prompt, keys = visit.prompt, [sample_key(seed, *visit.id, r) for r in range(num_responses)]
     return [
-        Sequence(
-            visit.prompt.index,
-            r,
-            visit.epoch,
-            visit.prompt.token_ids,
-            sample_key(seed, *visit.id, r),
-            max_new_tokens,
-            stop=stop,
-        )
-        for r in range(num_responses)
+        Sequence(prompt.index, r, visit.epoch, prompt.token_ids, key, max_new_tokens, stop=stop)
+        for r, key in enumerate(keys)
     ]

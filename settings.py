@@ -12,7 +12,7 @@ from config import ConfigError, flatten, load_config, option
 from core import Tokenizer
 from data import DataConfig, load_prompts
 from engine.graphs import row_counts
-from engine.memory import CPU_KV_BYTES, cache_of
+from engine.memory import CPU_KV_BYTES, KV_SHARE, cache_of, num_pages_for
 from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
@@ -25,7 +25,7 @@ from reward import RewardConfig, by_grader
 from rewards.graders import TASK_OF_JUDGE, check_rewards
 from rewards.judge import JudgeConfig, check_judge
 from rewards.pool import try_graders
-from rollout import RolloutConfig, num_pages_for
+from rollout import RolloutConfig
 from sampling import SamplingConfig
 from scheduler import SchedulerConfig
 from trainer import TrainerConfig
@@ -139,6 +139,7 @@ def memory_plan(
             packed=c.rollout.prepack and not is_gpu and dtype == torch.float32,
             device=gpu_bytes,
             kv=c.rollout.kv_gib * GIB or (0 if is_gpu else CPU_KV_BYTES),
+            layout=c.rollout.layout,
         )
     )
 
@@ -183,6 +184,20 @@ def with_kv_memory(config: Config, shape: ModelShape, world: World) -> Config:
     for each in plans:
         check_memory(each)
     return replace(config, rollout=replace(config.rollout, kv_gib=min(each.kv for each in plans) / GIB))
+
+
+def with_layout(config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device) -> Config:
+    """Return the settings with `rollout.weights` decided: whole or sharded. Raises ConfigError when it cannot be."""
+    layout, is_sharded = config.rollout.layout, config.trainer.shard > 1
+    if layout == "sharded" and not is_sharded:
+        raise ConfigError(
+            "rollout.weights = sharded with trainer.shard = 1: every rank has all weights to train, and parts would be "
+            "copies; take trainer.shard over 1, or rollout.weights = auto"
+        )
+    if config.rollout.weights == "auto" and is_sharded and device.type == "cuda":
+        whole = memory_plan(config, shape, num_ranks, node_size, device)
+        layout = "whole" if whole.fits and whole.wanted <= (1 - KV_SHARE) * whole.demand.device else "sharded"
+    return replace(config, rollout=replace(config.rollout, weights=layout))
 
 
 def rollout_sizes(
@@ -243,7 +258,9 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     check_settings(config, world_size, dtype)
     check_loggers(config.log)
     check_run_folder(config, resume)
-    memory = memory_plan(config, shape_of(config), world_size, node_size, device)
+    given = shape_of(config), world_size, node_size, device
+    config = with_layout(config, *given)
+    memory = memory_plan(config, *given)
     if prints_plan and is_main:
         print(memory.table(), flush=True)
     check_memory(memory)
@@ -395,7 +412,7 @@ FREE_TO_CHANGE = (
     *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device_gib")),
     *("run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),
     *(f"reward.{key}" for key in ("num_workers", "max_failures", "max_queue", "concurrency", "worker_gib")),
-    *(f"trainer.{key}" for key in ("shard", "recompute", "offload_optimizer")),
+    *("rollout.weights", "trainer.shard", "trainer.recompute", "trainer.offload_optimizer"),
 )
 
 

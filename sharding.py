@@ -1,9 +1,12 @@
 """Training weights spread over several ranks by torch's FSDP2, set up to add exact sums."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import Model
@@ -20,15 +23,15 @@ def shard_model(model: Model, group: World) -> Model:
     """Return a second module like `model` whose fp32 weights are spread over the ranks of a shard group.
 
     It computes in the model's dtype. Every backward sums gradients within the group, in fp32, and keeps a part on each
-    rank. Every rank has the whole `model` and takes its part without communication.
+    rank. Every rank has the whole `model`, perhaps in host memory, and takes its part without communication.
     """
     assert group.tensors, "a single rank has nothing to share"
     # Of one dimension: with a second one, of replicas, FSDP keeps gradients that are not summed over it in a private
     # place, where a release of the device would not find them.
     mesh = DeviceMesh.from_group(group.tensors, group.device.type, mesh_dim_names=("shard",))
-    dtype = next(model.parameters()).dtype
+    dtype = model.dtype
     with torch.device("meta"):
-        learner = type(model)(model.shape).float()
+        learner = Model(model.shape).float()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32:
         policy = MixedPrecisionPolicy()
@@ -36,12 +39,40 @@ def shard_model(model: Model, group: World) -> Model:
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
         module.set_gradient_divide_factor(1.0)
-    learner.to_empty(device=next(model.parameters()).device)
+    learner.to_empty(device=group.device)
+    learner.compute_dtype = dtype
     with torch.no_grad():
         for own, whole in zip(learner.parameters(), model.parameters(), strict=True):
             own.copy_(part_like(whole.detach().float(), own))
             own.requires_grad_(whole.requires_grad)
     return learner
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Have a module's own weights whole while inside, in the dtype that it computes in. Collective in the shard group.
+
+    Modules inside it that are sharded by themselves are not among them. A module that is not sharded stays as it is.
+    """
+    if isinstance(module, FSDPModule):
+        module.unshard()
+    yield
+    if isinstance(module, FSDPModule):
+        module.reshard()
+
+
+def whole_model(model: Model) -> Model:
+    """Return a sharded module whole, in host memory, in the dtype that it computes in; return others unchanged.
+
+    Collective in the shard group. One weight at a time is whole on the device.
+    """
+    if not isinstance(model, FSDPModule):
+        return model
+    copy = Model(model.shape).to(model.dtype)
+    with torch.no_grad():
+        for own, sharded in zip(copy.parameters(), model.parameters(), strict=True):
+            own.copy_(whole(sharded))
+    return copy
 
 
 def whole(tensor: Tensor) -> Tensor:

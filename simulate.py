@@ -55,8 +55,8 @@ class ClusterConfig:
     tensor_parallel: int = option(1, "GPUs that decode one replica together", min=1)
     weights: str = option(
         "whole",
-        "rollout weights on each GPU of a replica: whole, as in the engine, or sharded, which the engine cannot do "
-        "yet; in both cases a GPU reads only its shard in a decode step",
+        "rollout weights on each GPU of a replica: whole, or sharded over them; in both cases a GPU reads only its "
+        "shard in a decode step",
         choices=LAYOUTS,
     )
     max_running: int = option(256, "most sequences that decode together on one replica", min=1)
@@ -320,7 +320,7 @@ class Simulation:
             text += f". cluster.weights = {c.weights}: {each / 1e9:.3g} GB of weights, {room / 1e9:.3g} GB of a GPU "
             text += "for weights and pages"
             if c.weights == "whole" and self.num_pages(c.tensor_parallel, "sharded") >= needed:
-                text += "; sharded weights would fit, but the engine cannot shard them yet"
+                text += "; sharded weights would fit: cluster.weights = sharded"
         return text
 
     def _planner(self) -> ParallelismPlanner:

@@ -82,9 +82,10 @@ class Trainer:
 
     `model` is the very module that the engine decodes with. A bf16 one is trained through fp32 masters, kept here with
     fp32 gradient sums. With `shard` ranks to a shard group the masters are those of a second module, the learner, which
-    lies over the group's ranks and computes in the model's dtype (torch's FSDP2); after an update `model` follows it.
-    Weights of `model` that need no gradient stay as they are. Gradients and optimizer state have their memory from the
-    start, so that the rollout can be sized by the rest.
+    lies over the group's ranks and computes in the model's dtype (torch's FSDP2); after an update `model` follows it,
+    or is the learner itself, where the rollout's weights are sharded too. Weights of `model` that need no gradient stay
+    as they are. Gradients and optimizer state have their memory from the start, so that the rollout can be sized by the
+    rest.
     """
 
     def __init__(
@@ -97,16 +98,18 @@ class Trainer:
         max_response_tokens: int,
         total_updates: int,
         reference: Model | None = None,
+        keeps_model: bool = True,
     ):
+        """`keeps_model`: the engine decodes with views of the whole model; else a sharded learner is all that stays."""
         config = config.for_device(world.device.type)
-        self.model, self.config, self.sampling, self.world = model, config, sampling, world
+        self.dtype, self.config, self.sampling, self.world = model.dtype, config, sampling, world
         self.loss = loss.for_dtype(model.head_weight.dtype)
         self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
         self.shards, self.replicas = sharding.shard_groups(world, config.shard)
-        names, params = zip(*model.named_parameters(), strict=True)
-        self.names: list[str] = list(names)
-        self.params: list[Tensor] = list(params)
         self.learner = sharding.shard_model(model, self.shards) if config.shard > 1 else model
+        self.model = model if keeps_model else self.learner  # where the engine takes its weights from
+        named: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.names, self.params = list(named), list(named.values())
         self.learner.recompute = config.recompute == "on"
         self.masters: list[Tensor] = [
             master if master.dtype == torch.float32 or not master.requires_grad else master.detach().float()
@@ -155,7 +158,7 @@ class Trainer:
             if batch:
                 self._add_gradients(batch)
             else:
-                self._add_nothing()
+                self._nothing().backward()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()  # so that the time is that of the work
         self.seconds += time.perf_counter() - start
@@ -179,11 +182,11 @@ class Trainer:
         parallel.max_tensor(self.shards, most)
         return batches + [[] for _ in range(int(most) - len(batches))]
 
-    def _add_nothing(self) -> None:
-        """Take part in the shard group's forward and backward."""
+    def _nothing(self) -> Tensor:
+        """Take part in the shard group's forward; return 0, whose backward takes part in theirs."""
         token = torch.zeros(1, dtype=torch.int64, device=self.world.device)
         hidden = self.learner(token, token, PackedAttention([1], self.world.device))
-        self.learner.logits(hidden).mul(0.0).sum().backward()
+        return self.learner.logits(hidden).mul(0.0).sum()
 
     def _add_gradients(self, batch: Sequence[Example]) -> None:
         device = self.world.device
@@ -249,14 +252,21 @@ class Trainer:
 
     @torch.no_grad()
     def with_old_logprobs(self, examples: Sequence[Example]) -> list[Example]:
-        """Return `examples` with the current policy's log-probs as the old ones, ahead of several updates."""
+        """Return `examples` with the current policy's log-probs as the old ones, ahead of several updates.
+
+        Collective in a shard group, else not.
+        """
         done = []
-        for batch in pack(examples, self.config.tokens_per_microbatch):
-            # All of the model is here, whatever the learner's sharding. By the operations of the gradient's forward,
-            # not by kernels, which may round otherwise: the ratio of the first update is 1.
-            logprobs, _ = self._score(self.model, batch)
-            parts = logprobs.split([e.num_sampled for e in batch])
-            done += [replace(e, old_logprobs=array("f", part.tolist())) for e, part in zip(batch, parts, strict=True)]
+        with sharding.gathered(self.learner):  # what this leaves whole would hide the update from the next forward
+            for batch in self._batches(examples):
+                if not batch:
+                    self._nothing()
+                    continue
+                # By the operations of the gradient's forward, not by kernels, which may round otherwise: the ratio of
+                # the first update is 1.
+                logprobs, _ = self._score(self.learner, batch)
+                parts = [array("f", part.tolist()) for part in logprobs.split([e.num_sampled for e in batch])]
+                done += [replace(e, old_logprobs=part) for e, part in zip(batch, parts, strict=True)]
         return done
 
     # ---- update ----------------------------------------------------------------------------------------------
@@ -352,7 +362,7 @@ class Trainer:
             for name, param, master in zip(self.names, self.params, self.masters, strict=True):
                 if param.requires_grad:
                     tensors |= {f"{key}.{name}": self.optimizer.state[master][key] for key in MOMENTS}
-                    tensors |= {f"master.{name}": master.detach()} if param.dtype != master.dtype else {}
+                    tensors |= {f"master.{name}": master.detach()} if self.dtype != master.dtype else {}
             yield tensors
 
     def load_state_dict(self, state: dict[str, int], fill: Callable[[dict[str, Tensor]], None]) -> None:

@@ -6,20 +6,23 @@ Short rounds (many sequences) and long ones (few, long) take turns while lengths
 turns round by round on one engine; each has a planner of its own, which learns of its own rounds only. What is timed is
 what a run does: the planner chooses, the engine regroups when that is another size than the contender's last, and
 decodes the round. Before, the engine is brought to the contender's last size, untimed. Every contender plays all rounds
-several times, each time with a new planner; its time with the middle total counts.
+several times, each time with a new planner; its time with the middle total counts. All this is done twice: with whole
+weights, and with sharded ones, which come from masters that lie over all ranks.
 
-    regret_vs_best_fixed            time of `predict` over that of the best fixed size in hindsight, less 1
-    preemption_ratio                preemptions of `predict` over those of the fixed size 1
-    regroup_seconds_over_broadcast  dearest change of size over a plain broadcast of all weights. On a CPU a change
-                                    packs the weights, as a new version of them is packed at any size;
-                                    regroup_views_...: without packing
+    regret_vs_best_fixed            time of `predict` over that of the best fixed size in hindsight, less 1; the worse
+                                    of both layouts
+    preemption_ratio                preemptions of `predict` over those of the fixed size 1, with whole weights
+    regroup_seconds_over_broadcast  dearest change of size over a plain broadcast of all weights; the dearer of both
+                                    layouts. On a CPU a change packs the weights, as a new version of them is packed at
+                                    any size; regroup_views_... and regroup_sharded_...: without packing
+    pages_gain_tp2                  pages at size 2 with sharded weights over those with whole ones
 """
 
 import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,6 +33,7 @@ import torch
 from tail_batching import in_turn, on_ranks, progress_bar
 
 import parallel
+from engine.pages import LAYOUTS
 from engine.sequence import Sequence
 from model import Model, parse_shape
 from parallel import TPGroups, World, make_tp_groups
@@ -38,6 +42,7 @@ from policies.step_times import Profile
 from profiler import measure
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
+from sharding import shard_groups, shard_model
 
 PROMPT = 16  # tokens
 RESPONSES = 4  # of one prompt
@@ -178,21 +183,23 @@ def broadcast_seconds(model: Model, world: World, turns: int) -> float:
     return best
 
 
-def build(longest: int, world: World) -> tuple[Engine, TPGroups]:
-    """Return an engine whose ranks alone hold one and a half of the longest sequences, and the groups of every size."""
+def build(longest: int, world: World, tp_groups: TPGroups, layout: str, prepack: bool = True) -> Engine:
+    """Return an engine whose ranks alone hold, beside whole weights, one and a half of the longest sequences."""
     torch.manual_seed(0)
     model = Model(parse_shape(SHAPE, "benchmark")).requires_grad_(False)
-    largest = min(world.size, SHAPE["num_key_value_heads"])
-    tp_groups = make_tp_groups(world, [n for n in (1, 2, 4) if n <= largest])
+    if layout == "sharded":
+        model = shard_model(model, shard_groups(world, world.size)[0]).requires_grad_(False)
     token_bytes = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
     config = RolloutConfig(
         max_prompt_tokens=PROMPT,
         max_response_tokens=longest,
         max_running=32,
         page_size=32,
+        prepack=prepack,
+        weights=layout,
         kv_gib=1.5 * (PROMPT + longest) * token_bytes / 2**30,
     )
-    return Engine(model, config, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups), tp_groups
+    return Engine(model, config, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups)
 
 
 def contenders(limits: EngineLimits, profile: Profile) -> list[Contender]:
@@ -205,36 +212,74 @@ def contenders(limits: EngineLimits, profile: Profile) -> list[Contender]:
     ]
 
 
-def run(scale: Scale, world: World) -> None:
-    engine, tp_groups = build(scale.longest, world)
-    config, model, work = engine.config, engine.weights.model, rounds(scale, world.size)
+@dataclass(frozen=True)
+class Measured:
+    """What one layout of the weights came to."""
+
+    turns: list[list[Contender]]
+    pages: dict[int, int]  # by size
+    regroup: dict[int, float]  # seconds of a change to each size, with weights packed for a CPU
+    plain_regroup: dict[int, float]  # without packing
+
+
+def run_layout(layout: str, scale: Scale, work: list[Round], tp_groups: TPGroups, world: World) -> Measured:
+    engine = build(scale.longest, world, tp_groups, layout)
     profile = Profile({}, measure(engine, tp_groups, world))
-    limits = EngineLimits(world.size, engine.num_pages, config.page_size, config.max_running, scale.longest)
+    config, pages = engine.config, engine.num_pages
+    limits = EngineLimits(world.size, pages, config.page_size, config.max_running, scale.longest)
     turns = [contenders(limits, profile) for _ in range(scale.turns)]
-    total = scale.turns * len(work) * len(turns[0])
-    with progress_bar("elastic", total, world) as bar:
+    with progress_bar(f"elastic, {layout}", scale.turns * len(work) * len(turns[0]), world) as bar:
         for turn, sides in enumerate(turns):
             for i, current in enumerate(work):
                 for side in in_turn(sides, turn + i):
                     bar.set_postfix_str(side.name)
                     play(side, engine, tp_groups, world, current)
                     bar.update()
-    costs = {"copies packed for a CPU": regroup_seconds(engine, tp_groups, world, 4)}
-    plain = replace(config, prepack=False)
-    engine = Engine(model, plain, SamplingConfig(), (), parallel=tp_groups[1], sizes=tp_groups)
-    costs["views"] = regroup_seconds(engine, tp_groups, world, 4)
-    broadcast = broadcast_seconds(model, world, 4)
+    packed = regroup_seconds(engine, tp_groups, world, 4)
+    engine = build(scale.longest, world, tp_groups, layout, prepack=False)
+    return Measured(turns, pages, packed, regroup_seconds(engine, tp_groups, world, 4))
+
+
+def run(scale: Scale, world: World) -> None:
+    largest, work = min(world.size, SHAPE["num_key_value_heads"]), rounds(scale, world.size)
+    tp_groups = make_tp_groups(world, [n for n in (1, 2, 4) if n <= largest])
+    found = {layout: run_layout(layout, scale, work, tp_groups, world) for layout in LAYOUTS}
+    broadcast = broadcast_seconds(Model(parse_shape(SHAPE, "benchmark")), world, 4)
     if world.is_main:
-        print(json.dumps(report(turns, work, costs, broadcast)))
+        print(json.dumps(report(found, work, broadcast)))
 
 
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
-def report(
-    turns: list[list[Contender]], work: list[Round], costs: dict[str, dict[int, float]], broadcast: float
-) -> dict:
-    """Print the table; return the metrics."""
+def report(found: dict[str, Measured], work: list[Round], broadcast: float) -> dict:
+    """Print the tables; return the metrics."""
+    whole, sharded = (compare(found[layout].turns, work, layout) for layout in LAYOUTS)
+    dearest = {}
+    for layout, m in found.items():
+        for how, seconds in (("packed for a CPU", m.regroup), ("plain", m.plain_regroup)):
+            row = ", ".join(f"{1000 * s:.2f} ms to {n}" for n, s in seconds.items())
+            print(f"regroup, {layout}, {how}: {row}; broadcast of all weights {1000 * broadcast:.1f} ms")
+            dearest[layout, how] = round(max(seconds.values()) / broadcast, 5)
+    return {
+        "name": "elastic_tp",
+        "ranks": found["whole"].turns[0][0].planner.limits.num_ranks,
+        "regret_vs_best_fixed": max(whole["regret"]["predict"], sharded["regret"]["predict"]),
+        "regret_of_paper_vs_best_fixed": max(whole["regret"]["paper"], sharded["regret"]["paper"]),
+        "preemption_ratio": whole["preemptions"]["predict"],
+        "preemption_ratio_of_paper": whole["preemptions"]["paper"],
+        "regroup_seconds_over_broadcast": max(dearest[layout, "packed for a CPU"] for layout in LAYOUTS),
+        "regroup_views_seconds_over_broadcast": dearest["whole", "plain"],
+        "regroup_sharded_seconds_over_broadcast": dearest["sharded", "plain"],
+        "pages_gain_tp2": round(found["sharded"].pages[2] / found["whole"].pages[2], 3),
+        "seconds_in_hindsight": whole["hindsight"],
+        "seconds_in_hindsight_sharded": sharded["hindsight"],
+        "contenders": whole["rows"] + sharded["rows"],
+    }
+
+
+def compare(turns: list[list[Contender]], work: list[Round], layout: str) -> dict[str, Any]:
+    """Print the table of one layout; return its rows, and by rule the regret and the ratio of preemptions."""
     by_name = {same[0].name: sorted(same, key=lambda c: c.seconds) for same in zip(*turns)}
     middle = {name: same[len(same) // 2] for name, same in by_name.items()}
     fixed = [side for name, side in middle.items() if name.startswith("fixed")]
@@ -245,37 +290,28 @@ def report(
     rows = []
     for name, side in middle.items():
         sizes, seconds = " ".join(str(p.size) for p in side.rounds), [same.seconds for same in by_name[name]]
+        name += ", sharded" if layout == "sharded" else ""
         print(
-            f"{name:8} {side.seconds:8.2f} s ({min(seconds):.2f} .. {max(seconds):.2f})   "
+            f"{name:16} {side.seconds:8.2f} s ({min(seconds):.2f} .. {max(seconds):.2f})   "
             f"{side.preemptions:5d} preemptions   sizes {sizes}"
         )
         times = {"seconds": round(side.seconds, 2), "least": round(min(seconds), 2), "most": round(max(seconds), 2)}
         rows.append({"contender": name, **times, "preemptions": side.preemptions, "sizes": sizes})
     hindsight = sum(min(p.seconds for p in played) for played in zip(*(side.rounds for side in fixed)))
-    print(f"best fixed size of every round in hindsight {hindsight:.2f} s")
-    for name, regroup in costs.items():
-        row = ", ".join(f"{1000 * seconds:.2f} ms to {n}" for n, seconds in regroup.items())
-        print(f"regroup, {name}: {row}; broadcast of all weights {1000 * broadcast:.1f} ms")
-    best_fixed = min(side.seconds for side in fixed)
-    packed, views = (max(regroup.values()) / broadcast for regroup in costs.values())
-    preemptions = max(middle["fixed 1"].preemptions, 1)
+    print(f"best fixed size of every round in hindsight, {layout} weights: {hindsight:.2f} s")
+    best_fixed, preemptions = min(side.seconds for side in fixed), max(middle["fixed 1"].preemptions, 1)
+    rules = [(name, middle[name]) for name in ("predict", "paper")]
     return {
-        "name": "elastic_tp",
-        "ranks": turns[0][0].planner.limits.num_ranks,
-        "regret_vs_best_fixed": round(middle["predict"].seconds / best_fixed - 1, 4),
-        "regret_of_paper_vs_best_fixed": round(middle["paper"].seconds / best_fixed - 1, 4),
-        "preemption_ratio": round(middle["predict"].preemptions / preemptions, 3),
-        "preemption_ratio_of_paper": round(middle["paper"].preemptions / preemptions, 3),
-        "regroup_seconds_over_broadcast": round(packed, 3),
-        "regroup_views_seconds_over_broadcast": round(views, 5),
-        "seconds_in_hindsight": round(hindsight, 2),
-        "contenders": rows,
+        "regret": {name: round(side.seconds / best_fixed - 1, 4) for name, side in rules},
+        "preemptions": {name: round(side.preemptions / preemptions, 3) for name, side in rules},
+        "hindsight": round(hindsight, 2),
+        "rows": rows,
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: under 2 minutes on 2 cores")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: under 4 minutes on 2 cores")
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=4, help="processes of one thread (default 4)")
     arguments = parser.parse_args()
     return on_ranks(arguments.ranks, lambda world: run(QUICK if arguments.quick else FULL, world))

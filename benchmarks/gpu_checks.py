@@ -17,10 +17,11 @@ from torch import Tensor
 from attention import PackedAttention, VarlenAttention
 from core import Sample
 from engine import kernels
+from engine.pages import LAYOUTS
 from engine.sequence import Sequence
 from host import OnHost
 from model import Model, ModelShape, parse_shape
-from rollout import Engine, RolloutConfig, kv_page_bytes
+from rollout import Engine, RolloutConfig, cache_of
 from sampling import SamplingConfig, sample_key, score, uniforms
 
 QWEN = dict(model_type="qwen2", max_position_embeddings=32768, rope_theta=1e6)
@@ -264,7 +265,7 @@ def build(c: dict, device: torch.device, dtype: torch.dtype, gain: float = 0.0, 
 
 
 def pool_gib(shape: ModelShape, config: RolloutConfig, dtype: torch.dtype, pages: int) -> float:
-    return (pages + 0.5) * kv_page_bytes(config, shape, dtype) / 2**30
+    return (pages + 0.5) * cache_of(config, shape, dtype).page_bytes(1) / 2**30
 
 
 SIZES = RolloutConfig(max_prompt_tokens=96, max_response_tokens=48, max_running=24, page_size=16)
@@ -352,8 +353,8 @@ def section_engine(s: Section) -> None:
     parts += [
         lambda: check_families(s, vocab),
         lambda: check_memory(s, half),
-        lambda: check_new_weights(s, model, c, count),
-        lambda: check_release(s, model, count),
+        *(partial(check_new_weights, s, model, c, count, layout) for layout in LAYOUTS),
+        *(partial(check_release, s, model, count, layout) for layout in LAYOUTS),
         lambda: check_neighbours(s, model, count),  # last: a fault of the device ends what follows in this process
     ]
     for part in s.in_time(parts):
@@ -427,27 +428,27 @@ def check_stop(s: Section, model: Model) -> None:
     same(s, "stop text", tokens_of(drain(engine, sequences)), expected | {0: expected[0][: at + 1]})
 
 
-def check_new_weights(s: Section, model: Model, c: dict, count: int) -> None:
+def check_new_weights(s: Section, model: Model, c: dict, count: int, layout: str) -> None:
     """An engine that has graphs follows an update in place, and another model."""
     vocab, changed = c["vocab_size"], copy.deepcopy(model)
-    engine = make_engine(changed, PLAIN)
+    engine = make_engine(changed, PLAIN, weights=layout)
     before = tokens_of(drain(engine, make_sequences(count, vocab)))
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.mul_(1.1)
     engine.load_weights(changed, 1)
     mine, expected = (tokens_of(drain(e, make_sequences(count, vocab))) for e in (engine, make_engine(changed, PLAIN)))
-    same(s, "weights updated in place", mine, expected, good=mine != before)
+    same(s, f"{layout} weights updated in place", mine, expected, good=mine != before)
     other = build(c, s.device, torch.float32, gain=2.0, seed=1)
     engine.load_weights(other, 2)
     mine, expected = (tokens_of(drain(e, make_sequences(count, vocab))) for e in (engine, make_engine(other, PLAIN)))
-    same(s, "another model's weights", mine, expected, good=mine != before)
+    same(s, f"another model's weights, {layout}", mine, expected, good=mine != before)
 
 
-def check_release(s: Section, model: Model, count: int) -> None:
+def check_release(s: Section, model: Model, count: int, layout: str) -> None:
     """An engine that has graphs gives its device memory and the weights' up, has them again, and draws the same."""
     own = copy.deepcopy(model)
-    engine = make_engine(own, PLAIN)
+    engine = make_engine(own, PLAIN, weights=layout)
     before = tokens_of(drain(engine, make_sequences(count, model.shape.vocab_size)))
     assert engine.runner.memory.whole is not None
     held = engine.runner.memory.whole.nbytes + sum(parameter.nbytes for parameter in own.parameters())
@@ -458,11 +459,18 @@ def check_release(s: Section, model: Model, count: int) -> None:
     weights.bring_back()
     engine.take_back()
     after = tokens_of(drain(engine, make_sequences(count, model.shape.vocab_size)))
-    same(s, "release and take back", after, before, f", {freed / 2**20:.0f} MiB given up", good=freed >= held)
+    same(
+        s,
+        f"release and take back, {layout} weights",
+        after,
+        before,
+        f", {freed / 2**20:.0f} MiB given up",
+        good=freed >= held,
+    )
 
 
 def check_neighbours(s: Section, model: Model, count: int) -> None:
-    """An engine's graphs outlive another's: what a graph reads must not be freed with somebody else's."""
+    """An engine's graphs outlive another's: what a graph reads must not be freed with the other's."""
     vocab = model.shape.vocab_size
     engine, other = make_engine(model, PLAIN), make_engine(model, PLAIN)
     expected = tokens_of(drain(engine, make_sequences(count, vocab)))

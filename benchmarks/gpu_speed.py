@@ -16,9 +16,10 @@ from gpu_rows import Section, measure_bandwidth, seconds_of, wait
 
 from engine.batcher import Started
 from engine.graphs import Flight
+from engine.pages import pages_needed
 from engine.sequence import Sequence
 from model import Model
-from rollout import Engine, RolloutConfig, kv_page_bytes
+from rollout import Engine, RolloutConfig, cache_of
 from sampling import SamplingConfig, sample_key
 
 LIMIT = 64  # response tokens of a timed row, at most
@@ -36,7 +37,7 @@ def occupy(engine: Engine, rows: int, context: int) -> None:
     prompt = (5,) * (context - LIMIT)
     sequences = [Sequence(i, 0, 0, prompt, sample_key(i), LIMIT, ignore_eos=True) for i in range(rows)]
     for s in sequences:
-        for _ in range(engine.pages.needed(len(prompt))):
+        for _ in range(pages_needed(len(prompt), engine.pages.page_size)):
             engine.pages.take(s)
     started = Started(sequences=sequences)
     engine.batcher.seat(started)
@@ -205,7 +206,7 @@ def section_decode(s: Section) -> None:
             model = build(MODELS.get(name, SMALL), s.device, torch.bfloat16 if s.on_gpu else torch.float32)
             cases = CASES if s.on_gpu else [(1, 128), (4, 128)]
             free = 0.93 * torch.cuda.mem_get_info()[0] - 1.5 * 2**30 if s.on_gpu else 2**28
-            page = kv_page_bytes(RolloutConfig(), model.shape, model.embed.weight.dtype)
+            page = cache_of(RolloutConfig(), model.shape, model.embed.weight.dtype).page_bytes(1)
             pages = int(min(max(n * -(-context // 64) for n, context in cases), free // page))
             engine = decode_engine(model, pages, max(n for n, _ in cases), max(context for _, context in cases))
             for rows, context in s.in_time(cases):
@@ -222,13 +223,13 @@ def section_decode(s: Section) -> None:
 
 
 def decode_case(s: Section, name: str, engine: Engine, rows: int, context: int, bandwidth: float) -> list[float]:
-    model = engine.weights.model
+    model = engine.model
     occupy(engine, rows, context)
     step_seconds(engine, 4)
     seconds = min(step_seconds(engine, 10) for _ in range(3))
     device = f", device {1000 * graph_seconds(engine):.3f}"
     weights = sum(p.nbytes for p in model.parameters()) - (0 if model.head is None else model.embed.weight.nbytes)
-    token = kv_page_bytes(engine.config, model.shape, engine.runner.memory.dtype) / engine.config.page_size
+    token = cache_of(engine.config, model.shape, engine.runner.memory.dtype).page_bytes(1) / engine.config.page_size
     share = (weights + rows * (context - LIMIT + 20) * token) / seconds / bandwidth
     text = f"{1000 * seconds:.3f} ms/step{device}, {rows / seconds:,.0f} tokens/s, {share:.0%} of the bandwidth"
     key = f"{name}_b{rows}_c{context}"

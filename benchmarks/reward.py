@@ -113,7 +113,7 @@ def measure(task: str, shape: Shape, engine: TraceEngine, sides: list[Contender]
     scheduler = SchedulerConfig(num_prompts=shape.prompts, num_responses=shape.responses)
     steps = periods * PERIOD * len(sides)
     settings = TrainerConfig(lr=1e-5), LossConfig(), SamplingConfig()
-    trainer = Trainer(engine.weights.model, *settings, WORLD, engine.trace.limit, steps)
+    trainer = Trainer(engine.model, *settings, WORLD, engine.trace.limit, steps)
     with tqdm(total=steps, desc=task, unit="step", disable=None, leave=False) as bar:
         for period in range(periods):
             cursors = {side.name: Prompts(task, period) for side in sides}

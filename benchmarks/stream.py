@@ -107,7 +107,7 @@ def make_sides(shape: Shape, engine: TraceEngine, world: World) -> tuple[list[Si
         window_iterations=shape.window,
     )
     settings = TrainerConfig(lr=0.0, tokens_per_microbatch=512), LossConfig(), engine.sampling
-    trainer = CountingTrainer(engine.weights.model, *settings, world, engine.config.max_response_tokens, 1)
+    trainer = CountingTrainer(engine.model, *settings, world, engine.config.max_response_tokens, 1)
     sides = []
     for name, stream in CONTENDERS.items():
         made = StreamTraining(stream, RewardConfig(), engine, trainer, world, [1]) if stream.policy != "off" else None
@@ -158,7 +158,7 @@ def measure(shape: Shape, num_rounds: int, spans: str, world: World) -> tuple[li
             write_spans(spans, sides, engine, trainer, pool, num_rounds)
     for side in sides:
         del side.steps[0]  # nothing was known, and nothing warm
-    return sides, error, engine.weights.model.embed.weight.shape[1]
+    return sides, error, engine.model.embed.weight.shape[1]
 
 
 def gradient_error(sides: Sequence[Side], engine: TraceEngine, trainer: CountingTrainer, pool, turn: int) -> float:

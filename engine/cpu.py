@@ -198,7 +198,7 @@ class SharedMemory:
 class Packed:
     """A weight in oneDNN's own layout, for a CPU: 1.2 to 5 times faster than `F.linear`, but for small products.
 
-    A copy beside the weight. The operations are private to torch, hence `can_pack`.
+    A copy beside the weight. The operations are private to torch, hence the check of `packed`.
     """
 
     MIN_WORK = 3 * 2**18  # multiplications, below which a call costs more than the layout gains
@@ -215,15 +215,12 @@ class Packed:
             return F.linear(x, self.plain, bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 
-    @classmethod
-    def can_pack(cls, weight: Tensor) -> bool:
-        ours = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
-        return ours and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
 
 def packed(weight: Tensor) -> "Tensor | Packed":
     """Return a weight in that layout, where that can be; else as it is."""
-    return Packed(weight) if Packed.can_pack(weight) else weight
+    ours = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
+    can = ours and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return Packed(weight) if can else weight
 
 
 # ---- the process -------------------------------------------------------------------------------------------------

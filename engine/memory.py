@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from config import ConfigError, option
-from engine.pages import Cache
+from engine.pages import LAYOUTS, Cache
 from host import upload
-from model import ModelShape
+from model import Model, ModelShape
 
 CPU_KV_BYTES = 2**28
+KV_SHARE = 0.25  # of a GPU's memory, for KV pages: with less beside whole weights, `auto` shards them
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,24 @@ class RolloutConfig:
     )
     prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
     tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
+    weights: str = option(
+        "auto",
+        "where the rollout's weights are: whole on every rank, sharded over the ranks of a replica (with trainer.shard "
+        "over 1), or auto: sharded where whole ones would leave a GPU under a quarter of its memory for KV pages",
+        choices=("auto", *LAYOUTS),
+    )
     page_size: int = option(64, "tokens in one KV page", min=1, max=1024)
     kv_gib: float = option(
         0.0,
-        "memory of the KV pages of one rank, in GiB; 0: what the memory plan leaves of a GPU, 0.25 on a CPU",
+        "memory of the KV pages of one rank at the size rollout.tensor_parallel, in GiB (sharded weights leave more at "
+        "larger sizes, less at smaller ones); 0: what the memory plan leaves of a GPU, 0.25 on a CPU",
         min=0.0,
         max=1e5,
     )
+
+    @property
+    def layout(self) -> str:
+        return "sharded" if self.weights == "sharded" else "whole"
 
 
 def cache_of(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype) -> Cache:
@@ -44,12 +56,13 @@ def cache_of(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype) -> Ca
     return Cache(*kv, config.page_size, config.max_running, longest)
 
 
-def kv_page_bytes(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
-    return cache_of(config, shape, dtype).page_bytes(tensor_parallel)
+def weight_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Model(shape).parameters()) * dtype.itemsize
 
 
 def kv_budget(config: RolloutConfig, device: torch.device) -> float:
-    """Return the bytes that one rank's pages may have, beside the weights, which every rank keeps whole.
+    """Return the bytes that one rank's pages may have at the size `rollout.tensor_parallel`.
 
     With `kv_gib` = 0 an engine without a run knows no plan, and takes half of the GPU memory that is free.
     """
@@ -59,33 +72,35 @@ def kv_budget(config: RolloutConfig, device: torch.device) -> float:
 
 
 def num_pages_for(
-    config: RolloutConfig,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    tensor_parallel: int = 1,
+    config: RolloutConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, tensor_parallel: int = 1
 ) -> int:
     """Return how many pages the memory budget holds. Raises ConfigError when one full sequence does not fit."""
     if device.type == "cuda" and config.page_size not in (16, 32, 64, 128, 256):
         raise ConfigError(f"rollout.page_size = {config.page_size}: on a GPU take 16, 32, 64, 128 or 256")
-    cache = cache_of(config, shape, dtype)
-    num_pages = cache.num_pages(kv_budget(config, device), tensor_parallel)
+    cache, weights = cache_of(config, shape, dtype), weight_bytes(shape, dtype) if config.layout == "sharded" else 0
+    at_start = cache.own_weights(weights, config.tensor_parallel, config.layout)
+    memory = kv_budget(config, device) + at_start
+    num_pages = cache.num_pages(memory, tensor_parallel, weights, config.layout)
     needed, page_bytes = cache.pages_of_longest, cache.page_bytes(tensor_parallel)
     if num_pages < needed:
+        freed = at_start - cache.own_weights(weights, tensor_parallel, config.layout)
         raise ConfigError(
             f"rollout.kv_gib = {config.kv_gib} holds {num_pages} pages of {page_bytes} bytes, but one sequence of "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {cache.longest} tokens needs {needed}; set "
-            f"rollout.kv_gib to at least {math.ceil(needed * page_bytes / 2**30 * 1e6) / 1e6}, "
+            f"rollout.kv_gib to at least {math.ceil((needed * page_bytes - freed) / 2**30 * 1e6) / 1e6}, "
             "or lower rollout.max_response_tokens"
         )
     return num_pages
 
 
 class PageMemory:
-    """One piece of device memory that has the shape of one tensor-parallel size's pages at a time."""
+    """One piece of device memory: a rank's own part of the weights, if it has any, and behind that its pages.
+
+    Both have the shape of one tensor-parallel size at a time: the smaller the part, the more pages.
+    """
 
     def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device):
-        self.length, self.dtype, self.device = num_bytes // dtype.itemsize, dtype, device
+        self.length, self.dtype, self.device = -(-num_bytes // dtype.itemsize), dtype, device
         self.address = 0
         self.whole: Tensor | None = None
         self._kv: Tensor | None = None  # `whole` in the shape of pages
@@ -97,14 +112,18 @@ class PageMemory:
         return self._kv
 
     @torch.inference_mode(False)  # what is made inside could not be changed outside
-    def take(self, shape: tuple[int, ...]) -> bool:
-        """Give the memory a shape; allocate it if there is none. Returns whether it has another address now."""
-        before = self.address
-        if self.whole is None:
-            self.whole = torch.zeros(self.length, dtype=self.dtype, device=self.device)
-            self.address = self.whole.data_ptr()
-        self._kv = self.whole[: math.prod(shape)].view(shape)
+    def take(self) -> bool:
+        """Allocate the memory if it is not there. Returns whether it has another address now."""
+        if self.whole is not None:
+            return False
+        before, self.whole = self.address, torch.zeros(self.length, dtype=self.dtype, device=self.device)
+        self.address = self.whole.data_ptr()
         return self.address != before
+
+    def shape(self, start: int, shape: tuple[int, ...]) -> None:
+        """Give the memory behind its first `start` elements the shape of pages."""
+        assert self.whole is not None, "take it first"
+        self._kv = self.whole[start : start + math.prod(shape)].view(shape)
 
     def free(self) -> None:
         """Give the memory back, on a CPU to the process only."""

@@ -29,7 +29,7 @@ class Entrant(Protocol):
 
 N = TypeVar("N", int, np.ndarray)
 S = TypeVar("S", bound=Entrant)
-LAYOUTS = ("whole", "sharded")  # of the rollout's weights over the ranks of a replica; the engine's is "whole"
+LAYOUTS = ("whole", "sharded")  # of the rollout's weights: all on every rank of a replica, or spread over them
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,21 @@ class Cache:
         heads = max(self.kv_heads // tensor_parallel, 1)
         return 2 * self.layers * heads * self.page_size * self.head_dim * self.itemsize
 
+    @staticmethod
+    def own_weights(weights: float, tensor_parallel: int, layout: str) -> float:
+        """Return the bytes of one rank's weights, of which there are `weights` bytes in all."""
+        return {"whole": weights, "sharded": weights / tensor_parallel}[layout]
+
     def num_pages(self, memory: float, tensor_parallel: int, weights: float = 0.0, layout: str = "whole") -> int:
         """Return how many pages one rank of a replica has, and so the replica: each rank has its heads of all pages.
 
-        `memory`: bytes of one rank for pages and weights; `weights`: bytes of all weights, 0 where `memory` is what
-        they leave. More pages than `max_running` sequences can fill are not made. May be 0 or too few for one
-        sequence (`pages_of_longest`): the caller refuses that.
+        `memory`: bytes of one rank for pages and weights; `weights`: bytes of all weights. (Norms, and KV heads that
+        several ranks share, are on each rank whatever the layout, and not counted.) More pages than `max_running`
+        sequences can fill are not made. May be 0 or too few for one sequence (`pages_of_longest`): the caller refuses
+        that.
         """
-        assert layout in LAYOUTS
-        own = weights if layout == "whole" else weights / tensor_parallel
-        pages = int(max(memory - own, 0.0) // self.page_bytes(tensor_parallel))
-        return min(pages, self.max_running * self.pages_of_longest)
+        room = max(memory - self.own_weights(weights, tensor_parallel, layout), 0.0)
+        return min(int(room // self.page_bytes(tensor_parallel)), self.max_running * self.pages_of_longest)
 
 
 def pages_needed(num_tokens: N, page_size: int) -> N:
@@ -146,9 +150,6 @@ class Pages:
     def free(self) -> int:
         return self.size - self.used
 
-    def needed(self, num_tokens: int) -> int:
-        return pages_needed(num_tokens, self.page_size)
-
     def take(self, holder: Holder) -> int:
         """Append a page of its own to `holder.pages` and return it. The caller has made sure that one is free."""
         page = self.unused.pop()
@@ -158,7 +159,7 @@ class Pages:
         return page
 
     def share(self, holder: Holder, page: int) -> None:
-        """Append somebody else's page to `holder.pages`; it is free again when the last of them has released it."""
+        """Append another holder's page to `holder.pages`; it is free again when the last of them has released it."""
         self.users[page] += 1
         holder.pages.append(page)
 

@@ -21,19 +21,19 @@ class Runner:
 
     @property
     def weights(self) -> Shard:
-        assert self.shard, "the engine was released: take it back first"
+        assert self.shard, "the engine makes a shard before each step that lacks one"
         return self.shard
 
-    def use(self, weights: Shard, pages: Pages) -> None:
-        """Compute with this shard from now on, whose KV stands in these pages."""
-        self.shard, self.pages = weights, pages
+    def use(self, shard: Shard, pages: Pages, start: int) -> None:
+        """Compute with this shard from now on, whose KV stands in these pages; `start`: their place in the memory."""
+        self.shard, self.pages = shard, pages
+        self.memory.shape(start, shard.kv_shape(pages.size, pages.page_size))
         if self.graphs:
-            self.graphs.layout = weights.split.size
-        self.take_memory()
+            self.graphs.layout = shard.split.size
 
     def take_memory(self) -> None:
-        """Give the KV memory the shape of the shard's pages, and have it again where it was given back."""
-        if self.memory.take(self.weights.kv_shape(self.pages.size, self.pages.page_size)) and self.graphs:
+        """Have the memory, again where it was given back."""
+        if self.memory.take() and self.graphs:
             self.graphs.clear()  # they hold the address
 
     # ---- one forward -----------------------------------------------------------------------------------------

@@ -46,29 +46,28 @@ class Sequence:
     def check(self, max_prompt_tokens: int, max_response_tokens: int, max_positions: int, vocab_size: int) -> None:
         """Raise ValueError when an engine with these limits cannot take the sequence."""
         given, prompt = len(self.token_ids), len(self.prompt_ids)
+        wrong = ""
         if self.is_taken:
-            raise ValueError(f"sequence {self.id} is in an engine; `export` it there first")
-        if not 0 < prompt <= max_prompt_tokens:
-            raise ValueError(
-                f"sequence {self.id} has a prompt of {prompt} tokens; it must have 1 to rollout.max_prompt_tokens = "
-                f"{max_prompt_tokens}"
+            wrong = "is in an engine; `export` it there first"
+        elif not 0 < prompt <= max_prompt_tokens:
+            wrong = (
+                f"has a prompt of {prompt} tokens; it must have 1 to rollout.max_prompt_tokens = {max_prompt_tokens}"
             )
-        if not given < self.max_new_tokens <= max_response_tokens:
-            raise ValueError(
-                f"sequence {self.id} has max_new_tokens = {self.max_new_tokens}; it must be over the {given} tokens it "
-                f"has and at most rollout.max_response_tokens = {max_response_tokens}"
+        elif not given < self.max_new_tokens <= max_response_tokens:
+            wrong = (
+                f"has max_new_tokens = {self.max_new_tokens}; it must be over the {given} tokens it has and at most "
+                f"rollout.max_response_tokens = {max_response_tokens}"
             )
-        if prompt + self.max_new_tokens > max_positions:
-            raise ValueError(
-                f"sequence {self.id} may grow to {prompt + self.max_new_tokens} tokens; the model's context has "
-                f"{max_positions}"
-            )
-        if not all(isinstance(i, int) and 0 <= i < vocab_size for i in (*self.prompt_ids, *self.token_ids)):
-            raise ValueError(f"sequence {self.id} holds something else than token ids of 0 to {vocab_size - 1}")
-        if given != len(self.logprobs):
-            raise ValueError(f"sequence {self.id} has {given} tokens, but {len(self.logprobs)} log-probs")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f'stop = {self.stop!r} must be a tuple of texts, such as stop=("END",)')
+        elif prompt + self.max_new_tokens > max_positions:
+            wrong = f"may grow to {prompt + self.max_new_tokens} tokens; the model's context has {max_positions}"
+        elif not all(isinstance(i, int) and 0 <= i < vocab_size for i in (*self.prompt_ids, *self.token_ids)):
+            wrong = f"holds something else than token ids of 0 to {vocab_size - 1}"
+        elif given != len(self.logprobs):
+            wrong = f"has {given} tokens, but {len(self.logprobs)} log-probs"
+        elif isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            wrong = f'has stop = {self.stop!r}; it must be a tuple of texts, such as ("END",)'
+        if wrong:
+            raise ValueError(f"sequence {self.id} {wrong}")
 
 
 @dataclass(slots=True, eq=False)

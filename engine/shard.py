@@ -1,36 +1,97 @@
 """What an engine decodes with: one tensor-parallel rank's part of a model."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine import kernels
 from engine.cpu import Packed, packed
-from model import Attend, Model, Split, linear, rms_norm, run_layer
+from model import Attend, LayerWeights, Model, ModelShape, Split, linear, rms_norm, run_layer
 from parallel import TensorParallel
+from sharding import gathered
+
+MATRICES = ("qkv", "out", "gate_up", "down")
+ALIGNED = 128  # elements: the places of copies are multiples of this
+
+
+class Copies:
+    """Copies of tensors, one behind another in memory of a rank's own."""
+
+    def __init__(self, memory: Tensor):
+        self.memory, self.used = memory, 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        place = self.memory[self.used : self.used + tensor.numel()].view(tensor.shape)
+        self.used += -(-tensor.numel() // ALIGNED) * ALIGNED
+        return place.copy_(tensor)
+
+
+def own_layers(model: Model, split: Split, copies: Copies | None) -> Iterator[LayerWeights]:
+    """Yield a rank's part of each layer: copies, or views where views can be. One layer at a time is gathered."""
+    for layer in model.layers:
+        with gathered(layer):
+            part = layer.shard(split)
+            yield part if copies is None else LayerWeights._make(None if t is None else copies(t) for t in part)
+
+
+def own_vocabulary(model: Model, split: Split, copies: Copies | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a rank's part of the embedding, its part of the head, and the norm between layers and head.
+
+    [V, hidden], [rows, hidden], [hidden]: each rank embeds by itself, and the last may have fewer rows of the head. Of
+    copies the embedding is [rows, hidden] too, and all ranks have as many rows.
+    """
+    rows = -(-model.shape.vocab_size // split.size)
+    mine = slice(split.rank * rows, (split.rank + 1) * rows)
+    with gathered(model):
+        embedding, head, norm = (t.detach() for t in (model.embed.weight, model.head_weight, model.norm.weight))
+        if copies is None:
+            return embedding, head[mine], norm
+        own = [
+            copies(F.pad(t[mine], (0, 0, 0, rows - len(t[mine])))) for t in (embedding, head)[: 2 - model.shape.tied]
+        ]
+        return own[0], own[-1], copies(norm)
+
+
+def num_own_elements(shape: ModelShape, size: int) -> int:
+    """Return how many elements a rank's own copies take, at most. Rank 0 has biases that others lack."""
+    with torch.device("meta"):
+        model, split, copies = Model(shape), Split(shape, 0, size), Copies(torch.empty(2**50))
+        for _ in own_layers(model, split, copies):
+            pass
+        own_vocabulary(model, split, copies)
+    return copies.used
 
 
 class Shard:
     """One tensor-parallel rank's part of a model, as plain tensors.
 
-    Packed copies aside, its tensors keep their places when the weights change, as CUDA graphs need it.
+    Whole weights: views of the model's, and copies where a view cannot be. Sharded weights: copies in `memory`, taken
+    layer by layer. The model may then lie over several ranks (sharding.py), which make and refresh their shards at the
+    same time. Packed copies aside, tensors keep their places when the weights change, as CUDA graphs need it.
     """
 
-    def __init__(self, model: Model, parallel: TensorParallel, prepack: bool = True):
-        self.model, self.shape, self.parallel = model, model.shape, parallel
+    def __init__(self, model: Model, parallel: TensorParallel, prepack: bool = True, memory: Tensor | None = None):
+        """`memory` [elements]: for copies of this rank's own, `num_own_elements`; None: the weights are whole."""
+        self.model, self.shape, self.parallel, self.memory = model, model.shape, parallel, memory
         self.split = Split(model.shape, parallel.rank, parallel.size)
-        pack = packed if prepack else (lambda weight: weight)
-        names = ("qkv", "out", "gate_up", "down")
-        shards = (layer.shard(self.split) for layer in model.layers)  # one at a time: packing drops what it copies
-        self.layers = [w._replace(**{n: pack(getattr(w, n)) for n in names}) for w in shards]
-        self.embedding, self.norm = model.embed.weight.detach(), model.norm.weight.detach()
-        head = self._own_head()
-        self.missing = -(-self.shape.vocab_size // parallel.size) - len(head)
-        self.head = pack(head)
-        own = {_start(p) for p in model.parameters()}
-        tensors = [t for w in self.layers for t in w if t is not None] + [self.head]
+        self.pack: Callable[[Tensor], Any] = packed if prepack else (lambda weight: weight)
+        self._make()
+        everything = [t for w in self.layers for t in w if t is not None] + [self.embedding, self.head, self.norm]
+        views = {_start(p) for p in model.parameters()} if memory is None else set()
+        plain = [(t.plain, True) if isinstance(t, Packed) else (t, _start(t) not in views) for t in everything]
         #: Bytes that are not views of the model's weights: what making or refreshing this shard copies.
-        self.copied_bytes = sum(t.plain.nbytes for t in tensors if isinstance(t, Packed))
-        self.copied_bytes += sum(t.nbytes for t in tensors if isinstance(t, Tensor) and _start(t) not in own)
+        self.copied_bytes = sum({t.data_ptr(): t.nbytes for t, is_copy in plain if is_copy}.values())
+
+    def _make(self) -> None:
+        copies = None if self.memory is None else Copies(self.memory)
+        self.layers: list[LayerWeights] = []  # packed copies of old weights go first
+        layers = own_layers(self.model, self.split, copies)  # one at a time: packing drops what it copies
+        self.layers = [w._replace(**{name: self.pack(getattr(w, name)) for name in MATRICES}) for w in layers]
+        self.embedding, head, self.norm = own_vocabulary(self.model, self.split, copies)
+        self.head = self.pack(head)
 
     def kv_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
         """Return the shape of this rank's keys and values: [layers, 2, pages, K, page, D]."""
@@ -38,23 +99,32 @@ class Shard:
 
     def refresh(self) -> None:
         """Follow the model's newest weights: views need nothing, copies are made again where they are."""
-        for layer, own in zip(self.model.layers, self.layers, strict=True):
-            for old, new in zip(own, layer.shard(self.split), strict=True):
+        if self.memory is not None:
+            self._make()
+            return
+        for new_part, part in zip(own_layers(self.model, self.split, None), self.layers, strict=True):
+            for old, new in zip(part, new_part, strict=True):
                 if isinstance(old, Packed):
                     old.pack(new)
                 elif old is not None and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
         if isinstance(self.head, Packed):
-            self.head.pack(self._own_head())
+            self.head.pack(own_vocabulary(self.model, self.split, None)[1])
 
-    def _own_head(self) -> Tensor:
-        rows = -(-self.shape.vocab_size // self.parallel.size)  # of the vocabulary; the last rank may have fewer
-        return self.model.head_weight.detach()[self.parallel.rank * rows : (self.parallel.rank + 1) * rows]
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden_size]"""
+        rows = len(self.embedding)
+        if rows >= self.shape.vocab_size:
+            return F.embedding(token_ids, self.embedding)
+        own = token_ids - self.split.rank * rows
+        is_here = (own >= 0) & (own < rows)
+        part = F.embedding(own.clamp(0, rows - 1), self.embedding)
+        return self.parallel.reduce(part.masked_fill(~is_here[:, None], 0.0))  # a single rank has it: no rounding
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """As `Model.forward`. Every rank of the group calls it with the same arguments."""
         cos, sin = self.model.rope(positions)
-        x = F.embedding(token_ids, self.embedding)
+        x = self._embed(token_ids)
         for index, weights in enumerate(self.layers):
             x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce, inference=True)
         return rms_norm(x, self.norm, self.shape.norm_eps, inference=True)
@@ -70,7 +140,7 @@ class Shard:
         cos, sin = (x[:, 0, 0] for x in self.model.rope_tables())
         split, reduce, eps = self.split, self.parallel.reduce, self.shape.norm_eps
         counts = split.groups * split.num_kv_heads, split.num_kv_heads
-        lengths, x, residual = (positions + 1).int(), F.embedding(token_ids, self.embedding), None
+        lengths, x, residual = (positions + 1).int(), self._embed(token_ids), None
         for w, (k_pages, v_pages) in zip(self.layers, kv_pages, strict=True):
             normed, residual = kernels.add_rms_norm(x, residual, w.input_norm, eps)
             qkv, places = linear(normed, w.qkv, w.qkv_bias), (positions, table, k_pages, v_pages)
@@ -85,7 +155,8 @@ class Shard:
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size] on every rank"""
         part = linear(hidden, self.head, None)
-        part = F.pad(part, (0, self.missing)) if self.missing else part
+        missing = -(-self.shape.vocab_size // self.split.size) - part.shape[1]  # the last rank may have fewer rows
+        part = F.pad(part, (0, missing)) if missing else part
         return self.parallel.gather(part)[:, : self.shape.vocab_size]
 
 

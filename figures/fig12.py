@@ -12,7 +12,7 @@ from simulation.workload import Drawn
 PAPER_SPEEDUP = 1.9  # mean over the steps
 PAPER_SIZES = [1, 1, 1, 2, 2, 2, 2, 2, 4, 4, 4]  # changes at steps 3 and 8, counted from 0
 STEPS = len(PAPER_SIZES)
-LAYOUTS = {"whole": "whole weights", "sharded": "sharded (not yet)"}
+LAYOUTS = {"whole": "whole weights", "sharded": "sharded weights"}
 RULES = {"fixed": "fixed at 1", "paper": "the paper's rules", "predict": "our prediction"}
 
 
@@ -49,8 +49,8 @@ def main() -> None:
         "Three of the paper's eleven steps run at size 1, so a mean of 1.9 needs 2.2 in the others; its own Figure "
         "4, to which this workload is fitted, gives 1.25 and 1.53 for size 2. Figure 12 must have had less room for "
         "pages or more responses. Here lengths grow a little in every step, so preemptions rise by over 1.05 in "
-        "most, and the rule doubles beyond what pays; predicted times stop it. With whole weights, the layout that "
-        "ships, a larger size only pools the pages of its GPUs; sharded ones, which do not ship yet, make room too."
+        "most, and the rule doubles beyond what pays; predicted times stop it. With whole weights a larger size only "
+        "pools the pages of its GPUs; sharded ones make room too."
     )
     style()
     figure, panels = plt.subplots(2, 2, figsize=(7.2, 5.6), sharex=True)

@@ -39,8 +39,8 @@ from simulate import (
 MODELS = {"7B/8k": "qwen2.5-7b", "14B/16k": "qwen2.5-14b", "32B/32k": "qwen2.5-32b"}
 GPUS = {"7B/8k": 16, "14B/16k": 32, "32B/32k": 64}
 TENSOR_PARALLEL = {"7B/8k": 1, "14B/16k": 2, "32B/32k": 2}
-# The engine keeps whole weights on every GPU. Those of 32B leave too little room for a response (`misfit`), so 32B is
-# simulated with sharded weights, a layout that does not ship yet; every row that has it says so.
+# Whole weights of 32B leave too little room for a response on a GPU (`misfit`), so 32B is simulated with sharded ones;
+# every row that has them says so.
 WEIGHTS = {"7B/8k": "whole", "14B/16k": "whole", "32B/32k": "sharded"}
 DATA = HERE / "paper.json"
 LONG = "the paper's long rounds are shorter than its baseline's, though they hold the longest responses"
@@ -88,7 +88,7 @@ def cluster(model: str, **changes: Any) -> ClusterConfig:
 
 
 def misfit(model: str) -> str:
-    """Return why a model does not run with whole weights, the layout that ships; empty where it does."""
+    """Return why a model does not run with whole weights; empty where it does."""
     config = replace(VERL, cluster=cluster(model, weights="whole"))
     try:
         Simulation(config, load_model_file(config.cluster.model), load_hardware(config.cluster.hardware))
@@ -163,7 +163,7 @@ class Table:
         ran = f"{real:>11.3g}" if real else ""
         text = f"{name:<44}{paper:>9.3g}{simulated:>11.3g}{difference:>+12.1%}{ran}"
         shards = any(WEIGHTS[model] == "sharded" for model in MODELS if model in self.about + name)
-        print(f"{text:<90}whole weights: does not fit; here sharded, which does not ship yet" if shards else text)
+        print(f"{text:<90}whole weights: does not fit; here sharded" if shards else text)
 
     def end(self, name: str, kept: dict[str, Any] | None = None, **more: Any) -> None:
         """Print the JSON line: the largest and the mean relative error, and everything in `more`.
@@ -172,7 +172,7 @@ class Table:
         """
         for model in (m for m, layout in WEIGHTS.items() if layout != "whole"):
             if any(model in self.about + row["name"] for row in self.rows):
-                note(f"{model} with whole weights, the layout that ships: {misfit(model)}.")
+                note(f"{model} with whole weights: {misfit(model)}.")
         errors = {row["name"]: abs(row["difference"]) for row in self.rows}
         worst = max(errors, key=errors.__getitem__)
         result = {"figure": name, "max_rel_error": errors[worst], "worst": worst}

@@ -246,6 +246,7 @@ def remedy(d: Demand, logits_tokens: int = 1024) -> str:
     """Return the fewest settings that would make a plan fit, as text; "" if none would."""
     shards = [n for n in range(d.shard, d.num_ranks + 1) if d.num_ranks % n == 0]
     settings = (  # the last are tried first
+        [("rollout.weights = sharded", {"layout": "sharded"})],
         [("trainer.offload_optimizer = true", {"offload": True})],
         [(f"rollout.tensor_parallel = {n}", {"tensor_parallel": n}) for n in d.sizes],
         [(f"trainer.shard = {n}", {"shard": n}) for n in shards],
@@ -256,6 +257,7 @@ def remedy(d: Demand, logits_tokens: int = 1024) -> str:
     choices: Iterable[tuple] = product(*([None, *values] for values in settings))
     for picked in sorted(([pick for pick in choice if pick] for choice in choices), key=len):
         changes = {field: value for _, change in picked for field, value in change.items()}
-        if plan(replace(d, **changes)).fits:
+        changed = replace(d, **changes)
+        if (changed.layout == "whole" or changed.shard > 1) and plan(changed).fits:
             return " and ".join(text for text, _ in picked)
     return ""

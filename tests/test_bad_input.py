@@ -119,6 +119,7 @@ COMMANDS = {
     "size without ranks": ["--rollout.tensor_parallel=4"],
     "odd size": ["--rollout.tensor_parallel=3"],
     "shard without ranks": ["--trainer.shard=2"],
+    "sharded rollout of whole masters": ["--rollout.weights=sharded"],
     "no gpu": ["--run.device=cuda"],
     "sft": ["--loss.name=sft"],
     "more updates than prompts": ["--trainer.updates_per_step=5"],

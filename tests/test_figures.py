@@ -87,7 +87,7 @@ def test_every_miss_has_a_reason_and_32b_says_its_layout(load, capsys: pytest.Ca
     assert [model for model in paper.MODELS if paper.misfit(model)] == ["32B/32k"]
     assert "a response of 32968 tokens does not fit" in paper.misfit("32B/32k")
     paper.Table("title", "unit").add("32B/32k  part", 2.0, 2.0)
-    assert "whole weights: does not fit; here sharded, which does not ship yet" in capsys.readouterr().out
+    assert "whole weights: does not fit; here sharded" in capsys.readouterr().out
 
 
 def test_seeds_are_compared_in_pairs(load, capsys: pytest.CaptureFixture) -> None:

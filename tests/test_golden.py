@@ -35,6 +35,7 @@ SMALL: dict[str, Any] = dict(
     trainer__tokens_per_microbatch=256,
 )
 RACES = dict(scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5)
+SHARDED = dict(trainer__shard=2, rollout__weights="sharded")
 # The settings, the ranks that each is played on, and how far losses may be from the golden ones: 0 is bit-equal.
 SETTINGS: dict[str, tuple[tuple[int, ...], float, dict[str, Any]]] = {
     "synchronous": ((1, 2, 4), 0.0, {}),
@@ -44,13 +45,16 @@ SETTINGS: dict[str, tuple[tuple[int, ...], float, dict[str, Any]]] = {
     # What is streamed depends on time, so sums round differently.
     "stream training": ((2, 4), 1e-5, RACES | dict(stream__policy="fixed")),
     "sharded": ((2, 4), 1e-5, RACES | dict(trainer__shard=2)),
+    "sharded rollout": ((2, 4), 1e-5, RACES | SHARDED),
+    "sharded rollout over two": ((2, 4), 1e-5, RACES | SHARDED | dict(rollout__tensor_parallel=2)),
     "tensor parallel": ((2, 4), 0.0, RACES | dict(rollout__tensor_parallel=2)),
     # Few pages: the rule of the paper moves to larger sizes as preemptions rise.
     "elastic": ((2, 4), 0.0, RACES | dict(planner__rule="paper", rollout__kv_gib=0.0003)),
 }
 SHORT = {("tail batching", 1), ("tail batching", 2), ("stream training", 2), ("elastic", 2)}
-SHORT |= {("synchronous", 2), ("tensor parallel", 2), ("sharded", 2)}
-SAME = ("tail batching", "stream training", "sharded", "tensor parallel")  # one trajectory, however it is computed
+SHORT |= {("synchronous", 2), ("tensor parallel", 2), ("sharded", 2), ("sharded rollout over two", 2)}
+# One trajectory, however it is computed.
+SAME = ("tail batching", "stream training", "sharded", "sharded rollout", "sharded rollout over two", "tensor parallel")
 
 
 def trajectory(folder: Path) -> dict[str, list]:

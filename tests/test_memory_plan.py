@@ -17,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import PackedAttention
 from config import ConfigError, load_config
+from engine.pages import LAYOUTS
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
 from policies.memory_plan import FREE, GIB, Plan, layer_bytes, plan, remedy
 from sampling import SamplingConfig, score
-from settings import Config, check_memory, memory_plan, with_kv_memory
+from settings import Config, check_memory, memory_plan, with_kv_memory, with_layout
 from trainer import Trainer, TrainerConfig
 
 CUDA = torch.device("cuda", 0)
@@ -47,11 +48,23 @@ QWEN_1B = QWEN_7B | {
 SCORED, BACKWARD = "as a chunk of logits is scored", "in the backward pass of the last layer"
 
 
-def planned(*settings: str, model: dict = QWEN_7B, ranks: int = 8) -> Plan:
-    """Return the plan of 128 x 8 responses of 1k + 8k tokens on GPUs of 80 GB."""
+QWEN_32B = QWEN_7B | {
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+
+
+def configured(*settings: str) -> Config:
+    """Return the settings of 128 x 8 responses of 1k + 8k tokens on GPUs of 80 GB."""
     given = ["--run.device_gib=79.6", *(f"--{setting}" for setting in settings)]
-    config = load_config(Config, str(ROOT / "configs/qwen_math.toml"), given)
-    return memory_plan(config, parse_shape(model, "test"), ranks, ranks, CUDA)
+    return load_config(Config, str(ROOT / "configs/qwen_math.toml"), given)
+
+
+def planned(*settings: str, model: dict = QWEN_7B, ranks: int = 8) -> Plan:
+    return memory_plan(configured(*settings), parse_shape(model, "test"), ranks, ranks, CUDA)
 
 
 def together(made: Plan) -> float:
@@ -103,6 +116,24 @@ def test_a_larger_size_is_advised_where_a_sequence_does_not_fit() -> None:
     spare = plan(least).least_kv / 3  # bytes of a third of a sequence's pages
     few = replace(least, device=(plan(least).wanted + spare) / (1 - FREE))
     assert not plan(few).fits and remedy(few) == "rollout.tensor_parallel = 4"
+
+
+def test_weights_are_sharded_where_whole_ones_leave_pages_too_little() -> None:
+    def layout(model: dict, *settings: str, device: torch.device = CUDA) -> str:
+        return with_layout(configured(*settings), parse_shape(model, "test"), 64, 8, device).rollout.weights
+
+    assert layout(QWEN_7B, "trainer.shard=8") == layout(QWEN_7B) == layout(QWEN_32B) == "whole"
+    assert layout(QWEN_32B, "trainer.shard=64") == layout(QWEN_7B, "trainer.shard=8", "run.device_gib=50") == "sharded"
+    assert layout(QWEN_32B, "trainer.shard=64", "rollout.weights=whole") == "whole"
+    assert layout(QWEN_32B, "trainer.shard=64", device=torch.device("cpu")) == "whole"
+    with pytest.raises(ConfigError, match="take trainer.shard over 1"):
+        layout(QWEN_7B, "rollout.weights=sharded")
+
+
+def test_sharded_weights_are_advised_where_nothing_less_helps() -> None:
+    settings = "trainer.shard=64", "rollout.tensor_parallel=4"
+    whole, sharded = (planned(*settings, f"rollout.weights={x}", model=QWEN_32B, ranks=64) for x in LAYOUTS)
+    assert not whole.fits and sharded.fits and remedy(whole.demand) == "rollout.weights = sharded"
 
 
 def test_pages_get_the_rest_and_the_table_adds_up() -> None:

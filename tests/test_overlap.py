@@ -148,7 +148,14 @@ def trained(folder: Path) -> list[list[tuple]]:
     "ranks, losses, variants",
     [
         (2, list(LOSSES), [{}]),
-        (4, ["gspo"], [{"trainer__shard": 2}, {"rollout__tensor_parallel": 2, "stream__policy": "paper"}]),
+        (
+            4,
+            ["gspo"],
+            [
+                {"trainer__shard": 2, "rollout__weights": "sharded"},
+                {"rollout__tensor_parallel": 2, "stream__policy": "paper"},
+            ],
+        ),
     ],
 )
 def test_gradients_and_training_are_those_of_the_plain_run(

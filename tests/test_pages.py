@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from engine.cpu import BatchedPages
-from engine.pages import Pages, compact
+from engine.pages import Pages, compact, pages_needed
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ def test_no_page_is_lost_given_twice_or_overwritten(kind: type[Pages], seed: int
 
 
 def test_needed_rounds_up() -> None:
-    assert [Pages(9, 4).needed(tokens) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+    assert [pages_needed(tokens, 4) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
 
 
 def test_compact_closes_every_hole_and_no_move_feeds_another() -> None:

@@ -31,7 +31,7 @@ from engine.sequence import Sequence
 from engine.shard import Shard
 from model import Model, parse_shape
 from rewards.judge import background_stream
-from rollout import Engine, RolloutConfig, kv_page_bytes, num_pages_for, sequences_for
+from rollout import Engine, RolloutConfig, cache_of, num_pages_for, sequences_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def make_engine(
     config = RolloutConfig(
         **{"max_prompt_tokens": 24, "max_response_tokens": LIMIT, "max_running": 16, "page_size": 4, **settings}
     )
-    page_bytes = kv_page_bytes(config, model.shape, torch.float32)
+    page_bytes = cache_of(config, model.shape, torch.float32).page_bytes(1)
     config = replace(config, kv_gib=(num_pages + 0.5) * page_bytes / 2**30)
     return kind(model, config, sampling, eos)
 
@@ -497,8 +497,10 @@ def test_prepacked_weights_draw_the_same_tokens_and_follow_the_model(model, orac
     monkeypatch.setattr(Packed, "MIN_WORK", 0)
     sequences, changed = make_sequences(8), copy.deepcopy(model)
     engine = make_engine(changed)
-    assert all(isinstance(w, Packed) for layer in engine.weights.layers for w in (layer.qkv, layer.out, layer.down))
-    assert isinstance(engine.weights.head, Packed)
+    assert all(
+        isinstance(w, Packed) for layer in engine.runner.weights.layers for w in (layer.qkv, layer.out, layer.down)
+    )
+    assert isinstance(engine.runner.weights.head, Packed)
     expected = {s.id: oracle(s.prompt_ids, s.key, SamplingConfig()) for s in sequences}
     assert {i: s.token_ids for i, s in generate(engine, sequences).items()} == expected
     for tensor in (changed.layers[0].down_proj.weight, changed.embed.weight):  # the embedding is the head too
@@ -615,7 +617,7 @@ def test_a_prompt_that_generate_refuses_leaves_nothing_behind(model) -> None:
         with pytest.raises(ValueError, match="prompt|token ids"):
             engine.generate(prompts, num_responses=2)
         assert engine.is_idle
-    with patch.object(engine.weights, "logits", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+    with patch.object(engine.runner.weights, "logits", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
         engine.generate([[5, 6], [7, 8]])
     assert engine.is_idle and engine.pages.used == 0
     assert len(engine.generate([[5, 6]])[0][0].token_ids) == LIMIT
@@ -691,12 +693,12 @@ def test_a_page_each_but_in_another_order_than_the_rows(model, oracle) -> None:
 def test_changed_weights_are_read_in_place(model) -> None:
     changed = copy.deepcopy(model)
     engine = make_engine(changed, kind=FusedEngine, prepack=False)
-    places = [w.data_ptr() for layer in engine.weights.layers for w in layer if w is not None]
+    places = [w.data_ptr() for layer in engine.runner.weights.layers for w in layer if w is not None]
     expected = {i: s.token_ids for i, s in generate(engine, make_sequences(8)).items()}
     changed.layers[0].down_proj.weight.data.neg_()
     engine.load_weights(changed, 1)
     assert {i: s.token_ids for i, s in generate(engine, make_sequences(8)).items()} != expected
-    assert places == [w.data_ptr() for layer in engine.weights.layers for w in layer if w is not None]
+    assert places == [w.data_ptr() for layer in engine.runner.weights.layers for w in layer if w is not None]
 
 
 @pytest.mark.parametrize("n, rows", [(1, 1), (3, 4), (8, 8), (9, 16), (64, 64), (65, 80), (256, 256), (257, 288)])
@@ -839,7 +841,7 @@ def test_too_few_pages_are_refused_with_key_value_and_remedy(model) -> None:
     for part in ("rollout.kv_gib = 1e-05", "max_prompt_tokens + rollout.max_response_tokens = 256", f"needs {needed}"):
         assert part in text
     assert "lower rollout.max_response_tokens" in text
-    exact = needed * kv_page_bytes(config, model.shape, torch.float32) / 2**30
+    exact = needed * cache_of(config, model.shape, torch.float32).page_bytes(1) / 2**30
     assert num_pages_for(replace(config, kv_gib=exact), model.shape, torch.float32, CPU) == needed
     assert "holds 7 pages" in refusal(replace(config, kv_gib=exact * 0.999), model)
     assert num_pages_for(replace(config, kv_gib=0.0), model.shape, torch.float32, CPU) == 256 * needed  # all of use

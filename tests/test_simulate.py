@@ -17,9 +17,11 @@ from conftest import ALONE
 from config import ConfigError, dump_toml, load_config
 from core import Group, Prompt, Reward, Sample, SampleId, VisitId
 from data import dump_groups
-from engine.memory import RolloutConfig, num_pages_for
+from engine.memory import RolloutConfig, num_pages_for, weight_bytes
+from engine.pages import LAYOUTS
 from job import Job
 from metrics import Clock
+from model import parse_shape
 from policies.overlap import StreamConfig
 from policies.planner import PlannerConfig, Report
 from policies.replica import Replica, Response
@@ -29,6 +31,7 @@ from rewards.timeouts import AdaptiveTimeouts
 from scheduler import RoundPolicy, SchedulerConfig
 from settings import Config
 from simulate import (
+    BYTES,
     CONFIGS,
     ClusterConfig,
     GradingConfig,
@@ -482,19 +485,23 @@ def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_engine_and_simulator_have_the_same_pages(kv_heads: int) -> None:
-    """Whole weights leave every size the same room on a GPU; sharded ones, which do not ship yet, leave more."""
-    heads = SimpleNamespace(num_layers=10, num_kv_heads=kv_heads, head_dim=64)
-    shape = replace(SHAPE, kv_heads=kv_heads)
-    rollout = RolloutConfig(max_prompt_tokens=20, max_response_tokens=512, kv_gib=(80e9 * 0.85 - 2e9) / 2**30)
+    """Whole weights leave every size the same room on a GPU; sharded ones leave more."""
+    sizes = dict(vocab_size=100, hidden_size=512, intermediate_size=64, num_hidden_layers=10, num_attention_heads=8)
+    real_shape = parse_shape(sizes | dict(model_type="qwen3", num_key_value_heads=kv_heads, head_dim=64), "")
+    weights = weight_bytes(real_shape, torch.bfloat16)
+    shape = replace(SHAPE, kv_heads=kv_heads, parameters=weights / BYTES)
+    rollout = RolloutConfig(max_prompt_tokens=20, max_response_tokens=512, kv_gib=(80e9 * 0.85 - weights) / 2**30)
     for max_running in (4, 10**6):
         cluster = {"gpus": 8, "max_running": max_running}
         sim = Simulation(config(cluster=cluster), replace(MODEL, shape=shape), Hardware())
         real = replace(rollout, max_running=max_running)
         for n in (1, 2, 4, 8):
-            pages = num_pages_for(real, heads, torch.bfloat16, torch.device("cpu"), n)
-            assert sim.num_pages(n, "whole") == pages
-            more = sim.num_pages(n, "sharded") - pages
-            assert more > 0 if n > 1 and max_running > 4 else more == 0
+            whole, sharded = (
+                num_pages_for(replace(real, weights=layout), real_shape, torch.bfloat16, torch.device("cpu"), n)
+                for layout in LAYOUTS
+            )
+            assert [sim.num_pages(n, layout) for layout in LAYOUTS] == [whole, sharded]
+            assert sharded > whole if n > 1 and max_running > 4 else sharded == whole
 
 
 # ---- recorded runs, and the command line -------------------------------------------------------------------------
@@ -544,7 +551,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
             said = capsys.readouterr().err
             assert "cluster.tensor_parallel = 1: a response of" in said and f"it fits into the sizes {sizes}" in said
     assert main([*big, "--cluster.tensor_parallel=2"]) == 2
-    assert "sharded weights would fit, but the engine cannot shard them yet" in capsys.readouterr().err
+    assert "sharded weights would fit: cluster.weights = sharded" in capsys.readouterr().err
 
 
 def test_drawn_lengths_are_what_the_model_says() -> None:

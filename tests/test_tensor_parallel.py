@@ -23,6 +23,13 @@ SHAPE = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hid
 FAMILIES = {
     "qwen2": {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2},  # more ranks than KV heads
     "qwen3": {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+    "tied": {
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
     "llama": {
         "model_type": "llama",
         "num_attention_heads": 4,

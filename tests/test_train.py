@@ -312,7 +312,7 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_then_alone(settings, run_ranks
     overrides = RACE | dict(run__checkpoint_every=0, run__dump_rollouts="true")
     assert train.main(settings("straight", **overrides)) == 0
     own = settings("elastic", **overrides)
-    run_ranks(4, train_until, [*own, "--trainer.shard=2"], 1)  # its optimizer's state is in two parts
+    run_ranks(4, train_until, [*own, "--trainer.shard=2", "--rollout.weights=sharded"], 1)  # weights in parts, too
     run_ranks(2, train_until, own, 2)
     train_until(ALONE, own, 4)
     straight, elastic = tmp_path / "straight", tmp_path / "elastic"

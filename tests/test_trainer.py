@@ -66,8 +66,8 @@ def make_trainer(
 ) -> Trainer:
     """Return a trainer of a copy of `model`: two trainers of one model would share its gradients."""
     settings = {"lr": 1e-3, "lr_warmup_updates": 0, "grad_clip": 0.0, **settings}
-    model = copy.deepcopy(model)
-    return Trainer(model, TrainerConfig(**settings), loss, SamplingConfig(), world, MAX_RESPONSE, 10, reference)
+    others = loss, SamplingConfig(), world, MAX_RESPONSE, 10, reference, settings.pop("keeps_model", True)
+    return Trainer(copy.deepcopy(model), TrainerConfig(**settings), *others)
 
 
 def gradient(trainer: Trainer) -> Tensor:
@@ -75,7 +75,7 @@ def gradient(trainer: Trainer) -> Tensor:
 
 
 def weights(trainer: Trainer) -> Tensor:
-    return torch.cat([param.detach().flatten() for param in trainer.params]).clone()
+    return torch.cat([sharding.whole(param.detach()).flatten() for param in trainer.params]).clone()
 
 
 def assert_same_gradient(ours: Tensor, theirs: Tensor, limit: float = 1e-5) -> None:
@@ -390,7 +390,9 @@ def train_share(world: World, model_folder: Path, examples: list[Example], resul
 SHARDED = {"shard": 2, "recompute": "on", "offload_optimizer": True, "tokens_per_microbatch": 128}
 
 
-@pytest.mark.parametrize("size, settings", [(2, {}), (4, {}), (2, SHARDED), (4, SHARDED), (4, {"shard": 4})])
+@pytest.mark.parametrize(
+    "size, settings", [(2, {}), (4, {}), (2, SHARDED), (4, SHARDED | {"keeps_model": False}), (4, {"shard": 4})]
+)
 def test_any_number_of_ranks_makes_the_same_update(
     run_ranks, tiny_folder, examples, tmp_path, size: int, settings: dict
 ) -> None:
@@ -676,7 +678,8 @@ def test_bf16_gradients_add_up_in_fp32(tiny_model, examples) -> None:
 def save(trainer: Trainer, source: Path, run: Path) -> Checkpoints:
     checkpoints = Checkpoints(run, source, 1, trainer.world, trainer.config.shard)
     with trainer.saved_tensors() as tensors:
-        checkpoints.save(trainer.num_updates, trainer.model, tensors, trainer.state_dict())
+        model = sharding.whole_model(trainer.model)
+        checkpoints.save(trainer.num_updates, model, tensors, trainer.state_dict())
     return checkpoints
 
 
@@ -739,6 +742,8 @@ def train_and_save(
     for _ in range(2):
         trainer.accumulate(examples[world.rank :: world.size])
         trainer.update()
+    own, everything = sum(sharding.own_part(p).numel() for p in trainer.params), sum(p.numel() for p in trainer.params)
+    assert own == everything if settings.get("keeps_model", True) else own < 0.6 * everything
     save(trainer, source, run).wait()
 
 
@@ -749,7 +754,7 @@ def test_a_run_goes_on_with_another_sharding(run_ranks, tiny_folder, examples, t
     first = tmp_path / "first"
     run_ranks(2, sharded, tiny_folder, examples, None, first)
     plain(ALONE, tiny_folder, examples, first, tmp_path / "alone")
-    run_ranks(4, sharded, tiny_folder, examples, first, tmp_path / "four")
+    run_ranks(4, partial(sharded, keeps_model=False), tiny_folder, examples, first, tmp_path / "four")
     run_ranks(2, plain, tiny_folder, examples, first, tmp_path / "two")
     assert len(list(first.glob("checkpoints/*/optimizer/*"))) == 2, "each rank has written its part"
     alone, *others = (resume(tmp_path / name, dtype, weight_decay=0.5) for name in ("alone", "four", "two"))
