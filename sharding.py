@@ -15,8 +15,8 @@ from parallel import World, own_subset
 
 def shard_groups(world: World, size: int) -> tuple[World, World]:
     """Return this rank's shard group, of `size` neighbours, and the ranks that have the same part in other groups."""
-    ranks = torch.arange(world.size).view(-1, size)
-    return own_subset(world, ranks.tolist()), own_subset(world, ranks.T.tolist())
+    groups = [range(first, first + size) for first in range(0, world.size, size)]
+    return own_subset(world, groups), own_subset(world, list(zip(*groups, strict=True)))
 
 
 def shard_model(model: Model, group: World) -> Model:
