@@ -122,7 +122,8 @@ def main(argv: list[str], script: str = __file__) -> int:
             if world.is_main:
                 stack.enter_context(run_folder.locked(folder))
                 run_folder.write_settings(config, folder)
-            stack.enter_context(Watchdog(world, clock, folder / "stacks"))
+            if world.size > 1:
+                stack.enter_context(Watchdog(world, clock, folder / "stacks"))
             train(config, world, flags.resume, clock)
 
     return ending.exit_code(work, config.run.device, config.run.timeout_seconds, clock)

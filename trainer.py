@@ -118,10 +118,11 @@ class Trainer:
         pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p.requires_grad]
         self.trained = [master for _, master in pairs]
         self.copies = [(param, master) for param, master in pairs if param is not master]
-        for master in self.trained:
-            master.grad = torch.zeros_like(master)
-        for param, master in self.copies if config.shard == 1 else ():
-            param.register_post_accumulate_grad_hook(_add_to(master))
+        self.gradients = [torch.zeros_like(master) for master in self.trained]  # sums: backward passes add in place
+        for (param, master), gradient in zip(pairs, self.gradients, strict=True):
+            master.grad = gradient
+            if param is not master and config.shard == 1:
+                param.register_post_accumulate_grad_hook(_add_to(gradient))
         self.optimizer = self._make_optimizer()
         self.offloaded = self.released = OnHost(())  # optimizer state between updates; all that lasts, in a release
         self._offload()
@@ -277,7 +278,7 @@ class Trainer:
         Returns the update's statistics. An update whose loss or gradient is not finite, or that has nothing to learn
         from, is skipped and says so under "skipped"; three non-finite ones in a row raise NonFiniteError.
         """
-        gradients = [sharding.own_part(_gradient(master)) for master in self.trained]
+        gradients = [sharding.own_part(gradient) for gradient in self.gradients]
         parallel.sum_tensors(self.replicas, gradients)
         parallel.sum_tensors(self.world, [self.sums])
         parallel.max_tensor(self.world, self.worst_diff)
@@ -343,8 +344,7 @@ class Trainer:
         No collective. Views of the weights, such as an engine's shards, are empty meanwhile and valid again afterwards.
         """
         weights = [*self.params, *self.masters, *(self.reference.parameters() if self.reference else ())]
-        gradients = map(_gradient, self.trained)
-        self.released = OnHost(map(sharding.own_part, (*weights, *gradients, *self._moments())))
+        self.released = OnHost(map(sharding.own_part, (*weights, *self.gradients, *self._moments())))
 
     def take_back(self) -> None:
         self.released.bring_back()
@@ -374,14 +374,10 @@ class Trainer:
             fill(tensors)
 
 
-def _gradient(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None, "made with the trainer"
-    return tensor.grad
-
-
-def _add_to(master: Tensor) -> Callable[[Tensor], None]:
+def _add_to(gradient: Tensor) -> Callable[[Tensor], None]:
     def hook(param: Tensor) -> None:
-        _gradient(master).add_(_gradient(param))
+        assert param.grad is not None, "torch has just made it"
+        gradient.add_(param.grad)
         param.grad = None
 
     return hook

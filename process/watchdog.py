@@ -38,10 +38,10 @@ class Watchdog:
     """
 
     def __init__(self, world: World, place: Place, folder: Path):
-        """A `world` without a store, such as a single process, has no watchdog."""
+        """`world` has a store, as every one of several ranks."""
         self.rank, self.size, self.timeout, self.place = world.rank, world.size, world.timeout_seconds, place
         # A connection of its own: the main thread may wait on the world's.
-        self.store: dist.Store | None = world.store.clone() if world.store else None
+        self.store: dist.Store = world.store.clone()
         self.path = folder / f"rank_{self.rank}.txt"
         self.every = min(1.0, self.timeout / 20)
         # Gloo ends a wait with an error. NCCL never ends the wait for a collective that a CUDA graph holds.
@@ -51,16 +51,13 @@ class Watchdog:
         self.seen: dict[int, tuple[dict, float]] = {}  # each rank's newest sign of life and when it was new
 
     def __enter__(self) -> "Watchdog":
-        if self.store:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler needs it open
-            self.thread.start()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler needs it open
+        self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
-        if not self.store:
-            return
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()
         self.file.close()
@@ -70,23 +67,22 @@ class Watchdog:
                 self.path.parent.rmdir()
 
     def _run(self) -> None:
-        assert self.store, "without a store the thread is not started"
         try:
-            self._watch(self.store)
+            self._watch()
         except Exception as error:  # the store's machine is gone: the main thread will notice it
             print(f"rank {self.rank}: the watchdog has ended: {error}", file=sys.stderr, flush=True)
 
-    def _watch(self, store: dist.Store) -> None:
-        count, moves, still_since, reported, dumped = 0, -1, time.monotonic(), False, b"0"
+    def _watch(self) -> None:
+        store, count, moves, still_since, reported, dumped = self.store, 0, -1, time.monotonic(), False, b"0"
         while not self.ended.wait(self.every):
             faulthandler.dump_traceback_later(REPORT * self.timeout, file=self.file)
             count, now = count + 1, time.monotonic()
             if self.place.moves != moves:
                 moves, still_since, reported = self.place.moves, now, False
             still = now - still_since
-            self._post(store, count, still)
+            self._post(count, still)
             if still > self.timeout / 2:
-                self._look(store, now)
+                self._look(now)
             if still > REPORT * self.timeout and not reported and self._is_first(now):
                 print(self.report(still, now), file=sys.stderr, flush=True)
                 store.add("dumps", 1)
@@ -103,16 +99,16 @@ class Watchdog:
     def _stage(self) -> str:
         return self.place.stages[-1] if self.place.stages else "between stages"
 
-    def _post(self, store: dist.Store, count: int, still: float) -> None:
+    def _post(self, count: int, still: float) -> None:
         beat = {"count": count, "stage": self._stage(), "step": self.place.step, "still": round(still, 1)}
         beat |= {"host": socket.gethostname(), "pid": os.getpid()}
-        store.set(f"rank {self.rank}", json.dumps(beat))
+        self.store.set(f"rank {self.rank}", json.dumps(beat))
 
-    def _look(self, store: dist.Store, now: float) -> None:
+    def _look(self, now: float) -> None:
         """Read all ranks' newest signs of life. Only a change counts: clocks of machines differ."""
         for rank in range(self.size):
-            if store.check([f"rank {rank}"]):
-                beat = json.loads(store.get(f"rank {rank}"))
+            if self.store.check([f"rank {rank}"]):
+                beat = json.loads(self.store.get(f"rank {rank}"))
                 if rank not in self.seen or self.seen[rank][0]["count"] != beat["count"]:
                     self.seen[rank] = beat, now
 

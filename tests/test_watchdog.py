@@ -94,12 +94,6 @@ def test_on_a_gpu_a_wait_for_a_lost_rank_ends_the_process(store, tmp_path, capfd
     assert said.index("rank 0 has waited") < said.index("error: rank 0 lost ranks [1] in decode of step 0\n")
 
 
-def test_a_process_alone_has_no_watchdog(tmp_path) -> None:
-    with Watchdog(world(0, 1, None), Clock(), tmp_path / "stacks"):
-        assert not (tmp_path / "stacks").exists()
-
-
-@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run_in_one_clear_error(tmp_path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(ROOT / "train.py"), "--config", str(ROOT / "configs" / "tiny.toml")]
