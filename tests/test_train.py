@@ -203,9 +203,9 @@ def start_torchrun(args: list[str], ranks: int = 2, max_restarts: int = 0) -> su
 
 
 def test_the_planner_is_told_of_preemptions_but_not_of_the_wait_for_graders(settings, tmp_path, monkeypatch):
-    told, wait = [], RewardPool.wait
+    told, drain = [], RewardPool.drain
     monkeypatch.setattr(ParallelismPlanner, "observe", lambda self, kind, report: told.append(report))
-    monkeypatch.setattr(RewardPool, "wait", lambda *args: time.sleep(0.5) or wait(*args))
+    monkeypatch.setattr(RewardPool, "drain", lambda pool: time.sleep(0.5) or drain(pool))
     assert train.main(settings(run__steps=1, rollout__kv_gib=1e-4)) == 0
     [record], [report] = steps_of(tmp_path / "run"), told
     assert record["seconds"]["reward"] >= 0.5
@@ -237,10 +237,10 @@ def train_and_be_killed(world: World, settings: list[str]) -> None:
             threading.Event().wait()
         return write(self, *args)
 
-    def decode_or_die(self: Round, *args):
+    def decode_or_die(self: Round, *args, **options):
         if self.engine.version == 2 and next(windows) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return decode(self, *args)
+        return decode(self, *args, **options)
 
     Round.decode, _Writer.write_data = decode_or_die, write_or_wait
     train_runs(world, settings)
@@ -268,22 +268,23 @@ def test_a_killed_run_resumes_to_the_same_trajectory(settings, run_ranks, tmp_pa
 @pytest.mark.slow
 def test_a_rank_killed_in_a_long_round_is_restarted_and_loses_nothing(settings, tmp_path):
     """In rounds without a checkpoint: tests/test_overlap.py."""
-    overrides = RACE | dict(run__checkpoint_every=2, run__dump_rollouts="true")
+    overrides = RACE | dict(run__steps=7, run__checkpoint_every=2, run__dump_rollouts="true")
     assert train.main(settings("straight", **overrides)) == 0
     process = start_torchrun([*settings("killed", **overrides), "--resume"], max_restarts=1)
-    wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "step_000002").exists(), process)
-    os.kill(ranks_of(process)[0], signal.SIGKILL)  # in round 3
+    records = tmp_path / "killed" / "steps.jsonl"  # step 4 has waited for the checkpoint of step 2
+    wait_for(lambda: records.exists() and any(r["step"] >= 5 for r in read_records(records)), process)
+    os.kill(ranks_of(process)[0], signal.SIGKILL)  # in round 6
     output = process.communicate(timeout=600)[0].decode()
     assert process.returncode == 0, output
-    assert "resumed from" in output and "step_000002" in output
-    assert [row[0] for row in rounds_of(tmp_path / "killed")] == ["short", "short", "long", "short"]
+    assert "resumed from" in output
+    assert [row[0] for row in rounds_of(tmp_path / "killed")] == ["short", "short", "long"] * 2 + ["short"]
     for mine, theirs in zip(trajectory(tmp_path / "killed"), trajectory(tmp_path / "straight"), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)  # by rounding: the straight run is on one rank
     assert rounds_of(tmp_path / "killed") == rounds_of(tmp_path / "straight")
     rows = [row for path in (tmp_path / "killed" / "rollouts").glob("*.jsonl") for row in path.open()]
     trained = Counter((row["epoch"], row["prompt"]["index"]) for row in map(json.loads, rows))
     cursor = PromptCursor([Prompt(i, (i,), "", "", "") for i in range(48)], seed=0)
-    assert trained == Counter(visit.id for visit in cursor.take(4 * 8))
+    assert trained == Counter(visit.id for visit in cursor.take(7 * 8))
 
 
 def train_until(world: World, settings: list[str], step: int) -> None:
