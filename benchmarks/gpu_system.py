@@ -164,7 +164,6 @@ def hold(case: memory.Case, device: torch.device) -> tuple[float, int]:
 
 RANKS, STEPS = 2, 3
 LOSSES, BROKEN = ("loss", "grad_norm"), "rank 1 fails as it should"
-SWITCHING = "another size at every step"
 RUN: dict[str, Any] = {
     "run.steps": STEPS,
     "run.eval_every": 0,
@@ -190,7 +189,12 @@ VARIANTS: dict[str, dict[str, Any]] = {  # each is compared with the first
     "plain": {},
     "FSDP, both ranks share training state": {"trainer.shard": 2},
     "tensor parallel 2": {"rollout.tensor_parallel": 2},
-    SWITCHING: {"planner.rule": "paper"},
+    "another size at every step": {"planner.rule": "paper"},
+    "another size, weights and training state sharded": {
+        "planner.rule": "paper",
+        "rollout.weights": "sharded",
+        "trainer.shard": 2,
+    },
     "one rank trains while the other decodes": {"stream.policy": "fixed", "stream.fixed_share": 0.4},
 }
 
@@ -228,7 +232,7 @@ def compare(s: Section, plain: Path, other: Path) -> None:
     if "stream" in mine[0]["round"]:
         streamed = sum(record["round"]["stream"]["samples"] for record in mine)
         text, at_work = f"{text}; {streamed} samples streamed", streamed > 0
-    if other.name == SWITCHING:
+    if VARIANTS[other.name].get("planner.rule"):
         sizes = [record["planner"]["size"] for record in mine]
         text, at_work = f"{text}; sizes {sizes}", len(set(sizes)) > 1
     s.row(other.name, text, at_work and equal == STEPS and worst < 1e-3, "1e-3")
