@@ -80,6 +80,7 @@ def end(tmp_path: Path):
     return run
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_prints_its_traceback_and_ends_all(end) -> None:
     [waits, fails] = end(fail)
     assert fails[0] == 1 and "in fail\n" in fails[1] and fails[1].endswith("ZeroDivisionError: ours\n")
@@ -87,6 +88,7 @@ def test_a_rank_that_fails_prints_its_traceback_and_ends_all(end) -> None:
     assert "Traceback" not in waits[1] and not waits[2] and not fails[2], "NCCL would wait for ever"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all(end) -> None:
     [waits, killed] = end(kill)
     assert killed[0] == -signal.SIGKILL and waits[0] == 1

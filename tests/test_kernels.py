@@ -397,6 +397,7 @@ TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp6
 TYPE_NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not kernels.HAS_TRITON or kernels.INTERPRETED, reason="needs triton, and not its interpreter")
 @pytest.mark.parametrize(
     "dtype, groups, size", [(torch.bfloat16, 7, 64), (torch.bfloat16, 4, 256), (torch.float32, 2, 80)]

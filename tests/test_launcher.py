@@ -114,6 +114,7 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path) -> No
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how, code, line", [("refuse", 2, "error: no"), ("die", 137, "error: SIGKILL ended rank 1 ")])
 def test_a_failure_is_one_line(tmp_path, how: str, code: int, line: str) -> None:
     process = start(tmp_path, how)
@@ -121,6 +122,7 @@ def test_a_failure_is_one_line(tmp_path, how: str, code: int, line: str) -> None
     assert process.returncode == code and said.startswith(line) and len(said.splitlines()) == 1, said
 
 
+@pytest.mark.slow
 def test_an_interrupt_reaches_the_ranks_and_leaves_no_traceback(tmp_path) -> None:
     process = start(tmp_path, "stop")
     ready = [process.stdout.readline() for _ in range(2)]

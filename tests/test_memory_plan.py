@@ -177,6 +177,7 @@ def checked(folder: Path, *settings: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_check_prints_the_plan_of_a_gpu_from_a_config_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     done = checked(tmp_path, "--trainer.shard=8")
@@ -233,6 +234,7 @@ def compare(memory: ModuleType, case: object, world: World) -> None:
     assert made.total == pytest.approx(max(peaks.values()), rel=0.15), (made.table(), peaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["off", "on"])
 def test_a_tiny_run_holds_what_it_plans(memory: ModuleType, recompute: str) -> None:
     compare(memory, memory.Case("tiny", 1, recompute), ALONE)

@@ -184,6 +184,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_rank_that_never_joins_costs_the_others_no_more_than_the_time_out(tmp_path, name: str) -> None:
     with socket.socket() as free:
@@ -232,6 +233,7 @@ print(faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
 def test_memory_of_large_tensors_is_kept_for_the_next() -> None:
     found = {}

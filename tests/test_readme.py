@@ -26,6 +26,7 @@ LINKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted(ROOT.glob("benchmarks/results/*
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_python_blocks_run(tiny_folder, tmp_path, monkeypatch) -> None:
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000100").symlink_to(tiny_folder)

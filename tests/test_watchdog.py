@@ -41,6 +41,7 @@ def waiting(stage: str) -> Clock:
     return clock
 
 
+@pytest.mark.slow
 def test_a_rank_without_life_is_named_once_and_all_stacks_are_written(store, tmp_path, capfd) -> None:
     first, second = dogs(store, tmp_path, [waiting("exchange"), waiting("exchange")], size=3)
     with first, second:
@@ -94,6 +95,7 @@ def test_on_a_gpu_a_wait_for_a_lost_rank_ends_the_process(store, tmp_path, capfd
     assert said.index("rank 0 has waited") < said.index("error: rank 0 lost ranks [1] in decode of step 0\n")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run_in_one_clear_error(tmp_path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(ROOT / "train.py"), "--config", str(ROOT / "configs" / "tiny.toml")]
