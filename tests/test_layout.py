@@ -81,7 +81,6 @@ def test_low_rooms_do_not_import_high_ones() -> None:
 
 def test_rooms_take_the_settings_that_they_use_and_only_the_top_knows_them_all() -> None:
     assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {"job", "profiler", "train"}
-    assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {"train", "job", "profiler"}
     for room in ("rollout", "rounds", "learning", "overlap", "trainer", "process.ending"):
         assert "settings" not in reachable(room), room
     assert not reachable("rounds") & {"trainer", "rewards.judge", "warm_start", "learning", "buffer", "overlap"}
