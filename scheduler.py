@@ -257,10 +257,10 @@ class TailBatching(RoundPolicy):
         c, drawn = self.config, list[Visit]()
         launch = c.num_prompts
         if len(self.queue) < c.num_prompts:
-            launch = self.num_launched(c.num_prompts, c.eta_prompts)
+            launch = num_launched(c.num_prompts, c.eta_prompts)
             drawn = take(min(launch, steps_left * c.num_prompts - len(self.queue)))
         old = self.requeued(launch - len(drawn))
-        num_responses = self.num_launched(c.num_responses, c.eta_responses) if drawn else c.num_responses
+        num_responses = num_launched(c.num_responses, c.eta_responses) if drawn else c.num_responses
         speculates = len(drawn) + len(old) > c.num_prompts or num_responses > c.num_responses
         known = [(w.expected, w.visit) for w in old] + [(self.typical, visit) for visit in drawn]
         known.sort(key=lambda item: -item[0])  # stable: the longest start first, then the oldest
@@ -274,9 +274,9 @@ class TailBatching(RoundPolicy):
             audit=speculates and Random(f"audit {self.seed} {self.rounds}").random() < c.audit,
         )
 
-    @staticmethod
-    def num_launched(kept: int, eta: float) -> int:
-        return math.ceil(kept * eta - 1e-9)  # 10 * 1.1 is 11
+
+def num_launched(kept: int, eta: float) -> int:
+    return math.ceil(kept * eta - 1e-9)  # 10 * 1.1 is 11
 
 
 class Synchronous(TailBatching):

@@ -13,7 +13,7 @@ import pytest
 import scheduler
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
-from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, Synchronous, TailBatching, window
+from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, Synchronous, TailBatching, num_launched, window
 
 PROMPTS = [Prompt(i, (i,), str(i), "", "match") for i in range(200)]
 
@@ -245,7 +245,7 @@ def test_a_period_has_four_short_rounds_and_a_long_one() -> None:
 
 
 def test_launched_numbers_are_not_off_by_a_rounding_error() -> None:
-    assert [TailBatching.num_launched(10, eta) for eta in (1.0, 1.1, 1.25, 1.2)] == [10, 11, 13, 12]
+    assert [num_launched(10, eta) for eta in (1.0, 1.1, 1.25, 1.2)] == [10, 11, 13, 12]
 
 
 def test_the_queue_is_first_in_first_out_and_long_rounds_know_what_to_expect() -> None:

@@ -1,0 +1,227 @@
+"""The policy of an endless rollout: what it launches, and which groups are trained next. Pure, no torch. (ROLL Flash)
+
+The rollout runs ahead of training: an update interrupts sequences, and they go on with the new weights. The age of a
+group is the number of updates between its launch and the update that trains it. Every rank feeds its copy alike:
+
+    decision = flow.begin()                           # at the start, and after each update: whom to launch
+    while not decision.done: carry it out, decode a window; decision = flow.observe(the window's events)
+    train flow.accepted_ids(), then flow.advance()
+
+`depth` says how far the rollout runs ahead, and so the usual age; `bound` how old a group may get, and so how long the
+longest response is waited for. The paper's asynchronous ratio alpha is both.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from config import ConfigError, option
+from core import Decision, Finished, Prompt, RoundPlan, SampleId, Visit, VisitId
+from scheduler import SchedulerConfig, Take, num_launched
+
+
+@dataclass(frozen=True)
+class OverlapConfig:
+    depth: float = option(
+        0.0, "batches that the rollout runs ahead of training; 0: it ends first (the paper's alpha)", min=0.0, max=64.0
+    )
+    bound: int = option(
+        0, "largest age of a trained group, in updates since its launch; 0: depth, rounded up", min=0, max=1024
+    )
+    late: str = option(
+        "wait",
+        "for groups that would get older than bound: wait (training waits; nothing is lost), drop (stop them and launch "
+        "their prompts again; fast, because long responses are censored) or keep (train them all the same)",
+        choices=("wait", "drop", "keep"),
+    )
+    flight: str = option(
+        "recompute",
+        "sequences under way at an update: recompute (go on with their tokens, KV is computed again), keep (go on with "
+        "the KV of older weights) or finish (no update before they have ended)",
+        choices=("recompute", "keep", "finish"),
+    )
+    clock: str = option(
+        "steps",
+        "steps: no response decodes while another is prefilled, so that all count the same engine steps on any number "
+        "of ranks; time: prefill and decode together, which is faster",
+        choices=("steps", "time"),
+    )
+
+    @property
+    def largest_age(self) -> int:
+        return self.bound or math.ceil(self.depth)
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A prompt whose responses are decoded, or wait to be trained."""
+
+    visit: Visit
+    start: int  # version of the weights when it was launched
+    live: set[SampleId]
+    kept: list[SampleId] = field(default_factory=list)  # the first that ended
+    tokens: int = 0  # of all that ended
+
+
+@dataclass(frozen=True, slots=True)
+class FlowStats:
+    """The numbers of a batch, for the records."""
+
+    version: int  # of the weights that it was trained with
+    ages: dict[int, int]  # updates since its launch -> groups of the batch
+    late: int  # groups of the batch that are older than the bound
+    dropped: int  # groups that got too old and were launched again
+    wasted_tokens: int  # of ended responses that are not trained: surplus ones, and those of dropped groups
+    waited: int  # windows that a full batch waited for a group that would get too old
+    running: int  # groups that are not complete after it
+    buffered: int  # groups that are complete and wait for a later batch
+
+
+class Flow:
+    """Launches prompts as far ahead as `depth` allows; picks complete groups for the next update, the oldest first.
+
+    With `late` = wait no group is trained at a greater age than the bound, and none is lost: a batch waits as long as
+    the batches that remain could not take all groups in time. The run's last batches empty the buffer, since no more is
+    launched than they can train.
+    """
+
+    def __init__(self, config: OverlapConfig, scheduler: SchedulerConfig, take: Take, steps: int):
+        """`take(n)` draws n new prompts; `steps`: updates of the whole run, one batch each."""
+        check_overlap(config, scheduler)
+        self.config, self.scheduler, self.take, self.steps = config, scheduler, take, steps
+        self.num_responses = num_launched(scheduler.num_responses, scheduler.eta_responses)
+        #: Groups that may be open at a time: the batch, those ahead of it, and `eta_prompts`' surplus.
+        self.capacity = math.ceil((config.depth + scheduler.eta_prompts) * scheduler.num_prompts - 1e-9)
+        self.version = 0
+        self.open: dict[VisitId, OpenGroup] = {}  # in the order of their launch, so the oldest first
+        self.complete: list[VisitId] = []  # in the order of completion
+        self.batch: list[VisitId] = []  # the next to train, once it is decided
+        self.again: list[Visit] = []  # dropped, to be launched again
+        self._reset()
+
+    def _reset(self) -> None:
+        self.dropped = self.wasted_tokens = self.waited = 0
+
+    @property
+    def plan(self) -> RoundPlan:
+        """The shape of what is launched, as of a round: how many responses, and how many are kept."""
+        c = self.scheduler
+        return RoundPlan("flow", (), self.num_responses, c.num_prompts, c.num_responses)
+
+    # ---- the referee of a rollout ----------------------------------------------------------------------------
+
+    def begin(self) -> Decision:
+        """Return what to stop and to launch at the start and after an update, and whether a batch is there already."""
+        abort = self._drop() if self.config.late == "drop" else []
+        room = min(self.capacity, (self.steps - self.version) * self.scheduler.num_prompts) - len(self.open)
+        old, self.again = self.again[:room], self.again[room:]
+        launch = [*old, *self.take(room - len(old))]
+        for visit in launch:
+            live = {visit.id.sample(r) for r in range(self.num_responses)}
+            self.open[visit.id] = OpenGroup(visit, self.version, live)
+        return Decision(tuple(abort), tuple(launch), done=self._decide())
+
+    def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float] | None = None) -> Decision:
+        """Return the decision after one window. The speed of graders does not matter."""
+        for event in sorted(finished, key=lambda event: (event.iteration, event.id)):
+            group = self.open[event.id.visit]
+            group.live.remove(event.id)
+            group.tokens += event.num_tokens
+            if len(group.kept) == self.scheduler.num_responses:  # late: the window went on after the last that is kept
+                self.wasted_tokens += event.num_tokens
+                continue
+            group.kept.append(event.id)
+            if len(group.kept) == self.scheduler.num_responses:
+                self.complete.append(event.id.visit)
+        surplus = [self.open[visit] for visit in self.complete if self.open[visit].live]
+        abort = tuple(id for group in surplus for id in sorted(group.live))
+        for group in surplus:
+            group.live.clear()
+        return Decision(abort, done=self._decide())
+
+    def accepted_ids(self) -> list[SampleId]:
+        """Return the samples of the next batch."""
+        return [id for visit in self.batch for id in sorted(self.open[visit].kept)]
+
+    def advance(self) -> FlowStats:
+        """The batch has been trained: the weights are one version newer."""
+        assert self.batch, "no batch was decided"
+        ages = [self.version - self.open.pop(visit).start for visit in self.batch]
+        self.complete = [visit for visit in self.complete if visit in self.open]
+        late = sum(age > self.config.largest_age for age in ages)
+        lost = self.dropped, self.wasted_tokens, self.waited
+        rest = len(self.open) - len(self.complete), len(self.complete)
+        stats = FlowStats(self.version, dict(sorted(Counter(ages).items())), late, *lost, *rest)
+        self.version, self.batch = self.version + 1, []
+        self._reset()
+        return stats
+
+    # ---- its rules -------------------------------------------------------------------------------------------
+
+    def _decide(self) -> bool:
+        """Choose the next batch: complete groups, the oldest first. False while it must wait."""
+        done, num_prompts = set(self.complete), self.scheduler.num_prompts
+        by_age = sorted(self.complete, key=lambda visit: self.open[visit].start)  # stable: then by completion
+        batch = by_age[:num_prompts]
+        if len(batch) < num_prompts:
+            return False
+        if self.config.flight == "finish" and len(done) < len(self.open):
+            return False
+        if self.config.late == "wait" and not self._leaves_in_time(batch):
+            self.waited += 1
+            return False
+        self.batch = sorted(batch)
+        return True
+
+    def _leaves_in_time(self, batch: Sequence[VisitId]) -> bool:
+        """Whether later batches can train all that this one leaves before it is too old."""
+        taken, bound, size = set(batch), self.config.largest_age, self.scheduler.num_prompts
+        left = [group.start + bound - self.version for visit, group in self.open.items() if visit not in taken]
+        # Sorted by what is left of their time: the i-th must be in one of the next `left` batches.
+        return all(i < max(updates, 0) * size for i, updates in enumerate(sorted(left)))
+
+    def _drop(self) -> list[SampleId]:
+        """Forget the groups that got too old; return their responses that are still decoded."""
+        oldest = self.version - self.config.largest_age
+        late = [self.open.pop(visit) for visit in [v for v, group in self.open.items() if group.start < oldest]]
+        self.complete = [visit for visit in self.complete if visit in self.open]
+        self.again += [group.visit for group in late]
+        self.dropped += len(late)
+        self.wasted_tokens += sum(group.tokens for group in late)
+        return sorted(id for group in late for id in group.live)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """Return plain values: the state between two updates."""
+        assert not self.batch, "a batch is being trained"
+        return {
+            "version": self.version,
+            "groups": [
+                (*id, g.start, sorted(s.response for s in g.live), [s.response for s in g.kept], g.tokens)
+                for id, g in self.open.items()
+            ],
+            "complete": self.complete,
+            "again": [visit.id for visit in self.again],
+        }
+
+    def load_state_dict(self, state: dict, prompts: Sequence[Prompt]) -> None:
+        self.version = state["version"]
+        self.complete = [VisitId(*id) for id in state["complete"]]
+        self.again = [Visit(epoch, prompts[i]) for epoch, i in state["again"]]
+        for epoch, i, start, live, kept, tokens in state["groups"]:
+            id = VisitId(epoch, i)
+            ids = {id.sample(r) for r in live}, [id.sample(r) for r in kept]
+            self.open[id] = OpenGroup(Visit(epoch, prompts[i]), start, *ids, tokens)
+
+
+def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:
+    """Raise ConfigError on a bound that the depth itself breaks."""
+    ahead = config.depth + scheduler.eta_prompts - 1
+    if config.late == "wait" and ahead > config.largest_age:
+        raise ConfigError(
+            f"overlap.bound = {config.bound} with overlap.depth = {config.depth:g} and scheduler.eta_prompts = "
+            f"{scheduler.eta_prompts:g}: the rollout runs {ahead:g} batches ahead, so groups get older than "
+            f"{config.largest_age}; take overlap.bound = {math.ceil(ahead)} or more"
+        )
