@@ -31,8 +31,8 @@ class OverlapConfig:
     )
     late: str = option(
         "wait",
-        "for groups that would get older than bound: wait (training waits; nothing is lost), drop (stop them and launch "
-        "their prompts again; fast, because long responses are censored) or keep (train them all the same)",
+        "groups that would get older than bound: wait (training waits for them; nothing is lost), drop (stop them and "
+        "launch their prompts again; fast, because long responses are censored) or keep (train them all the same)",
         choices=("wait", "drop", "keep"),
     )
     flight: str = option(
