@@ -1,7 +1,7 @@
 """The buffer between rollout and training: complete groups go in, batches come out. Pure: no torch, clock, collective.
 
 A group is complete once all its responses are graded. A feeder puts it in: after the round (`learning.put_groups`),
-or while the round goes on, on ranks that train already (overlap.py). Each sample comes out once:
+or while the round goes on, on ranks that train already (overlap/streamed.py). Each sample comes out once:
 
     buffer.put(visit, examples)                 # a complete group, or the part of it that this rank has
     batch = buffer.take(tokens)                 # the next micro-batch of a rank that trains by itself

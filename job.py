@@ -19,7 +19,7 @@ from data import PromptCursor, dump_groups, load_groups, load_prompts
 from learning import group_advantages, learn, put_groups
 from metrics import Clock, Record, Recorder, peak_memory, write_transcripts
 from model import Model
-from overlap import StreamedRound, StreamTraining
+from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
 from records import RankReport, audit_report, evaluation_record, generate_seconds, planner_record, preemptions

@@ -48,7 +48,7 @@ class Round:
     """Generates and grades what a plan launches: `play`, then `collect`. Both are collective.
 
     `play` is `begin`, then `decode` and `exchange` for each window, then `end`. A feeder of the buffer that works while
-    the round goes on (overlap.py) calls these itself.
+    the round goes on (overlap/streamed.py) calls these itself.
     """
 
     def __init__(

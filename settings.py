@@ -18,8 +18,8 @@ from metrics import LogConfig, check_loggers
 from model import ModelShape, can_split, check_split, parse_shape
 from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
 from policies.memory_plan import GIB, Decoder, Demand, Plan, plan, remedy
-from policies.overlap import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.planner import PlannerConfig, refuse_within_round
+from policies.scale_down import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.step_times import PROFILE_NAME, Profile, load_profile
 from reward import RewardConfig, by_grader
 from rewards.graders import TASK_OF_JUDGE, check_rewards

@@ -24,10 +24,10 @@ from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
-from policies.overlap import Progress, ScaleDown, StreamConfig, StreamPolicy, refuse_dynamic_sampling
 from policies.placement import Placement, group_sizes
 from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report, refuse_within_round
 from policies.replica import Replica, Response
+from policies.scale_down import Progress, ScaleDown, StreamConfig, StreamPolicy, refuse_dynamic_sampling
 from policies.step_times import FittedTimes, Profile, SizeProfile, read_profile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
@@ -192,7 +192,7 @@ class SimulatedRound:
         return [event for event, _ in ended]
 
     def _observe_steps(self, before: Sequence[tuple[int, int, float]]) -> None:
-        """Give the stream policy the step time of the slowest replica, as overlap.py does."""
+        """Give the stream policy the step time of the slowest replica, as overlap/streamed.py does."""
         windows = []
         for replica, old in zip(self.replicas, before, strict=True):
             steps, drawn, seconds = (now - then for now, then in zip(replica.plain, old, strict=True))

@@ -50,7 +50,7 @@ import parallel  # noqa: E402
 import train  # noqa: E402
 from job import Job  # noqa: E402
 from metrics import read_records  # noqa: E402
-from overlap import StreamedRound  # noqa: E402
+from overlap.streamed import StreamedRound  # noqa: E402
 from rewards.judge import AllGraders  # noqa: E402
 from rollout import Engine  # noqa: E402
 from rounds import Round  # noqa: E402

@@ -42,10 +42,10 @@ ENGINE = ("rollout.py", "engine/*.py", "attention.py", "sampling.py", "model.py"
 ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "parallel.py")
 TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py")
 REWARDS = ("reward.py", "rewards/*.py")
-STREAM = ("policies/overlap.py", "policies/step_times.py", "overlap.py")
+STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.py")
 SIMULATOR = (
     *("simulate.py", "simulation/*.py", "engine/pages.py", "rewards/timeouts.py"),
-    *(f"policies/{name}.py" for name in ("overlap", "placement", "planner", "replica", "step_times")),
+    *(f"policies/{name}.py" for name in ("placement", "planner", "replica", "scale_down", "step_times")),
     *("scheduler.py", "configs/simulate/*.toml"),
 )
 RUN = ("train.py", "job.py")

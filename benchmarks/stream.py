@@ -31,9 +31,9 @@ from buffer import SampleBuffer
 from learning import group_advantages, learn, put_groups
 from loss import LossConfig
 from metrics import Clock
-from overlap import StreamTraining
+from overlap.streamed import StreamTraining
 from parallel import World
-from policies.overlap import StreamConfig
+from policies.scale_down import StreamConfig
 from reward import RewardConfig
 from rewards.graders import GRADERS
 from rewards.pool import RewardPool

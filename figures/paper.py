@@ -23,8 +23,8 @@ sys.path.append(str(HERE.parent / "benchmarks"))  # last: a benchmark may have t
 from results import sealed, simulators
 
 from config import ConfigError
-from policies.overlap import StreamConfig
 from policies.planner import PlannerConfig
+from policies.scale_down import StreamConfig
 from scheduler import SchedulerConfig
 from simulate import (
     ClusterConfig,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("engine", "policies", "process", "rewards", "simulation")
+FOLDERS = ("engine", "overlap", "policies", "process", "rewards", "simulation")
 ROOMS = {path.stem: path for path in ROOT.glob("*.py")}  # by the name that imports give them
 ROOMS |= {f"{folder}.{path.stem}": path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")}
 SCRIPTS = ("benchmarks", "docs", "examples", "figures")
@@ -81,9 +81,16 @@ def test_low_rooms_do_not_import_high_ones() -> None:
 
 def test_rooms_take_the_settings_that_they_use_and_only_the_top_knows_them_all() -> None:
     assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {"job", "profiler", "train"}
-    for room in ("rollout", "rounds", "learning", "overlap", "trainer", "process.ending"):
+    for room in ("rollout", "rounds", "learning", "overlap.streamed", "trainer", "process.ending"):
         assert "settings" not in reachable(room), room
-    assert not reachable("rounds") & {"trainer", "rewards.judge", "warm_start", "learning", "buffer", "overlap"}
+    assert not reachable("rounds") & {
+        "trainer",
+        "rewards.judge",
+        "warm_start",
+        "learning",
+        "buffer",
+        "overlap.streamed",
+    }
 
 
 def test_no_room_decides_by_the_seconds_of_the_records() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import steps_of, train_runs
-from test_overlap import make_tail, trained
 from test_rollout import FusedEngine
+from test_streamed import make_tail, trained
 from test_tensor_parallel import CONFIG, FAMILIES, SHAPE, random_model
 
 import profiler

@@ -14,7 +14,7 @@ from checkpoint import list_checkpoints, load_state
 from config import load_config
 from model import Model
 from parallel import World
-from policies.overlap import StreamPolicy
+from policies.scale_down import StreamPolicy
 from policies.step_times import Profile, SizeProfile
 from settings import Config, check_run, profile_conditions
 

@@ -22,9 +22,9 @@ from engine.pages import LAYOUTS
 from job import Job
 from metrics import Clock
 from model import parse_shape
-from policies.overlap import StreamConfig
 from policies.planner import PlannerConfig, Report
 from policies.replica import Replica, Response
+from policies.scale_down import StreamConfig
 from policies.step_times import SizeProfile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts

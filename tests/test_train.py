@@ -267,7 +267,7 @@ def test_a_killed_run_resumes_to_the_same_trajectory(settings, run_ranks, tmp_pa
 
 @pytest.mark.slow
 def test_a_rank_killed_in_a_long_round_is_restarted_and_loses_nothing(settings, tmp_path):
-    """In rounds without a checkpoint: tests/test_overlap.py."""
+    """In rounds without a checkpoint: tests/test_streamed.py."""
     overrides = RACE | dict(run__steps=7, run__checkpoint_every=2, run__dump_rollouts="true")
     assert train.main(settings("straight", **overrides)) == 0
     process = start_torchrun([*settings("killed", **overrides), "--resume"], max_restarts=1)

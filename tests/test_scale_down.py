@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from core import VisitId
-from policies.overlap import Progress, StreamConfig, StreamPolicy
 from policies.placement import Placement
+from policies.scale_down import Progress, StreamConfig, StreamPolicy
 from policies.step_times import FittedTimes, StepTimes
 
 

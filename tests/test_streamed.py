@@ -26,9 +26,9 @@ from job import Job
 from learning import group_advantages, learn, put_groups
 from loss import LOSSES, LossConfig
 from metrics import Clock
-from overlap import StreamedRound, StreamTraining
+from overlap.streamed import StreamedRound, StreamTraining
 from parallel import SampleStream, World
-from policies.overlap import StreamPolicy
+from policies.scale_down import StreamPolicy
 from policies.step_times import FittedTimes
 from rewards.graders import GRADERS
 from rollout import Engine, RolloutConfig

@@ -1,7 +1,7 @@
 """Stream training: half of the replicas leave a long round and train what is complete. (RollPacker, section 4.4)
 
 `StreamedRound` plays the windows of a round, as `Round.play` does, and after each asks the policy
-(policies/overlap.py): every rank asks its own copy, fed with what all ranks report. When it scales down, the first
+(policies/scale_down.py): every rank asks its own copy, fed with what all ranks report. When it scales down, the first
 replicas take over all sequences and all samples of groups that are not complete. The other ranks train: each fills its
 copy of the buffer with complete groups, which the first replicas keep sending, and adds up gradient sums, batch by
 batch. When the rollout ends, the copies agree on what was trained, and `learning.learn` trains the rest on all ranks:
@@ -18,7 +18,7 @@ from core import Finished, Reward, RoundPlan, Sample, SampleId, VisitId
 from learning import advantages_of, examples_of
 from metrics import Record
 from parallel import World
-from policies.overlap import Progress, ScaleDown, StreamConfig, StreamPolicy, replicas_together
+from policies.scale_down import Progress, ScaleDown, StreamConfig, StreamPolicy, replicas_together
 from policies.step_times import FittedTimes
 from reward import RewardConfig
 from rollout import Engine
