@@ -6,6 +6,7 @@ import shutil
 import warnings
 import zlib
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -23,8 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import parallel
 from config import ConfigError, regular
-from core import Tokenizer
-from model import Model, ModelShape, parse_shape
+from core import ModelShape, Tokenizer
+from model import Model, parse_shape
 from parallel import World
 from policies.placement import assign_by_load
 
@@ -33,6 +34,9 @@ SHARD_BYTES = 5 * 2**30  # of a file of weights, at most
 STATE = "state.json"
 OPTIMIZER = "optimizer"  # the folder of a checkpoint's tensors beside the model
 CHECKSUMS = "checksums.json"  # CRC-32 of every file of a checkpoint
+LAST_WAIT = (
+    60.0  # seconds, at most, for the checkpoint under way when an exception ends the run: others may have failed
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Files that a checkpoint copies from the model's folder, beside config.json. No other file there is read.
 CARRIED = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
@@ -365,7 +369,9 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not parallel.is_lost(error):
-            self.wait()
+            self.world = replace(self.world, timeout_seconds=min(self.world.timeout_seconds, LAST_WAIT))
+            with suppress(Exception):  # the first error is the one to tell
+                self.wait()
 
 
 class _Writer(HuggingFaceStorageWriter):

@@ -1,5 +1,6 @@
 """The data types that cross rooms. Frozen values, no logic beyond properties."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
@@ -30,6 +31,32 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str: ...
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a Hugging Face `config.json` says about the decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    rope: dict  # rope_theta, rope_type and what the type needs
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @property
+    def mlp_blocks(self) -> int:
+        """Blocks in which gate and up rows alternate: one for each of up to 8 tensor-parallel ranks."""
+        return math.gcd(self.intermediate_size, 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,16 @@ from rewards.judge import open_graders
 from rollout import Engine
 from rounds import Referee, Round
 from scheduler import POLICIES, Race
-from settings import MODELS, Config, model_dtype, rollout_profile, rollout_sizes, with_kv_memory, with_layout
+from settings import (
+    MODELS,
+    Config,
+    model_dtype,
+    rollout_profile,
+    rollout_sizes,
+    sizes_with_room,
+    with_kv_memory,
+    with_layout,
+)
 from trainer import Trainer
 from warm_start import ensure_model
 
@@ -334,14 +343,15 @@ def build_rollout(
     config: Config, model: Model, ends: Iterable[int], tokenizer: Tokenizer, world: World
 ) -> tuple[parallel.TPGroups, Engine, ParallelismPlanner]:
     """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
-    config, elastic = with_kv_memory(config, model.shape, world), config.planner.rule != "fixed"
-    rollout = config.rollout
-    sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic)
+    sizes = rollout_sizes(config, model.shape, world.size, world.node_size, config.planner.rule != "fixed")
+    tp_groups = parallel.make_tp_groups(world, sizes)  # first: NCCL takes memory for each, and pages get the rest
+    config = with_kv_memory(config, model.shape, world)
+    rollout, sizes = config.rollout, sizes_with_room(config, model.shape, world.device, sizes)
     # One rank reads it: on other machines there may be none, or another, and all must choose the same.
     profile = rollout_profile(config, model.shape, sizes, world.size, world.device) if world.is_main else None
     profile = parallel.broadcast_object(world, profile)
-    tp_groups, own = parallel.make_tp_groups(world, sizes), rollout.tensor_parallel
+    own = rollout.tensor_parallel
     engine = Engine(model, rollout, config.sampling, ends, tokenizer, tp_groups[own], sizes)
     sizes_of = rollout.page_size, rollout.max_running, rollout.max_response_tokens
     limits = EngineLimits(world.size, engine.num_pages, *sizes_of, shares_prompts=engine.pages.shares)
-    return tp_groups, engine, ParallelismPlanner(config.planner, limits, own, profile)
+    return {n: tp_groups[n] for n in sizes}, engine, ParallelismPlanner(config.planner, limits, own, profile)

@@ -16,36 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
+from core import ModelShape
 from engine import kernels
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]
 Reduce = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What a Hugging Face `config.json` says about the decoder."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    norm_eps: float
-    rope: dict  # rope_theta, rope_type and what the type needs
-    tied: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-
-    @property
-    def mlp_blocks(self) -> int:
-        """Blocks in which gate and up rows alternate: one for each of up to 8 tensor-parallel ranks."""
-        return math.gcd(self.intermediate_size, 8)
 
 
 # From a config, with which biases and norms a family has.

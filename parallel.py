@@ -101,6 +101,11 @@ def own_device(device: str) -> torch.device:
         raise ConfigError("run.device = cuda, but torch sees no GPU; take auto, or install torch with CUDA")
     if own >= num_gpus:
         raise ConfigError(f"rank {own} of this machine has no GPU: there are {num_gpus}; start that many ranks at most")
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Pages and training take turns with the same memory: blocks that were freed must join to serve larger tensors.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    # With such segments NCCL may not register the buffers of CUDA graphs (illegal accesses; Megatron-LM asserts it).
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     torch.cuda.set_device(own)
     return torch.device("cuda", own)
 

@@ -37,6 +37,7 @@ from settings import (
     profile_conditions,
     profile_path,
     rollout_sizes,
+    sizes_with_room,
     with_kv_memory,
     with_layout,
 )
@@ -60,9 +61,9 @@ def make_profile(config: Config, folder: Path, world: World, contexts: List[int]
     else:
         model = checkpoint.load_model(folder, world.device, dtype)
     model.requires_grad_(False)
-    config = with_kv_memory(config, shape, world)
-    sizes = rollout_sizes(config, model.shape, world.size, world.node_size, world.device, elastic=True)
-    tp_groups = make_tp_groups(world, sizes)
+    tp_groups = make_tp_groups(world, rollout_sizes(config, shape, world.size, world.node_size, elastic=True))
+    config = with_kv_memory(config, shape, world)  # after the groups: NCCL takes memory for each
+    sizes = sizes_with_room(config, shape, world.device, tp_groups)
     engine = Engine(model, config.rollout, config.sampling, (), parallel=tp_groups[sizes[0]], sizes=sizes)
     made_on = profile_conditions(config, model.shape, world.size, world.device)
     return Profile(made_on, measure(engine, tp_groups, world, contexts))
@@ -91,10 +92,11 @@ def measure(
             raise ConfigError(
                 f"rollout.kv_gib: {num_pages} pages of tensor-parallel size {size} are too few to measure"
             )
+        if engine.runner.graphs:
+            points[-1].measure(world)  # captures all graphs and loads kernels
         decode, prefill = [], {}
         for point in tqdm(points, desc=f"tensor parallel {size}", disable=None if world.is_main else True):
-            for _ in range(2 if engine.runner.graphs else 1):  # the first time captures graphs
-                seconds = parallel.gather_objects(world, point.measure(world))
+            seconds = parallel.gather_objects(world, point.measure(world))
             prefill[point.nominal] = point.context, of_ranks([s for s, _ in seconds])
             decode.append((point.batch, point.context, of_ranks([s for _, s in seconds])))
         sizes[size] = SizeProfile(num_pages, tuple(decode), tuple(sorted(prefill.values())))

@@ -49,8 +49,10 @@ class Engine:
         """Only `stop` texts and text prompts need the `tokenizer`.
 
         With `parallel`, all its ranks make the same calls in the same order and get the same samples. `sizes` are the
-        tensor-parallel sizes, besides its own, that `regroup` may ask for. Raises ValueError when settings are outside
-        their limits, a size does not divide the model, or the memory does not hold one full sequence.
+        tensor-parallel sizes, besides its own, that `regroup` may ask for. With `kv_gib` = 0 the pages take half of the
+        GPU memory that is free: a run plans the rest (policies/memory_plan.py), an engine does not know what will want
+        it. Raises ValueError when settings are outside their limits, a size does not divide the model, or the memory
+        does not hold one full sequence.
         """
         check_options(config, "rollout")
         check_options(sampling, "sampling")

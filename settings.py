@@ -1,23 +1,23 @@
 """The settings of a run: all sections of the config, and the checks that refuse a run which would fail later."""
 
 import math
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 import checkpoint
 from config import ConfigError, flatten, load_config, option
-from core import Tokenizer
+from core import ModelShape, Tokenizer
 from data import DataConfig, load_prompts
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, KV_SHARE, cache_of, num_pages_for
 from loss import ADVANTAGES, BATCH_WIDE, LossConfig
 from metrics import LogConfig, check_loggers
-from model import ModelShape, can_split, check_split, parse_shape
+from model import can_split, check_split, parse_shape
 from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
-from policies.memory_plan import GIB, Decoder, Demand, Plan, plan, remedy
+from policies.memory_plan import GIB, Demand, Plan, plan, remedy
 from policies.planner import PlannerConfig, refuse_within_round
 from policies.scale_down import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.step_times import PROFILE_NAME, Profile, load_profile
@@ -111,12 +111,12 @@ def memory_plan(
     if is_gpu:
         own = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else math.inf
         gpu_bytes = min(own, c.run.device_gib * GIB or math.inf)
-    possible = tuple(n for n in group_sizes(num_ranks, node_size) if can_split(shape, n))
-    tp_sizes = {c.rollout.tensor_parallel, *(possible if c.planner.rule != "fixed" else ())}
-    groups = (num_ranks > 1) + 2 * (1 < trainer.shard < num_ranks) + len(tp_sizes - {1, num_ranks})
+    possible = rollout_sizes(c, shape, num_ranks, node_size, elastic=True)
+    tp_sizes = possible if c.planner.rule != "fixed" else [c.rollout.tensor_parallel]
+    groups = (num_ranks > 1) + 2 * (1 < trainer.shard < num_ranks) + len({*tp_sizes} - {1, num_ranks})
     return plan(
         Demand(
-            Decoder(**{each.name: getattr(shape, each.name) for each in fields(Decoder)}),
+            shape,
             dtype.itemsize,
             cache,
             tokens=max(trainer.tokens_per_microbatch, cache.longest),  # a longer sample goes alone
@@ -130,7 +130,7 @@ def memory_plan(
             entropy=bool(c.loss.entropy_coef),
             scales=c.sampling.temperature != 1.0,
             tensor_parallel=c.rollout.tensor_parallel,
-            sizes=possible,
+            sizes=tuple(possible),
             step_tokens=c.rollout.step_tokens,
             graphs=is_gpu * len(tp_sizes) * len(row_counts(cache.max_running)),
             communicators=is_gpu * groups,
@@ -200,28 +200,31 @@ def with_layout(config: Config, shape: ModelShape, num_ranks: int, node_size: in
     return replace(config, rollout=replace(config.rollout, weights=layout))
 
 
-def rollout_sizes(
-    config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device, elastic: bool
-) -> list[int]:
-    """Return the tensor-parallel sizes that the rollout may have; without `elastic` only `rollout.tensor_parallel`.
+def rollout_sizes(config: Config, shape: ModelShape, num_ranks: int, node_size: int, elastic: bool) -> list[int]:
+    """Return the tensor-parallel sizes that ranks and model allow; without `elastic` only `rollout.tensor_parallel`.
 
-    Raises ConfigError, with the possible sizes, if that size does not divide ranks, machines or model, or if its pages
-    do not hold one full sequence.
+    Raises ConfigError, with the possible sizes, if that size does not divide ranks, machines or model.
     """
     own = config.rollout.tensor_parallel
     check_group_size(own, num_ranks, node_size)
     check_split(shape, own)
+    return [n for n in group_sizes(num_ranks, node_size) if can_split(shape, n)] if elastic else [own]
 
-    def pages(size: int) -> int:
-        return num_pages_for(config.rollout, shape, model_dtype(config, device.type), device, size)
 
-    def is_possible(size: int) -> bool:
-        with suppress(ConfigError):  # its pages hold no full sequence
-            return can_split(shape, size) and pages(size) > 0
-        return False
+def sizes_with_room(config: Config, shape: ModelShape, device: torch.device, sizes: Iterable[int]) -> list[int]:
+    """Return those of the sizes whose pages hold one full sequence.
 
-    pages(own)
-    return [n for n in group_sizes(num_ranks, node_size) if is_possible(n)] if elastic else [own]
+    Raises ConfigError if the pages of `rollout.tensor_parallel` do not.
+    """
+    found = []
+    for size in sizes:
+        try:
+            num_pages_for(config.rollout, shape, model_dtype(config, device.type), device, size)
+            found.append(size)
+        except ConfigError:
+            if size == config.rollout.tensor_parallel:
+                raise
+    return found
 
 
 def profile_path(config: Config) -> Path:
@@ -266,7 +269,8 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     check_memory(memory)
     shape, tokenizer = check_source(config)
     planned = replace(config, rollout=replace(config.rollout, kv_gib=memory.kv / GIB))
-    sizes = rollout_sizes(planned, shape, world_size, node_size, device, config.planner.rule != "fixed")
+    sizes = rollout_sizes(config, shape, world_size, node_size, config.planner.rule != "fixed")
+    sizes = sizes_with_room(planned, shape, device, sizes)
     if is_main and (device.type == "cpu" or torch.cuda.is_available()):
         rollout_profile(config, shape, sizes, world_size, device)
     check_data(config, tokenizer, dtype, is_main)

@@ -177,8 +177,11 @@ class Trainer:
         return ups.bool().tolist()
 
     def _batches(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """Return micro-batches, as many on each rank of a shard group: every forward gathers weights from all."""
-        batches = pack(examples, self.config.tokens_per_microbatch)
+        """Return micro-batches, as many on each rank of a shard group: every forward gathers weights from all.
+
+        Examples without a sampled token, which teach nothing, are in none.
+        """
+        batches = pack([e for e in examples if e.num_sampled], self.config.tokens_per_microbatch)
         most = torch.tensor(len(batches), device=self.world.device)
         parallel.max_tensor(self.shards, most)
         return batches + [[] for _ in range(int(most) - len(batches))]
@@ -253,9 +256,9 @@ class Trainer:
 
     @torch.no_grad()
     def with_old_logprobs(self, examples: Sequence[Example]) -> list[Example]:
-        """Return `examples` with the current policy's log-probs as the old ones, ahead of several updates.
+        """Return examples with the current policy's log-probs as the old ones, ahead of several updates.
 
-        Collective in a shard group, else not.
+        Those without a sampled token are left out. Collective in a shard group, else not.
         """
         done = []
         with sharding.gathered(self.learner):  # what this leaves whole would hide the update from the next forward

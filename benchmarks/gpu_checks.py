@@ -15,12 +15,12 @@ from gpu_rows import Section, measure_bandwidth, seconds_of
 from torch import Tensor
 
 from attention import PackedAttention, VarlenAttention
-from core import Sample
+from core import ModelShape, Sample
 from engine import kernels
 from engine.pages import LAYOUTS
 from engine.sequence import Sequence
 from host import OnHost
-from model import Model, ModelShape, parse_shape
+from model import Model, parse_shape
 from rollout import Engine, RolloutConfig, cache_of
 from sampling import SamplingConfig, sample_key, score, uniforms
 

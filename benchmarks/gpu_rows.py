@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from parallel import own_device
+
 GRACE = 20  # seconds over its time after which a section is killed
 
 
@@ -102,6 +104,7 @@ def _child(function: Callable[[Section], None], device: str, seconds: float, kno
     os.dup2(2, 1)  # stdout is the table's
     section = Section(device, seconds, known, send.send)
     with section.guard("section"):
+        own_device(device)  # sets it up as a run does
         function(section)
 
 

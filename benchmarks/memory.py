@@ -44,11 +44,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import parallel
 from buffer import SampleBuffer
-from core import Example, Prompt, Sample, SampleId, Span
+from core import Example, ModelShape, Prompt, Sample, SampleId, Span
 from engine.memory import RolloutConfig
 from engine.sequence import Sequence
 from learning import examples_of
-from model import Model, ModelShape, parse_shape
+from model import Model, parse_shape
 from parallel import World
 from policies.memory_plan import Plan
 from rollout import Engine

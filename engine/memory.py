@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from config import ConfigError, option
+from core import ModelShape
 from engine.pages import LAYOUTS, Cache
 from host import upload
-from model import Model, ModelShape
+from model import Model
 
 CPU_KV_BYTES = 2**28
 KV_SHARE = 0.25  # of a GPU's memory, for KV pages: with less beside whole weights, `auto` shards them
@@ -62,10 +63,7 @@ def weight_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
 
 
 def kv_budget(config: RolloutConfig, device: torch.device) -> float:
-    """Return the bytes that one rank's pages may have at the size `rollout.tensor_parallel`.
-
-    With `kv_gib` = 0 an engine without a run knows no plan, and takes half of the GPU memory that is free.
-    """
+    """Return the bytes that one rank's pages may have at the size `rollout.tensor_parallel`. 0: as `Engine` says."""
     if config.kv_gib:
         return config.kv_gib * 2**30
     return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else CPU_KV_BYTES

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core import ModelShape
 from engine import kernels
 from engine.cpu import Packed, packed
-from model import Attend, LayerWeights, Model, ModelShape, Split, linear, rms_norm, run_layer
+from model import Attend, LayerWeights, Model, Split, linear, rms_norm, run_layer
 from parallel import TensorParallel
 from sharding import gathered
 

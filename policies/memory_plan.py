@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
+from core import ModelShape
 from engine.pages import Cache
 
 GIB = 2**30
@@ -21,25 +22,10 @@ BUCKET = 64 * 2**20  # of gradients that are summed over ranks at a time
 
 
 @dataclass(frozen=True)
-class Decoder:
-    """The sizes of a model, by the names of `model.ModelShape`, which needs torch."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    tied: bool
-    qk_norm: bool
-
-
-@dataclass(frozen=True)
 class Demand:
     """What the memory of a rank depends on."""
 
-    shape: Decoder
+    shape: ModelShape
     itemsize: int  # b
     cache: Cache
     tokens: int  # T

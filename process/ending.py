@@ -49,9 +49,15 @@ def end_with_torchrun() -> None:
 
 def refuse(error: Exception) -> int:
     """Say on rank 0 why the run does not start; return the exit code."""
-    # torchrun ends the other ranks before they repeat it.
-    time.sleep(10.0 if int(os.environ.get("RANK", 0)) else 0.0)
+    if int(os.environ.get("RANK", 0)):
+        _wait_for_torchrun(10.0)  # before this rank repeats it
     return _fail(str(error), code=2)
+
+
+def _wait_for_torchrun(seconds: float) -> None:
+    """Wait where torchrun has started this rank: after the failure of another it ends this one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(seconds)
 
 
 def exit_code(work: Callable[[World], None], device: str, timeout_seconds: float, clock: Clock) -> int:
@@ -89,7 +95,7 @@ def _explain(error: BaseException, clock: Clock) -> int:
         return _fail(f"{place}: the program that reads the output has ended", code=1)
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if isinstance(error, OSError | RuntimeError) and parallel.is_lost(error) and not is_alone:
-        time.sleep(2.0)  # torchrun, which knows who has gone and why, ends this rank first
+        _wait_for_torchrun(2.0)  # it knows who has gone and why
         text = str(error).strip() or type(error).__name__
         reason = re.sub(r"^\[.*?\] ", "", text.splitlines()[0]).partition(". ")[0]  # gloo goes on with advice
         return _fail(f"rank {os.environ.get('RANK', 0)} lost the others in {place}: {reason}", code=1)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model import LayerWeights, Model, ModelShape
+from core import ModelShape
+from model import LayerWeights, Model
 
 Event = Any  # of a copy: a CUDA event, or a future on a CPU
 

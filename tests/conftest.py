@@ -121,6 +121,7 @@ def settings(tiny_folder: Path, tmp_path: Path):
             "rollout__kv_gib": 0.01,
             "trainer__lr": 1e-3,
             "reward__num_workers": 1,
+            "reward__timeout_seconds": 60,  # a machine with more to do may hold a worker up for seconds
         }
         return [f"--{key.replace('__', '.')}={value}" for key, value in (values | overrides).items()]
 

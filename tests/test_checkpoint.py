@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -400,6 +401,23 @@ def test_a_write_that_does_not_end_is_given_up(tiny_model, tiny_folder, tmp_path
     with pytest.raises(OSError, match="step_000001 .*not done after run.timeout_seconds = 0.1"):
         checkpoints.wait()
     may_write.set()
+
+
+@pytest.mark.parametrize("timeout", [5.0, 600.0])
+def test_a_failed_run_waits_a_minute_at_most_for_its_checkpoint_and_says_why_it_failed(
+    tmp_path, tiny_folder, timeout: float
+):
+    waits = []
+
+    def never(seconds: float):
+        waits.append(seconds)
+        raise TimeoutError
+
+    checkpoints = Checkpoints(tmp_path, tiny_folder, 9, replace(ALONE, timeout_seconds=timeout))
+    checkpoints.folder, checkpoints.under_way = tmp_path, SimpleNamespace(result=never)
+    with pytest.raises(ValueError, match="ours"), checkpoints:
+        raise ValueError("ours")
+    assert waits == [min(timeout, 60.0)]
 
 
 def test_an_error_of_ours_in_the_writing_is_no_full_disk(tiny_model, tiny_folder, tmp_path, monkeypatch):

@@ -118,6 +118,16 @@ def test_another_broken_pipe_is_said_as_it_is(capsys) -> None:
     assert capsys.readouterr().err == "error: start of step 0: a worker's\n"
 
 
+@pytest.mark.parametrize(("starter", "waits"), [({}, []), ({"TORCHELASTIC_RUN_ID": "x"}, [10.0])])
+def test_only_ranks_of_torchrun_wait_for_the_first_to_say_why(starter, waits, monkeypatch, capsys) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(ending.time, "sleep", slept.append)
+    for rank in (0, 1):
+        monkeypatch.setattr(os, "environ", {"RANK": str(rank), **starter})
+        assert ending.refuse(ConfigError("no")) == 2
+    assert slept == waits and capsys.readouterr().err == 2 * "error: no\n"
+
+
 # ---- NCCL, by recorded calls -------------------------------------------------------------------------------------
 
 
@@ -142,9 +152,7 @@ def test_graphs_are_gone_and_the_device_is_idle_before_nccl_goes(monkeypatch) ->
 
 def test_groups_are_made_without_a_bound_device_and_connected_in_order(monkeypatch) -> None:
     """With one, torch has each rank that is no member of a new group wait in NCCL for those that are."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
     calls: list[tuple] = []
 
     def init(backend: str, **options: object) -> None:
@@ -172,6 +180,23 @@ def test_groups_are_made_without_a_bound_device_and_connected_in_order(monkeypat
         *(("device", 1), ("nccl", 4, long), ("gloo", 4, short), ("connect", 4)),
         *(*pair, ("connect", 2), *pair),
     ]
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match="rank 2 of this machine has no GPU: there are 2"):
         parallel.start("cuda", 10.0)
+
+
+def test_freed_memory_serves_tensors_of_any_size_unless_the_user_says_otherwise(monkeypatch) -> None:
+    """And NCCL registers no buffers of CUDA graphs, which lie in memory that may be taken away."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
+    old, new = ({name: "max_split_size_mb:64"} for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    for given, found in (
+        ({}, expandable),
+        (old, old | {"NCCL_GRAPH_REGISTER": "0"}),
+        (new | {"NCCL_GRAPH_REGISTER": "1"}, new | {"NCCL_GRAPH_REGISTER": "1"}),
+    ):
+        seen: list[dict] = []
+        monkeypatch.setattr(os, "environ", dict(given))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(dict(os.environ)))  # noqa: B023
+        parallel.own_device("cuda")
+        assert seen == [found], "torch and NCCL read them once"

@@ -1,5 +1,6 @@
 """A job gives the device to others and takes it back: memory is really given up, and no trajectory changes."""
 
+import importlib
 import json
 from contextlib import ExitStack
 from functools import partial
@@ -12,6 +13,7 @@ from conftest import ALONE, ROOT, steps_of
 from test_golden import trajectory
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import parallel
 import train
 from config import load_config
 from data import load_groups
@@ -45,6 +47,26 @@ def make_job(arguments: list[str]) -> Job:
     config = load_config(Config, None, arguments)
     Path(config.run.dir).mkdir()
     return Job(config, ALONE, resume=False)
+
+
+@pytest.mark.parametrize("room", ["job", "profiler"])
+def test_groups_are_made_before_pages_are_sized_by_the_rest(settings, monkeypatch, tiny_folder, room: str) -> None:
+    """NCCL takes memory of the device for each."""
+    calls: list[str] = []
+
+    def note(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: calls.append(name) or original(*a, **k))
+
+    module = importlib.import_module(room)
+    note(parallel if room == "job" else module, "make_tp_groups")
+    note(module, "with_kv_memory")
+    if room == "job":
+        make_job(settings("run")).graders.close()
+    else:
+        monkeypatch.setattr(module, "measure", lambda *_: {})
+        module.make_profile(load_config(Config, None, settings("run")), tiny_folder, ALONE)
+    assert calls == ["make_tp_groups", "with_kv_memory"]
 
 
 def test_a_released_job_has_given_its_memory_back_and_refuses_to_work(settings) -> None:

@@ -337,3 +337,15 @@ def test_points_that_the_pages_cannot_hold_are_left_out(tiny_model) -> None:
     longest = 20 + 40
     assert {c for _, c, _ in profile.decode} >= {longest // 16, longest // 4}
     assert all(batch * context <= profile.pages * 4 for batch, context, _ in profile.decode)
+
+
+@pytest.mark.parametrize("kind", [Engine, FusedEngine])
+def test_a_point_is_measured_once_and_graphs_are_captured_ahead_of_all(tiny_model, monkeypatch, kind) -> None:
+    measured: list[profiler.Point] = []
+    monkeypatch.setattr(profiler.Point, "measure", lambda point, world: measured.append(point) or (1.0, 1.0))
+    engine = kind(tiny_model, replace(CONFIG, max_response_tokens=40, max_running=4), SamplingConfig(), [])
+    world = World(0, 1, torch.device("cpu"), node_size=1)
+    [profile] = profiler.measure(engine, make_tp_groups(world, [1]), world).values()
+    ahead = measured[: len(measured) - len(profile.decode)]
+    assert [(p.batch, p.context) for p in measured[len(ahead) :]] == [(b, c) for b, c, _ in profile.decode]
+    assert ahead == ([measured[-1]] if kind is FusedEngine else [])

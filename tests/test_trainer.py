@@ -324,6 +324,18 @@ def test_only_tokens_in_spans_are_trained(tiny_model, reference, turns, normalis
     assert stats["trained_tokens"] == sum(len(e.token_ids) - 3 for e in turns)
 
 
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_an_example_without_a_sampled_token_teaches_nothing(tiny_model, examples, normalisation: str) -> None:
+    given = [replace(e, spans=()) for e in examples]
+    loss = LossConfig(normalisation=normalisation)
+    trainer, other = (make_trainer(tiny_model, loss, tokens_per_microbatch=64) for _ in range(2))
+    trainer.accumulate(given)
+    assert not gradient(trainer).any() and not trainer.sums.any() and trainer.with_old_logprobs(given) == []
+    trainer.accumulate([*given, *examples])
+    other.accumulate(examples)
+    assert_same_gradient(gradient(trainer) / trainer.sums[1], gradient(other) / other.sums[1])
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_given_tokens_are_context_like_the_prompt_and_versions_change_nothing(tiny_model, examples, name: str) -> None:
     long = [e for e in examples if len(e.token_ids) > 4]
