@@ -6,7 +6,7 @@ import shutil
 import warnings
 import zlib
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -21,11 +21,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, SUFFIX
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 import parallel
+import sharding
 from config import ConfigError, regular
 from core import ModelShape, Tokenizer
-from model import Model, parse_shape
+from model import Model, empty_model, parse_shape
 from parallel import World
 from policies.placement import assign_by_load
 
@@ -214,39 +216,51 @@ def _are_equal(*stored: tuple[Path, str]) -> bool:
 
 
 def _expected_weights(shape: ModelShape) -> dict[str, list[int]]:
-    with torch.device("meta"):
-        return {name: list(tensor.shape) for name, tensor in Model(shape).export().items()}
+    return {name: list(tensor.shape) for name, tensor in empty_model(shape).export().items()}
 
 
 def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Model:
     """Build the decoder of a Hugging Face folder and fill it. Raises ConfigError as `check_model` does."""
-    return _load(device, dtype, *check_model(folder))[0]
+    shape, weights = check_model(folder)
+    fill(model := empty_model(shape, dtype).to_empty(device=device), weights)
+    return model
 
 
 def load_judge(folder: str | Path, device: torch.device, dtype: torch.dtype) -> tuple[Model, Tensor | None]:
     """Load the model of `judge.path` as `load_model` does, and a reward model's head [labels, hidden_size] or None."""
     shape, weights = check_model(folder, "judge.path", rewards=True)
-    return _load(device, dtype, shape, weights)
+    fill(model := empty_model(shape, dtype).to_empty(device=device), weights)
+    if SCORE not in weights:
+        return model, None
+    path, stored = weights[SCORE]
+    with safe_open(path, "pt") as file:
+        score = file.get_tensor(stored).to(device, dtype)
+    _check_finite(score, path, stored)
+    return model, score
 
 
-def _load(
-    device: torch.device, dtype: torch.dtype, shape: ModelShape, weights: dict[str, tuple[Path, str]]
-) -> tuple[Model, Tensor | None]:
-    with torch.device("meta"):
-        model = Model(shape)
-    model = model.to(dtype).to_empty(device=device)
-    targets = {name: view for name, view, _ in model.hf_tensors()}
-    for path in sorted({path for path, _ in weights.values()}):
-        with safe_open(path, "pt") as file:
-            for name, stored in ((n, stored) for n, (holder, stored) in weights.items() if holder == path):
-                tensor = file.get_tensor(stored)
-                if name == SCORE:
-                    targets[SCORE] = torch.empty_like(tensor, dtype=dtype, device=device)
-                targets[name].copy_(tensor.view(targets[name].shape))
-                if not targets[name].isfinite().all():
-                    kind = str(dtype).removeprefix("torch.")
-                    raise ConfigError(f"{path}: {stored} is not finite in {kind}; use another folder")
-    return model, targets.get(SCORE)
+def fill(model: Model, weights: dict[str, tuple[Path, str]]) -> None:
+    """Fill a model from the files that `check_model` found; each rank its part of one that lies over several.
+
+    One weight at a time is whole on the device. Raises ConfigError for a weight that is not finite.
+    """
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(safe_open(path, "pt")) for path in {path for path, _ in weights.values()}}
+        for weight, parts in model.hf_parts():
+            is_part = isinstance(weight, DTensor)
+            whole = torch.empty(weight.shape, dtype=model.dtype, device=weight.device) if is_part else weight.data
+            for name, view, _ in parts(whole):
+                path, stored = weights[name]
+                view.copy_(files[path].get_tensor(stored).view(view.shape))
+                _check_finite(view, path, stored)
+            if is_part:
+                sharding.take_part(weight, whole)
+
+
+def _check_finite(tensor: Tensor, path: Path, stored: str) -> None:
+    if not tensor.isfinite().all():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ConfigError(f"{path}: {stored} is not finite in {kind}; use another folder")
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -280,19 +294,25 @@ def _export(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
     """Return the content of a folder that `transformers` loads: tensors by file of weights, and all other files.
 
-    The tensors are copies in host memory. Of `num_ranks` ranks that write together, each gets other files of weights.
+    The tensors are copies in host memory, in the dtype that the model computes in. Of `num_ranks` ranks that write
+    together, each gets other files of weights. Collective where the model lies over several ranks: one weight at a time
+    is whole on the device.
     """
-    views = {name: (view, like) for name, view, like in model.hf_tensors()}
-    sizes = {name: view.to("meta").reshape(like) for name, (view, like) in views.items()}
+    sizes = empty_model(model.shape, model.dtype).export()
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
-    weights = {
-        file: {name: _on_host(views[name][0]).reshape(views[name][1]) for name in names}
-        for file, names in sorted(split.filename_to_tensors.items())[rank::num_ranks]
-    }
+    files = dict(sorted(split.filename_to_tensors.items())[rank::num_ranks])
+    wanted, own = {name for names in files.values() for name in names}, dict[str, Tensor]()
+    for weight, parts in model.hf_parts():
+        own |= {
+            name: _on_host(view.to(model.dtype)).reshape(like)
+            for name, view, like in parts(sharding.whole(weight.detach()))
+            if name in wanted
+        }
+    weights = {file: {name: own[name] for name in names} for file, names in files.items()}
     config = read_config(source)
     config.pop("torch_dtype", None)
     config["tie_word_embeddings"] = model.shape.tied
-    config["dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
     others = {"config.json": json.dumps(config, indent=2).encode()}
     if split.is_sharded:
         others[INDEX] = json.dumps({"metadata": split.metadata, "weight_map": split.tensor_to_filename}).encode()

@@ -11,14 +11,13 @@ import torch
 
 import checkpoint
 import parallel
-import sharding
 from buffer import SampleBuffer
 from config import ConfigError, flatten
 from core import Group, RoundPlan, Tokenizer, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts
 from learning import group_advantages, learn, put_groups
 from metrics import Clock, Record, Recorder, peak_memory, write_transcripts
-from model import Model
+from model import Model, empty_model
 from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
@@ -83,8 +82,9 @@ class Job:
         laid_out = with_layout(config, shape, world.size, world.node_size, world.device)
         laid_out = parallel.broadcast_object(world, laid_out)  # all as rank 0
         keeps_model = laid_out.rollout.layout == "whole"
-        # Weights of which nobody keeps a whole copy pass through host memory.
-        model = checkpoint.load_model(saved or self.source, world.device if keeps_model else torch.device("cpu"), dtype)
+        newest, model = saved or self.source, empty_model(shape, dtype)
+        if keeps_model:
+            model = checkpoint.load_model(newest, world.device, dtype)
         reference = None
         if config.loss.kl_coef:
             reference = checkpoint.load_model(self.source, world.device, dtype).requires_grad_(False)
@@ -92,9 +92,11 @@ class Job:
         limits = config.rollout.max_response_tokens, config.run.steps * config.trainer.updates_per_step
         told = config.trainer, config.loss, config.sampling, world, *limits, reference, keeps_model
         self.trainer = Trainer(model, *told)
+        if not keeps_model:
+            checkpoint.fill(self.trainer.model, checkpoint.check_model(newest)[1])
         ends = checkpoint.eos_ids(self.source, self.tokenizer, shape.vocab_size)
-        model = self.trainer.model  # not the one in host memory, which goes
-        self.tp_groups, self.engine, self.planner = build_rollout(laid_out, model, ends, self.tokenizer, world)
+        built = build_rollout(laid_out, self.trainer.model, ends, self.tokenizer, world)
+        self.tp_groups, self.engine, self.planner = built
         self.streaming = None
         if config.stream.policy != "off" and world.size > 1:
             parts = self.engine, self.trainer, world, self.tp_groups
@@ -275,7 +277,7 @@ class Job:
         if self.streaming:
             state["streaming"] = self.streaming.state_dict()
         with self.trainer.saved_tensors() as tensors:
-            self.checkpoints.save(self.step, sharding.whole_model(self.trainer.model), tensors, state)
+            self.checkpoints.save(self.step, self.trainer.model, tensors, state)
         if waits:
             self.checkpoints.wait()
 

@@ -7,7 +7,7 @@ what they pass. Projections are fused (q|k|v and gate|up); `hf_tensors` names th
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ from engine import kernels
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]
 Reduce = Callable[[Tensor], Tensor]
+# A name of Hugging Face, a view of our weight, and the shape there. The view has the elements in Hugging Face's order,
+# but may have more dimensions: reshape one to the other.
+HFTensor = tuple[str, Tensor, tuple[int, ...]]
 
 
 # From a config, with which biases and norms a family has.
@@ -370,35 +373,48 @@ class Model(nn.Module):
         """Return the weights by Hugging Face name, in their shapes there; copies where our layout differs."""
         return {name: view.reshape(like) for name, view, like in self.hf_tensors()}
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Yield (Hugging Face name, view into our parameter, shape there): load by copying in, export by copying out.
+    def hf_tensors(self) -> Iterator[HFTensor]:
+        """Yield the Hugging Face tensors in our weights: load by copying into the views, export by copying out."""
+        for weight, parts in self.hf_parts():
+            yield from parts(weight.data)
 
-        The view has the elements in Hugging Face's order, but may have more dimensions: reshape one to the other.
+    def hf_parts(self) -> Iterator[tuple[Tensor, Callable[[Tensor], list[HFTensor]]]]:
+        """Yield each weight, and a function from a tensor like the weight to the Hugging Face tensors in it.
+
+        So weights that lie over several ranks can be whole one at a time.
         """
         s = self.shape
-        yield _whole("model.embed_tokens.weight", self.embed.weight)
+        yield self.embed.weight, partial(_whole, "model.embed_tokens.weight")
         for i, layer in enumerate(self.layers):
             at = f"model.layers.{i}"
-            yield _whole(f"{at}.input_layernorm.weight", layer.input_norm.weight)
-            yield _whole(f"{at}.post_attention_layernorm.weight", layer.post_norm.weight)
-            if s.qk_norm:
-                yield _whole(f"{at}.self_attn.q_norm.weight", layer.q_norm.weight)
-                yield _whole(f"{at}.self_attn.k_norm.weight", layer.k_norm.weight)
-            for kind, fused in layer.qkv_proj.named_parameters():
-                view = fused.data.view(s.num_kv_heads, -1, s.head_dim, *fused.shape[1:])  # [K, G + 2, D, ...]
-                for name, part in (("q", view[:, :-2]), ("k", view[:, -2]), ("v", view[:, -1])):
-                    yield f"{at}.self_attn.{name}_proj.{kind}", part, (-1, *fused.shape[1:])
-            for kind, fused in layer.gate_up_proj.named_parameters():
-                view = fused.data.view(s.mlp_blocks, 2, -1, *fused.shape[1:])  # [blocks, gate | up, I / blocks, ...]
-                for j, name in enumerate(("gate", "up")):
-                    yield f"{at}.mlp.{name}_proj.{kind}", view[:, j], (-1, *fused.shape[1:])
-            for name, whole in (("self_attn.o_proj", layer.o_proj), ("mlp.down_proj", layer.down_proj)):
-                for kind, parameter in whole.named_parameters():
-                    yield _whole(f"{at}.{name}.{kind}", parameter)
-        yield _whole("model.norm.weight", self.norm.weight)
+            norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm}
+            norms |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm} if s.qk_norm else {}
+            for name, norm in norms.items():
+                yield norm.weight, partial(_whole, f"{at}.{name}.weight")
+            for kind, weight in layer.qkv_proj.named_parameters():  # [K, G + 2, D, ...]
+                places, sizes = {"q": slice(-2), "k": -2, "v": -1}, (s.num_kv_heads, -1, s.head_dim)
+                yield weight, partial(_fused, f"{at}.self_attn", kind, places, sizes)
+            for kind, weight in layer.gate_up_proj.named_parameters():  # [blocks, gate | up, I / blocks, ...]
+                places, sizes = {"gate": 0, "up": 1}, (s.mlp_blocks, 2, -1)
+                yield weight, partial(_fused, f"{at}.mlp", kind, places, sizes)
+            for name, module in (("self_attn.o_proj", layer.o_proj), ("mlp.down_proj", layer.down_proj)):
+                for kind, weight in module.named_parameters():
+                    yield weight, partial(_whole, f"{at}.{name}.{kind}")
+        yield self.norm.weight, partial(_whole, "model.norm.weight")
         if self.head is not None:
-            yield _whole("lm_head.weight", self.head.weight)
+            yield self.head.weight, partial(_whole, "lm_head.weight")
 
 
-def _whole(name: str, parameter: Tensor) -> tuple[str, Tensor, tuple[int, ...]]:
-    return name, parameter.data, tuple(parameter.shape)
+def empty_model(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Model:
+    """Return a model without memory, on torch's meta device."""
+    with torch.device("meta"):
+        return Model(shape).to(dtype)
+
+
+def _whole(name: str, tensor: Tensor) -> list[HFTensor]:
+    return [(name, tensor, tuple(tensor.shape))]
+
+
+def _fused(at: str, kind: str, places: dict[str, Any], sizes: tuple[int, ...], fused: Tensor) -> list[HFTensor]:
+    rows, rest = fused.view(*sizes, *fused.shape[1:]), fused.shape[1:]
+    return [(f"{at}.{name}_proj.{kind}", rows[:, place], (-1, *rest)) for name, place in places.items()]

@@ -25,6 +25,7 @@ from core import SampleId
 from engine.pages import has_room, pages_needed
 from engine.sequence import Sequence
 from metrics import Clock
+from model import empty_model
 from parallel import TPGroups, World, make_tp_groups
 from policies.step_times import Profile, SizeProfile
 from process import ending, launcher
@@ -52,12 +53,13 @@ def make_profile(config: Config, folder: Path, world: World, contexts: List[int]
 
     `contexts`: as for `measure`.
     """
-    (shape, _), dtype = checkpoint.check_model(folder), model_dtype(config, world.device.type)
+    (shape, weights), dtype = checkpoint.check_model(folder), model_dtype(config, world.device.type)
     config = with_layout(config, shape, world.size, world.node_size, world.device)
     config = parallel.broadcast_object(world, config)
     if config.rollout.layout == "sharded":
         group, _ = sharding.shard_groups(world, config.trainer.shard)
-        model = sharding.shard_model(checkpoint.load_model(folder, torch.device("cpu"), dtype), group)
+        model = sharding.shard_model(empty_model(shape, dtype), group)
+        checkpoint.fill(model, weights)
     else:
         model = checkpoint.load_model(folder, world.device, dtype)
     model.requires_grad_(False)

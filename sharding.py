@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from model import Model
+from model import Model, empty_model
 from parallel import World, own_subset
 
 
@@ -23,15 +23,15 @@ def shard_model(model: Model, group: World) -> Model:
     """Return a second module like `model` whose fp32 weights are spread over the ranks of a shard group.
 
     It computes in the model's dtype. Every backward sums gradients within the group, in fp32, and keeps a part on each
-    rank. Every rank has the whole `model`, perhaps in host memory, and takes its part without communication.
+    rank. Every rank has the whole `model` and takes its part without communication; of one on the meta device, which
+    has no weights, only the shape is taken.
     """
     assert group.tensors, "a single rank has nothing to share"
     # Of one dimension: with a second one, of replicas, FSDP keeps gradients that are not summed over it in a private
     # place, where a release of the device would not find them.
     mesh = DeviceMesh.from_group(group.tensors, group.device.type, mesh_dim_names=("shard",))
     dtype = model.dtype
-    with torch.device("meta"):
-        learner = Model(model.shape).float()
+    learner = empty_model(model.shape)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32:
         policy = MixedPrecisionPolicy()
@@ -41,10 +41,10 @@ def shard_model(model: Model, group: World) -> Model:
         module.set_gradient_divide_factor(1.0)
     learner.to_empty(device=group.device)
     learner.compute_dtype = dtype
-    with torch.no_grad():
-        for own, whole in zip(learner.parameters(), model.parameters(), strict=True):
-            own.copy_(part_like(whole.detach().float(), own))
-            own.requires_grad_(whole.requires_grad)
+    for own, whole in zip(learner.parameters(), model.parameters(), strict=True):
+        if not whole.is_meta:
+            take_part(own, whole)
+        own.requires_grad_(whole.requires_grad)
     return learner
 
 
@@ -54,25 +54,14 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
     Modules inside it that are sharded by themselves are not among them. A module that is not sharded stays as it is.
     """
-    if isinstance(module, FSDPModule):
-        module.unshard()
-    yield
-    if isinstance(module, FSDPModule):
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
         module.reshard()
-
-
-def whole_model(model: Model) -> Model:
-    """Return a sharded module whole, in host memory, in the dtype that it computes in; return others unchanged.
-
-    Collective in the shard group. One weight at a time is whole on the device.
-    """
-    if not isinstance(model, FSDPModule):
-        return model
-    copy = Model(model.shape).to(model.dtype)
-    with torch.no_grad():
-        for own, sharded in zip(copy.parameters(), model.parameters(), strict=True):
-            own.copy_(whole(sharded))
-    return copy
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -85,9 +74,9 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
-def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that every rank has, sharded as `like` is."""
-    tensor = tensor.to(like.device)
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+@torch.no_grad()
+def take_part(own: Tensor, whole: Tensor) -> None:
+    """Fill a sharded tensor with this rank's part of a tensor that every rank has."""
+    assert isinstance(own, DTensor)
+    whole = whole.to(own.device, own.dtype)
+    own.copy_(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None))

@@ -100,7 +100,8 @@ class Trainer:
         reference: Model | None = None,
         keeps_model: bool = True,
     ):
-        """`keeps_model`: the engine decodes with views of the whole model; else a sharded learner is all that stays."""
+        """`keeps_model`: the engine decodes with views of the whole model; else a sharded learner is all that stays.
+        Then it gets its weights later if `model` is on the meta device."""
         config = config.for_device(world.device.type)
         self.dtype, self.config, self.sampling, self.world = model.dtype, config, sampling, world
         self.loss = loss.for_dtype(model.head_weight.dtype)

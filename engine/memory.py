@@ -11,7 +11,7 @@ from config import ConfigError, option
 from core import ModelShape
 from engine.pages import LAYOUTS, Cache
 from host import upload
-from model import Model
+from model import empty_model
 
 CPU_KV_BYTES = 2**28
 KV_SHARE = 0.25  # of a GPU's memory, for KV pages: with less beside whole weights, `auto` shards them
@@ -58,8 +58,7 @@ def cache_of(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype) -> Ca
 
 
 def weight_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in Model(shape).parameters()) * dtype.itemsize
+    return sum(p.nbytes for p in empty_model(shape, dtype).parameters())
 
 
 def kv_budget(config: RolloutConfig, device: torch.device) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from core import ModelShape
 from engine import kernels
 from engine.cpu import Packed, packed
-from model import Attend, LayerWeights, Model, Split, linear, rms_norm, run_layer
+from model import Attend, LayerWeights, Model, Split, empty_model, linear, rms_norm, run_layer
 from parallel import TensorParallel
 from sharding import gathered
 
@@ -58,11 +58,10 @@ def own_vocabulary(model: Model, split: Split, copies: Copies | None) -> tuple[T
 
 def num_own_elements(shape: ModelShape, size: int) -> int:
     """Return how many elements a rank's own copies take, at most. Rank 0 has biases that others lack."""
-    with torch.device("meta"):
-        model, split, copies = Model(shape), Split(shape, 0, size), Copies(torch.empty(2**50))
-        for _ in own_layers(model, split, copies):
-            pass
-        own_vocabulary(model, split, copies)
+    model, split, copies = empty_model(shape), Split(shape, 0, size), Copies(torch.empty(2**50, device="meta"))
+    for _ in own_layers(model, split, copies):
+        pass
+    own_vocabulary(model, split, copies)
     return copies.used
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,15 +15,16 @@ import pytest
 import torch
 from conftest import ALONE
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import sharding
 from attention import PackedAttention
-from checkpoint import Checkpoints, list_checkpoints, load_model, load_state, load_tensors
+from checkpoint import Checkpoints, check_model, fill, list_checkpoints, load_model, load_state, load_tensors
 from core import Example, Prompt, Sample, SampleId, Span
 from engine import kernels
 from learning import examples_of
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
-from model import Model
+from model import Model, empty_model
 from parallel import World
 from sampling import SamplingConfig, score
 from trainer import SUMS, NonFiniteError, Trainer, TrainerConfig, pack
@@ -690,14 +692,18 @@ def test_bf16_gradients_add_up_in_fp32(tiny_model, examples) -> None:
 def save(trainer: Trainer, source: Path, run: Path) -> Checkpoints:
     checkpoints = Checkpoints(run, source, 1, trainer.world, trainer.config.shard)
     with trainer.saved_tensors() as tensors:
-        model = sharding.whole_model(trainer.model)
-        checkpoints.save(trainer.num_updates, model, tensors, trainer.state_dict())
+        checkpoints.save(trainer.num_updates, trainer.model, tensors, trainer.state_dict())
     return checkpoints
 
 
 def resume(run: Path, dtype: torch.dtype, world: World = ALONE, **settings) -> Trainer:
     [folder] = list_checkpoints(run)
-    trainer = make_trainer(load_model(folder, CPU, dtype), world=world, **settings)
+    if settings.get("keeps_model", True):
+        trainer = make_trainer(load_model(folder, CPU, dtype), world=world, **settings)
+    else:
+        shape, files = check_model(folder)
+        trainer = make_trainer(empty_model(shape, dtype), world=world, **settings)
+        fill(trainer.model, files)
     trainer.load_state_dict(load_state(folder), partial(load_tensors, folder, world=world))
     return trainer
 
@@ -756,7 +762,19 @@ def train_and_save(
         trainer.update()
     own, everything = sum(sharding.own_part(p).numel() for p in trainer.params), sum(p.numel() for p in trainer.params)
     assert own == everything if settings.get("keeps_model", True) else own < 0.6 * everything
-    save(trainer, source, run).wait()
+    newest, full_tensor = [lambda: None], DTensor.full_tensor
+
+    def one_at_a_time(sharded: DTensor) -> Tensor:
+        assert newest[-1]() is None, "the weight before it is still whole"
+        newest.append(weakref.ref(whole := full_tensor(sharded)))
+        return whole
+
+    with patch.object(DTensor, "full_tensor", one_at_a_time):
+        save(trainer, source, run).wait()
+    assert len(newest) == 1 + (own < everything) * len(trainer.params)
+    with pytest.raises(KeyError), sharding.gathered(trainer.learner.layers[0]):
+        raise KeyError
+    assert isinstance(trainer.learner.layers[0].qkv_proj.weight, DTensor) == (settings.get("shard", 1) > 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
