@@ -107,7 +107,8 @@ class Round:
         `lands`: no step is under way afterwards. Sequences move only then: one that moves has not ended meanwhile.
         """
         events: list[Finished] = []
-        iterations, steps = window(self.config, self.plan.kind, self.placement.num_replicas, may_leave, feeds), 0
+        is_watched = feeds or (self.sizes is not None and self.sizes[0].due > 0)
+        iterations, steps = window(self.config, self.plan.kind, self.placement.num_replicas, may_leave, is_watched), 0
         while not self.engine.is_idle and steps < iterations:
             steps += 1
             events += self._finish(self._step(), steps)

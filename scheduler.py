@@ -326,15 +326,15 @@ RELAXED = 8  # factor on the window's length where nothing races
 
 
 def window(
-    config: SchedulerConfig, kind: str, num_replicas: int, may_leave: bool = False, feeds: bool = False
+    config: SchedulerConfig, kind: str, num_replicas: int, may_leave: bool = False, is_watched: bool = False
 ) -> float:
     """Return the engine steps until the next exchange of events; infinite: only at the round's end.
 
     `may_leave`: replicas may leave the round to train at a share of complete responses, which windows should not miss.
-    `feeds`: replicas have left and wait for complete groups.
+    `is_watched`: replicas have left and wait for complete groups, or the size may change once few responses are left.
     """
     decides_soon = kind == "short" or config.dynamic_sampling or may_leave
-    if num_replicas == 1 and not decides_soon and not feeds:
+    if num_replicas == 1 and not decides_soon and not is_watched:
         return math.inf  # no other replica, and no decision before the end
     # A replica may run out of work long before the others: it must not wait for them until the time-out.
     return config.window_iterations * (1 if decides_soon else RELAXED)

@@ -170,8 +170,8 @@ class SimulatedRound:
     def _decode(self, looks: bool) -> list[Finished]:
         """Go on to the end of the first window with an event, or of the next. They begin together on all replicas."""
         may_leave = self.stream is not None and not self.stream.is_done
-        feeds = self.scale_down is not None
-        size = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, feeds)
+        is_watched = self.scale_down is not None or (self.run.planner is not None and self.run.planner.due > 0)
+        size = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, is_watched)
         windows = 1
         if size < math.inf:
             first = min(replica.next_event() for replica in self.replicas)

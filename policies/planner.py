@@ -322,9 +322,10 @@ class PlannerConfig:
 
 def refuse_within_round(config: PlannerConfig, stream: str) -> None:
     """Raise ConfigError when no size can be chosen inside a round. `stream`: its policy."""
-    if config.within_round and (config.rule != "predict" or stream != "off"):
-        raise ConfigError(
-            f"planner.within_round = true needs planner.rule = predict (it is {config.rule}), which knows step times, "
-            f"and stream.policy = off (it is {stream}), which halves replicas of one size; set both, or "
-            "planner.within_round = false"
-        )
+    needs = {
+        f"planner.rule = predict, not {config.rule}, which knows no step times": config.rule != "predict",
+        f"stream.policy = off, not {stream}, which halves replicas of one size": stream != "off",
+    }
+    if config.within_round and any(needs.values()):
+        missing = "; ".join(text for text, is_missing in needs.items() if is_missing)
+        raise ConfigError(f"planner.within_round = true needs {missing}; set that, or planner.within_round = false")

@@ -472,7 +472,7 @@ def test_windows_are_short_where_something_is_decided_and_never_endless_where_ot
     assert window(config, "short", 4) == window(config, "short", 1) == 16
     assert window(config, "long", 4) == window(replace(config, migrate=True), "long", 4) == 128
     assert window(config, "long", 4, may_leave=True) == 16  # at a share that windows should not miss
-    assert window(config, "long", 2, feeds=True) == window(config, "long", 1, feeds=True) == 128
+    assert window(config, "long", 2, is_watched=True) == window(config, "long", 1, is_watched=True) == 128
     assert window(config, "long", 1) == math.inf
     assert window(replace(config, dynamic_sampling=True), "long", 1) == 16
 

@@ -541,7 +541,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
     assert main([f"--replay={tmp_path}"]) == 2
     assert "not a run folder of train.py" in capsys.readouterr().err
     assert main(["--planner.within_round=true", "--stream.policy=off"]) == 2
-    assert "planner.within_round = true needs planner.rule = predict (it is fixed)" in capsys.readouterr().err
+    assert "planner.within_round = true needs planner.rule = predict, not fixed" in capsys.readouterr().err
     assert main(["--stream.policy=paper", "--scheduler.dynamic_sampling=true"]) == 2
     assert "has no effect with scheduler.dynamic_sampling" in capsys.readouterr().err
     big = ["--cluster.gpus=8", "--cluster.model=qwen2.5-32b", "--scheduler.num_prompts=4"]
