@@ -66,7 +66,7 @@ GRADER = "def digits(response, answer, row):\n    return sum(c.isdigit() for c i
 STAGES = {
     "rollout": (Engine, "step"),
     "reward": (AllGraders, "poll"),
-    "window": (Round, "_abort"),
+    "window": (Round, "exchange"),
     "exchange": (Round, "collect"),
     "gradient": (Trainer, "accumulate"),
     "update": (Trainer, "update"),

@@ -116,6 +116,11 @@ def test_stream_training_on_the_smallest_shape(tmp_path: Path) -> None:
     assert (1, "stream_train") in names[1] - names[0] and (0, "stream_train") not in names[1]
 
 
+def test_faults_come_at_functions_that_are_there() -> None:
+    [faults] = load("faults")
+    assert {stage for stage, (owner, name) in faults.STAGES.items() if not hasattr(owner, name)} == set()
+
+
 def test_lengths_are_shaped_like_the_papers(tail_batching: ModuleType) -> None:
     trace = tail_batching.Trace(100)
     lengths = sorted(trace.length((0, p, r)) for p in range(400) for r in range(8))
