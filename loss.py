@@ -60,7 +60,8 @@ class Tokens:
     """Inputs of a loss. All float tensors are [T] float32."""
 
     logprobs: Tensor  # of the current policy, with gradient
-    old_logprobs: Tensor
+    old_logprobs: Tensor  # of the policy that the ratio is against: `loss.old_logprobs`
+    rollout_logprobs: Tensor  # of the distribution that the tokens were drawn from
     advantages: Tensor
     sample: Tensor  # [T] int64: which sample a token belongs to
     lengths: Tensor  # [S] int64: sampled tokens of each sample
@@ -85,6 +86,17 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: "LossConfig") -> tuple[T
     return loss, clipped * advantages < ratio * advantages
 
 
+def decoupled(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
+    """PPO against the weights before the step, times their importance weight. (AReaL, arXiv 2505.24298, section 5.2)
+
+    So the clip bounds the step only, and the weight corrects for the age of the samples. With one update a step the
+    clip never binds.
+    """
+    loss, clipped = ppo(t, config)
+    weight, _ = _truncated(t.old_logprobs, t.rollout_logprobs, config.tis_cap or 5.0)
+    return weight * loss, clipped
+
+
 def cispo(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
     """REINFORCE with a clipped, detached importance weight: no token loses its gradient. (MiniMax-M1, 2506.13585)
 
@@ -95,6 +107,35 @@ def cispo(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
     return -weight * t.advantages * t.logprobs, weight != ratio
 
 
+def tis(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
+    """REINFORCE with a detached importance weight of at most 1. (truncated importance sampling, as in 2503.14286)"""
+    weight, truncated = _truncated(t.logprobs, t.old_logprobs, config.tis_cap or 1.0)
+    return -weight * t.advantages * t.logprobs, truncated
+
+
+def topr(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
+    """Plain REINFORCE for positive advantages, tis for negative ones. (TOPR, arXiv 2503.14286, eq. 8)
+
+    The paper goes by the sign of the reward; for rewards of 0 and 1, centred within the group, it is the advantage's.
+    """
+    weight, truncated = _truncated(t.logprobs, t.old_logprobs, config.tis_cap or 1.0)
+    is_positive = t.advantages > 0
+    weight = torch.where(is_positive, config.topr_positive, config.topr_negative * weight)
+    return -weight * t.advantages * t.logprobs, truncated & ~is_positive
+
+
+def _truncated(logprobs: Tensor, old_logprobs: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Return the importance weight min(ratio, cap), detached, and where the cap was reached."""
+    ratio = (logprobs - old_logprobs).exp().detach()
+    return ratio.clamp(max=cap), ratio > cap
+
+
+def kimi15(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
+    """REINFORCE and a squared log-ratio, which holds the policy near the old one. (Kimi k1.5, 2501.12599, eq. 3)"""
+    penalty = config.kimi_tau / 2 * (t.logprobs - t.old_logprobs) ** 2
+    return penalty - t.advantages * t.logprobs, torch.zeros_like(t.logprobs, dtype=torch.bool)
+
+
 def sft(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
     """Negative log-likelihood of the response; the warm start uses it."""
     return -t.logprobs, torch.zeros_like(t.logprobs, dtype=torch.bool)
@@ -103,9 +144,25 @@ def sft(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
 LOSSES: dict[str, Callable[[Tokens, "LossConfig"], tuple[Tensor, Tensor]]] = {
     "ppo": ppo,
     "gspo": gspo,
+    "decoupled": decoupled,
     "cispo": cispo,
+    "tis": tis,
+    "topr": topr,
+    "kimi15": kimi15,
     "sft": sft,
 }
+CLIP = {"clip_low", "clip_high"}
+OWN_OPTIONS = {  # settings that only some losses read; one of a user's own may read any
+    "ppo": CLIP,
+    "gspo": CLIP,
+    "decoupled": {*CLIP, "tis_cap"},
+    "cispo": CLIP,
+    "tis": {"tis_cap"},
+    "topr": {"tis_cap", "topr_positive", "topr_negative"},
+    "kimi15": {"kimi_tau"},
+}
+# For `old_logprobs = auto`. An importance weight corrects for all that came after the rollout, rounding included.
+OWN_DENOMINATOR = {"decoupled": "trainer", **dict.fromkeys(("cispo", "tis", "topr", "kimi15"), "rollout")}
 
 
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -149,17 +206,21 @@ class LossConfig:
     )
     old_logprobs: str = option(
         "auto",
-        "ratio's denominator: rollout (as sampled), trainer (recomputed), or auto: trainer in bfloat16, else rollout",
+        "ratio's denominator: rollout (as sampled), trainer (recomputed before a step's first update), or auto: "
+        "trainer in decoupled, and for a bfloat16 model in ppo and gspo; else rollout",
         choices=("auto", "rollout", "trainer"),
     )
     tis_cap: float = option(
         0.0,
-        "with old_logprobs = trainer: weight tokens by min(trainer / rollout probability, cap); 0 is off",
+        "largest importance weight of a token in tis, topr (0: 1) and decoupled (0: 5)",
         min=0.0,
         max=1e6,
     )
+    topr_positive: float = option(1.0, "weight of samples with a positive advantage in topr", min=0.0, max=1e6)
+    topr_negative: float = option(1.0, "weight of samples with a negative advantage in topr", min=0.0, max=1e6)
+    kimi_tau: float = option(0.1, "weight of the squared log-ratio in kimi15", min=0.0, max=1e6)
 
     def for_dtype(self, dtype: torch.dtype) -> "LossConfig":
         """Decide `old_logprobs = auto`: in bf16, rounding in rollout and trainer moves ratios as updates do."""
-        found = "trainer" if dtype == torch.bfloat16 else "rollout"
+        found = OWN_DENOMINATOR.get(self.name) or ("trainer" if dtype == torch.bfloat16 else "rollout")
         return replace(self, old_logprobs=found) if self.old_logprobs == "auto" else self

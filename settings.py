@@ -13,7 +13,7 @@ from core import ModelShape, Tokenizer
 from data import DataConfig, load_prompts
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, KV_SHARE, cache_of, num_pages_for
-from loss import ADVANTAGES, BATCH_WIDE, LossConfig
+from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
 from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
@@ -258,7 +258,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     """Raise ConfigError on anything that would fail later: combinations, memory, data, graders, folders."""
     device, node_size = planned_device(config), own_node_size(world_size)
     dtype = model_dtype(config, device.type)
-    check_settings(config, world_size, dtype)
+    check_settings(config, world_size)
     check_loggers(config.log)
     check_run_folder(config, resume)
     given = shape_of(config), world_size, node_size, device
@@ -276,7 +276,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     check_data(config, tokenizer, dtype, is_main)
 
 
-def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
+def check_settings(c: Config, world_size: int) -> None:
     """Raise ConfigError on values and combinations that need no file to be refused."""
     if not c.run.dir:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
@@ -296,14 +296,13 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
     check_stream(c, world_size)
     refuse_within_round(c.planner, c.stream.policy)
     if c.loss.name == "sft":
-        raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo, gspo or cispo")
+        raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo or another loss")
+    check_loss(c.loss)
     if c.trainer.updates_per_step > prompts:
         raise ConfigError(
             f"trainer.updates_per_step = {c.trainer.updates_per_step} is over scheduler.num_prompts = {prompts}; an "
             "update needs a prompt"
         )
-    if c.loss.tis_cap and c.loss.for_dtype(dtype).old_logprobs != "trainer":
-        raise ConfigError(f"loss.tis_cap = {c.loss.tis_cap} needs loss.old_logprobs = trainer")
     if c.sampling.temperature == 0:
         raise ConfigError("sampling.temperature = 0 draws equal responses, which teach nothing; take 1.0")
     if c.reward.overlong_buffer > c.rollout.max_response_tokens:
@@ -366,6 +365,19 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         raise ConfigError(
             f"data.train has {len(prompts)} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}; "
             "lower scheduler.num_prompts"
+        )
+
+
+def check_loss(c: LossConfig) -> None:
+    """Refuse settings that the chosen loss does not read."""
+    everything = set[str]().union(*OWN_OPTIONS.values())
+    for key in sorted(everything - OWN_OPTIONS.get(c.name, everything)):
+        if (value := getattr(c, key)) != getattr(LossConfig, key):
+            readers = ", ".join(name for name, own in OWN_OPTIONS.items() if key in own)
+            raise ConfigError(f"loss.{key} = {value} has no effect with loss.name = {c.name}; it is for {readers}")
+    if c.name == "decoupled" and c.old_logprobs == "rollout":
+        raise ConfigError(
+            "loss.name = decoupled with loss.old_logprobs = rollout is ppo; take ppo, or loss.old_logprobs = trainer"
         )
 
 

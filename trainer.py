@@ -200,10 +200,8 @@ class Trainer:
         sample = torch.repeat_interleave(torch.arange(len(batch), device=device), lengths)
         advantages = torch.tensor([e.advantage for e in batch], device=device)[sample]
         rollout, old = self._old_logprobs(batch, logprobs)
-        tokens = Tokens(logprobs, old, advantages, sample, lengths)
+        tokens = Tokens(logprobs, old, rollout, advantages, sample, lengths)
         values, clipped = LOSSES[self.loss.name](tokens, self.loss)
-        if self.loss.old_logprobs == "trainer" and self.loss.tis_cap:
-            values = values * (old - rollout).exp().clamp(max=self.loss.tis_cap)  # (truncated IS; Yao 2025)
         kl = torch.zeros_like(logprobs)
         if self.reference is not None:
             with torch.no_grad():

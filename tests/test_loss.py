@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loss import ADVANTAGES, LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
+from loss import ADVANTAGES, LOSSES, OWN_OPTIONS, LossConfig, Tokens, kl_to_reference, weighted_sum
 
 NORMALISATIONS = ("token", "sequence", "constant")
 MAX_RESPONSE = 50
@@ -93,7 +93,7 @@ def test_advantages_are_finite_shaped_and_follow_a_permutation(name: str) -> Non
 
 # ---- losses ------------------------------------------------------------------------------------------------------
 
-CONFIG = LossConfig(clip_low=0.1, clip_high=0.3)
+CONFIG = LossConfig(clip_low=0.1, clip_high=0.3, tis_cap=1.2, topr_positive=0.7, topr_negative=0.4, kimi_tau=0.5)
 
 
 def make_tokens(seed: int, noise: float = 0.4) -> Tokens:
@@ -104,12 +104,14 @@ def make_tokens(seed: int, noise: float = 0.4) -> Tokens:
     logprobs = -3 * torch.rand(len(sample), generator=generator, dtype=torch.float64) - 0.5
     old = logprobs + noise * torch.randn(len(sample), generator=generator, dtype=torch.float64)
     advantages = torch.randn(6, generator=generator, dtype=torch.float64)[sample]
-    return Tokens(logprobs.requires_grad_(), old, advantages, sample, lengths)
+    rollout = old + noise * torch.randn(len(sample), generator=generator, dtype=torch.float64)
+    return Tokens(logprobs.requires_grad_(), old, rollout, advantages, sample, lengths)
 
 
 def slow_loss(name: str, t: Tokens, config: LossConfig) -> tuple[tuple, tuple, tuple]:
     """Each token's loss, whether it is clipped, and the gradient of the sum of losses, from the papers' formulas."""
-    new, old, advantages, owner = (x.tolist() for x in (t.logprobs, t.old_logprobs, t.advantages, t.sample))
+    given = t.logprobs, t.old_logprobs, t.rollout_logprobs, t.advantages, t.sample
+    new, old, rollout, advantages, owner = (x.tolist() for x in given)
     low, high = 1 - config.clip_low, 1 + config.clip_high
     rows = []
     for i, a in enumerate(advantages):
@@ -123,14 +125,25 @@ def slow_loss(name: str, t: Tokens, config: LossConfig) -> tuple[tuple, tuple, t
             rows.append((-new[i], False, -1.0))
         elif name == "cispo":
             rows.append((-bounded * a * new[i], not low <= ratio <= high, -bounded * a))
+        elif name in ("tis", "topr"):
+            weight, is_capped = min(ratio, config.tis_cap), ratio > config.tis_cap
+            if name == "topr":
+                weight = config.topr_positive if a > 0 else config.topr_negative * weight
+                is_capped = is_capped and a < 0
+            rows.append((-weight * a * new[i], is_capped, -weight * a))
+        elif name == "kimi15":
+            gap = new[i] - old[i]
+            rows.append((-a * new[i] + config.kimi_tau / 2 * gap * gap, False, -a + config.kimi_tau * gap))
         else:
+            weight = min(math.exp(old[i] - rollout[i]), config.tis_cap) if name == "decoupled" else 1.0
             # In gspo each of the sample's tokens has this ratio and a share of 1 / length in it: they add up to one.
-            rows.append((-a * (bounded if too_far else ratio), too_far, 0.0 if too_far else -a * ratio))
+            loss, slope = -a * (bounded if too_far else ratio), 0.0 if too_far else -a * ratio
+            rows.append((weight * loss, too_far, weight * slope))
     losses, flags, gradients = zip(*rows, strict=True)
     return losses, flags, gradients
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sft"])
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("seed", range(8))
 def test_losses_follow_their_formula_and_so_do_their_gradients(name: str, seed: int) -> None:
     t = make_tokens(seed)
@@ -142,16 +155,17 @@ def test_losses_follow_their_formula_and_so_do_their_gradients(name: str, seed: 
     torch.testing.assert_close(t.logprobs.grad, tensor(gradient))
 
 
-def one_token(name: str, ratio: float, advantage: float, **clip: float) -> tuple:
+def one_token(name: str, ratio: float, advantage: float, **settings: float) -> tuple:
     """Return the loss of a lone token, its gradient and whether it was clipped."""
     new, zero = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True), torch.tensor([0])
-    t = Tokens(new, new.detach() - math.log(ratio), tensor([advantage]), zero, zero + 1)
-    value, clipped = LOSSES[name](t, LossConfig(**{"clip_low": 0.0, "clip_high": 0.0, **clip}))
+    old = new.detach() - math.log(ratio)
+    t = Tokens(new, old, old, tensor([advantage]), zero, zero + 1)
+    value, clipped = LOSSES[name](t, LossConfig(**{"clip_low": 0.0, "clip_high": 0.0, **settings}))
     value.sum().backward()
     return pytest.approx(value.item()), pytest.approx(new.grad.item()), clipped.item()
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "decoupled"])
 def test_low_and_high_bounds_clip_each_on_its_side(name: str) -> None:
     assert one_token(name, 1.6, 2.0, clip_high=0.5) == (-3.0, 0.0, True)
     assert one_token(name, 1.4, 2.0, clip_high=0.5) == (-2.8, -2.8, False)
@@ -167,14 +181,44 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
     assert one_token("cispo", 1.6, -2.0, clip_high=0.5) == (-3.0, 3.0, True)
     assert one_token("cispo", 0.5, 2.0, clip_low=0.25) == (1.5, -1.5, True)
     assert one_token("cispo", 0.8, 2.0, clip_low=0.25) == (1.6, -1.6, False)
+    assert [one_token(name, 1.6, 2.0)[1:] for name in ("ppo", "cispo")] == [(0.0, True), (-2.0, True)]
+
+
+def test_the_weight_of_tis_is_at_most_one_and_topr_has_it_for_negative_advantages_only() -> None:
+    for ratio in (0.5, 1.0, 3.0):
+        weight, capped = min(ratio, 1.0), ratio > 1
+        for advantage in (2.0, -2.0):
+            assert one_token("tis", ratio, advantage)[1:] == (pytest.approx(-weight * advantage), capped)
+        assert one_token("topr", ratio, -2.0)[1:] == (pytest.approx(2 * weight), capped)
+        assert one_token("topr", ratio, 2.0) == (2.0, -2.0, False), "free of the ratio"
+    assert one_token("tis", 3.0, 1.0, tis_cap=2) == (2.0, -2.0, True)
+    assert one_token("topr", 0.5, -2.0, topr_negative=3) == (-3.0, 3.0, False)
+    assert one_token("topr", 0.5, 2.0, topr_positive=3) == (6.0, -6.0, False)
+
+
+def test_the_advantage_has_the_sign_of_a_score_of_0_or_1() -> None:
+    """topr goes by it. Without a right and a wrong response a group teaches nothing, so no sign matters."""
+    rewards = torch.tensor([[int(digit) for digit in f"{i:04b}"] for i in range(1, 15)], dtype=torch.float64)
+    for advantages in ADVANTAGES.values():
+        assert torch.equal(advantages(rewards) > 0, rewards > 0) and advantages(rewards).all()
+
+
+@pytest.mark.parametrize("difference, weight", [(0.0, 1.0), (0.5, math.exp(0.5)), (-1.0, math.exp(-1.0)), (2.0, 5.0)])
+def test_decoupled_is_ppo_times_a_capped_importance_weight(difference: float, weight: float) -> None:
+    t = make_tokens(1)
+    t = replace(t, rollout_logprobs=t.old_logprobs - difference)
+    config = replace(CONFIG, tis_cap=0.0)
+    (plain, plain_clipped), (ours, clipped) = (LOSSES[name](t, config) for name in ("ppo", "decoupled"))
+    torch.testing.assert_close(ours, weight * plain)
+    assert torch.equal(clipped, plain_clipped) and clipped.any()
 
 
 def permuted(t: Tokens, order: list[int]) -> tuple[Tokens, Tensor]:
     """Return the samples of `t` in another order, and which token went where."""
     rows = torch.cat([(t.sample == i).nonzero()[:, 0] for i in order])
     sample = torch.repeat_interleave(torch.arange(len(order)), t.lengths[order])
-    new, old, advantages = t.logprobs.detach()[rows].requires_grad_(), t.old_logprobs[rows], t.advantages[rows]
-    return Tokens(new, old, advantages, sample, t.lengths[order]), rows
+    old, rollout, advantages = t.old_logprobs[rows], t.rollout_logprobs[rows], t.advantages[rows]
+    return Tokens(t.logprobs.detach()[rows].requires_grad_(), old, rollout, advantages, sample, t.lengths[order]), rows
 
 
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
@@ -208,10 +252,10 @@ def test_losses_look_at_no_other_sample(name: str) -> None:
 
 
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "sft"])
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str, normalisation: str) -> None:
     t = make_tokens(7, noise=0.0)
-    total, count = weighted_sum(LOSSES[name](t, CONFIG)[0], t, normalisation, MAX_RESPONSE)
+    total, count = weighted_sum(LOSSES[name](t, LossConfig())[0], t, normalisation, MAX_RESPONSE)
     total.backward()
     plain = t.logprobs.detach().clone().requires_grad_()
     expected, expected_count = weighted_sum(
@@ -238,7 +282,7 @@ def two_samples() -> tuple[Tensor, Tokens]:
     """Losses 1, 2, 3 of one sample and 10 of another."""
     sample = torch.tensor([0, 0, 0, 1])
     zeros = torch.zeros(4, dtype=torch.float64)
-    return tensor([1.0, 2.0, 3.0, 10.0]), Tokens(zeros, zeros, zeros, sample, torch.tensor([3, 1]))
+    return tensor([1.0, 2.0, 3.0, 10.0]), Tokens(zeros, zeros, zeros, zeros, sample, torch.tensor([3, 1]))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +319,15 @@ def test_kl_estimate_has_the_true_kl_as_its_mean() -> None:
 
 
 def test_published_losses_and_advantages_name_their_source() -> None:
-    published = ("ppo", "gspo", "cispo", "grpo", "dr_grpo", "rloo", "reinforce_baseline")
-    for name in published:
-        assert re.search(r"\d{4}\.\d{5}", (LOSSES | ADVANTAGES)[name].__doc__), name  # arXiv
+    for name, function in (LOSSES | ADVANTAGES).items():
+        assert name == "sft" or re.search(r"\d{4}\.\d{5}", function.__doc__ or ""), name  # arXiv
+
+
+def test_every_loss_reads_the_settings_that_are_said_to_be_its_own() -> None:
+    assert OWN_OPTIONS.keys() == LOSSES.keys() - {"sft"}
+    t = make_tokens(2)
+    for name, own in OWN_OPTIONS.items():
+        for key in set[str]().union(*OWN_OPTIONS.values()):
+            other = replace(CONFIG, **{key: getattr(CONFIG, key) / 2})
+            is_read = not torch.equal(LOSSES[name](t, CONFIG)[0], LOSSES[name](t, other)[0])
+            assert is_read == (key in own), (name, key)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import FusedEngine, steps_of, train_runs
 from graders import share_of_digits
 from test_trainer import gradient
@@ -87,7 +88,7 @@ def streamed_gradients(world: World, settings: list[str], losses: list[str]) -> 
     job.trainer._step = lambda lr: seen.append(gradient(job.trainer).clone())
     with job.graders:
         for name in losses:
-            job.trainer.loss = LossConfig(name=name, kl_coef=0.1)
+            job.trainer.loss = LossConfig(name=name, kl_coef=0.1).for_dtype(torch.float32)
             plan = job.policy.begin(job.cursor.take, 9)
             buffer, again = SampleBuffer(plan.keep_prompts), SampleBuffer(plan.keep_prompts)
             streamed = job.streaming.begin(plan, buffer)

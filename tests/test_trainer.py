@@ -156,8 +156,9 @@ def test_gradients_equal_transformers_on_a_padded_batch(tiny_model, tiny_folder,
         mean = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).mean()
     else:
         config = LossConfig(name=name, normalisation=normalisation)
-        values, _ = LOSSES[name](Tokens(new, old, advantages, sample, lengths), config)
-        total, count = weighted_sum(values, Tokens(new, old, advantages, sample, lengths), normalisation, MAX_RESPONSE)
+        denominator = new.detach() if name == "decoupled" else old
+        tokens = Tokens(new, denominator, old, advantages, sample, lengths)
+        total, count = weighted_sum(LOSSES[name](tokens, config)[0], tokens, normalisation, MAX_RESPONSE)
         mean = total / count
     mean.backward()
 
@@ -474,6 +475,16 @@ def test_old_logprobs_of_the_trainer_make_the_ratio_one(tiny_model, examples, na
     assert exact.update()["logprob_diff_max"] < 1e-5
 
 
+@pytest.mark.parametrize(
+    "name, in_bf16, in_fp32",
+    [("ppo", "trainer", "rollout"), ("decoupled", "trainer", "trainer"), ("tis", "rollout", "rollout")],
+)
+def test_loss_and_dtype_choose_the_denominator(name: str, in_bf16: str, in_fp32: str) -> None:
+    for dtype, denominator in ((torch.bfloat16, in_bf16), (torch.float32, in_fp32)):
+        assert LossConfig(name=name).for_dtype(dtype).old_logprobs == denominator
+        assert LossConfig(name=name, old_logprobs="rollout").for_dtype(dtype).old_logprobs == "rollout"
+
+
 @pytest.mark.parametrize("dtype, denominator", [(torch.bfloat16, "trainer"), (torch.float32, "rollout")])
 def test_the_dtype_chooses_the_denominator(tiny_model, examples, dtype: torch.dtype, denominator: str) -> None:
     gradients = []
@@ -493,17 +504,18 @@ def test_old_logprobs_come_from_the_operations_of_the_gradient(tiny_model, examp
     make_trainer(tiny_model).with_old_logprobs(examples)
 
 
-def test_old_logprobs_are_kept_over_several_updates(tiny_model, examples) -> None:
-    loss = LossConfig(old_logprobs="trainer")
-    trainer = make_trainer(tiny_model, loss, lr=1e-2)
+@pytest.mark.parametrize("name, weight", [("ppo", 1.0), ("decoupled", math.exp(0.5))])
+def test_old_logprobs_are_kept_over_several_updates(tiny_model, examples, name: str, weight: float) -> None:
+    trainer = make_trainer(tiny_model, LossConfig(name=name, old_logprobs="trainer"), lr=1e-2)
     kept = trainer.with_old_logprobs(examples)
+    kept = [replace(e, logprobs=tuple(x - 0.5 for x in e.old_logprobs)) for e in kept]
     assert sorted(tuple(e.token_ids) for e in kept) == sorted(tuple(e.token_ids) for e in examples)
     trainer.accumulate(kept)
     trainer.update()
     trainer.accumulate(kept)
     rollout = make_trainer(trainer.model)  # the same ratio, told through the recorded log-probs
     rollout.accumulate([replace(e, logprobs=e.old_logprobs) for e in kept])
-    assert_same_gradient(gradient(trainer), gradient(rollout))
+    assert_same_gradient(gradient(trainer), weight * gradient(rollout))
     assert trainer.update()["clip_fraction"] > 0
 
 
@@ -512,16 +524,16 @@ def test_importance_weights_are_capped(tiny_model, examples, difference: float, 
     exact = on_policy(tiny_model, examples)
     plain = make_trainer(tiny_model)
     plain.accumulate(exact)
-    trainer = make_trainer(tiny_model, LossConfig(old_logprobs="trainer", tis_cap=2.0))
+    trainer = make_trainer(tiny_model, LossConfig(name="decoupled", tis_cap=2.0))
     trainer.accumulate([replace(e, logprobs=tuple(x - difference for x in e.logprobs)) for e in exact])
     assert_same_gradient(gradient(trainer), weight * gradient(plain))
 
 
 def test_importance_weights_leave_the_kl_term_alone(tiny_model, reference, examples) -> None:
-    loss = LossConfig(old_logprobs="trainer", tis_cap=2.0, kl_coef=1.0)
+    loss = LossConfig(name="decoupled", kl_coef=1.0)
     nothing_to_learn = [replace(e, advantage=0.0) for e in examples]
     gradients = []
-    for config in (loss, replace(loss, tis_cap=0.0)):
+    for config in (loss, replace(loss, name="ppo")):
         trainer = make_trainer(tiny_model, config, reference=reference)
         trainer.accumulate(nothing_to_learn)
         gradients.append(gradient(trainer).clone())
