@@ -88,7 +88,8 @@ def streamed_gradients(world: World, settings: list[str], losses: list[str]) -> 
     job.trainer._step = lambda lr: seen.append(gradient(job.trainer).clone())
     with job.graders:
         for name in losses:
-            job.trainer.loss = LossConfig(name=name, kl_coef=0.1).for_dtype(torch.float32)
+            # At a cap of 1, rounding would decide which weights reach it.
+            job.trainer.loss = LossConfig(name=name, kl_coef=0.1, tis_cap=2.0).for_dtype(torch.float32)
             plan = job.policy.begin(job.cursor.take, 9)
             buffer, again = SampleBuffer(plan.keep_prompts), SampleBuffer(plan.keep_prompts)
             streamed = job.streaming.begin(plan, buffer)
