@@ -1,6 +1,6 @@
 """The records of a step and of an evaluation, pure: from groups, updates and counts to JSON objects."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -110,6 +110,29 @@ def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
         "decode_steps": max(r.engine.decode_steps for r in reports),
         "peak_pages": max(r.engine.peak_pages for r in reports),
         "pages": reports[0].num_pages,
+    }
+
+
+def lag_record(groups: Sequence[Group], version: int) -> Record:
+    """Return how old samples are, in updates, when the weights of `version` are trained on them.
+
+    A sample's lag counts from its first token, a token's from its own draw, which newer weights may have made. "length"
+    has the mean length of the samples of each lag, so that a bias of old samples towards long ones is seen.
+    """
+    by_sample, by_token, length = Counter[int](), Counter[int](), Counter[int]()
+    for sample in (sample for group in groups for sample in group.samples):
+        lag = version - sample.spans[0].version
+        by_sample[lag] += 1
+        length[lag] += len(sample.token_ids)
+        for span in sample.spans:
+            by_token[version - span.version] += len(span)
+    return {
+        "max": max(by_sample),
+        "mean": sum(lag * count for lag, count in by_sample.items()) / by_sample.total(),
+        "token_mean": sum(lag * count for lag, count in by_token.items()) / by_token.total(),
+        "samples": {str(lag): by_sample[lag] for lag in sorted(by_sample)},
+        "tokens": {str(lag): by_token[lag] for lag in sorted(by_token)},
+        "length": {str(lag): length[lag] / by_sample[lag] for lag in sorted(by_sample)},
     }
 
 

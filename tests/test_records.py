@@ -7,7 +7,15 @@ import pytest
 
 from core import Group, Prompt, Reward, Sample, Span
 from engine.sequence import EngineStats
-from records import RankReport, evaluation_record, generate_seconds, grading_record, preemptions, step_record
+from records import (
+    RankReport,
+    evaluation_record,
+    generate_seconds,
+    grading_record,
+    lag_record,
+    preemptions,
+    step_record,
+)
 from rewards.gradings import PoolStats
 from rewards.judge import JudgeStats
 
@@ -55,6 +63,17 @@ def test_a_step_adds_up_replicas_and_takes_the_slowest_rank() -> None:
     assert record["train"]["updates"] == 2 and record["train"]["skipped"] == "no sample to learn from"
     assert record["rewards"]["graded"] == 4 and record["memory"]["host_mib"] == 40.0 and record["judge"] == {}
     assert not {"round", "planner"} & step_record(3, 2.0, groups, {}, updates, reports).keys(), "replayed"
+
+
+def test_the_lag_of_a_sample_counts_from_its_first_token_and_that_of_a_token_from_its_draw() -> None:
+    whole = group(0, "a", 1.0, 0.0)  # a token and two, of version 0
+    interrupted = Sample(1, 0, 0, (7,) * 9, (-1.0,) * 9, "stop", (Span(0, 2, 1), Span(4, 9, 3)))  # 2, 3 were given
+    record = lag_record([whole, replace(whole, samples=(interrupted,))], 3)
+    assert record["samples"] == {"2": 1, "3": 2} and record["tokens"] == {"0": 5, "2": 2, "3": 3}
+    assert record["length"] == {"2": 9.0, "3": 1.5} and record["max"] == 3
+    assert record["mean"] == pytest.approx(8 / 3) and record["token_mean"] == pytest.approx(1.3)
+    fresh = lag_record([whole], 0)
+    assert fresh["samples"] == {"0": 2} and fresh["max"] == fresh["mean"] == fresh["token_mean"] == 0
 
 
 def test_a_prompt_passes_by_its_best_response() -> None:
