@@ -3,10 +3,11 @@
     python benchmarks/memory.py [--quick] [--parts plan exchange]
 
 Part `plan`: model, trainer and engine of a run with random weights take two steps of full micro-batches on 1 or 2 CPU
-ranks, with training state whole or sharded, with and without recomputation. Measured is the largest sum of bytes that
-live tensors hold at any time, on the rank with most. A dispatch mode sees every tensor that an operation makes, in the
-backward pass too; resident memory would add what the C library keeps. It does not see memory inside an operation, nor
-packed copies of weights, which are off.
+ranks, with training state whole or sharded, with the rollout's weights whole or sharded, with and without
+recomputation. Measured is the largest sum of bytes that live tensors hold at any time, on the rank with most. A
+dispatch mode sees every tensor that an operation makes, in the backward pass too; resident memory would add what the C
+library keeps. It does not see memory inside an operation. Packed copies of weights are off, and tensor-parallel ranks
+exchange without memory that they share.
 `plan_max_error` is the largest |planned - measured| / measured.
 
 Part `exchange`: 4 CPU ranks have decoded 256k tokens, and exchange them in two forms. *Packed*: every rank gets the
@@ -49,7 +50,7 @@ from engine.memory import RolloutConfig
 from engine.sequence import Sequence
 from learning import examples_of
 from model import Model, parse_shape
-from parallel import World
+from parallel import TensorParallel, World
 from policies.memory_plan import Plan
 from rollout import Engine
 from settings import Config, memory_plan
@@ -70,7 +71,14 @@ MODELS = {
     "0.5B": (151936, 896, 4864, 24, 14, 2),
     "0.5B, 8 layers": (151936, 896, 4864, 8, 14, 2),
 }
-RUNS = (("tiny", 1), ("tiny", 2), ("0.5B", 1), ("0.5B, 8 layers", 2))  # and ranks
+RUNS = (  # model, ranks, layout of the rollout's weights
+    ("tiny", 1, "whole"),
+    ("tiny", 2, "whole"),
+    ("tiny", 2, "sharded"),
+    ("0.5B", 1, "whole"),
+    ("0.5B, 8 layers", 2, "whole"),
+    ("0.5B, 8 layers", 2, "sharded"),
+)
 TOKENS = {259: (2048, 512), 151936: (256, 128)}  # by vocabulary: of a micro-batch, of a chunk of logits
 RANKS, SAMPLES, LENGTH, GROUP = 4, 64, 4096, 8  # of the exchange: samples of so many tokens, so many of a prompt
 RESPONSE, ROWS = 256, 4  # tokens of a response that is trained; sequences that decode together
@@ -134,6 +142,7 @@ class Case:
     model: str
     shard: int  # and ranks
     recompute: str
+    weights: str = "whole"  # of the rollout; sharded ones over all ranks
 
     @property
     def shape(self) -> ModelShape:
@@ -146,7 +155,13 @@ class Case:
             tokens_per_microbatch=tokens, tokens_per_logits=chunk, shard=self.shard, recompute=self.recompute
         )
         rollout = RolloutConfig(
-            max_prompt_tokens=8, max_response_tokens=RESPONSE, max_running=ROWS, step_tokens=64, prepack=False
+            max_prompt_tokens=8,
+            max_response_tokens=RESPONSE,
+            max_running=ROWS,
+            step_tokens=64,
+            prepack=False,
+            weights=self.weights,
+            tensor_parallel=self.shard if self.weights == "sharded" else 1,
         )
         return replace(Config(), trainer=trainer, rollout=rollout)
 
@@ -162,16 +177,17 @@ def measure(case: Case, world: World) -> tuple[Plan, dict[str, int]]:
         work(*args)
         peaks[name] = max(peaks.get(name, 0), live.peak)
 
+    tp = TensorParallel(world, config.rollout.tensor_parallel)
+    tp.shared = None
     with live:
-        model = Model(shape)
         told = config.trainer, config.loss, config.sampling, world, RESPONSE, 10
-        trainer = Trainer(model, *told)
-        engine = Engine(model, config.rollout, config.sampling, ())
+        trainer = Trainer(Model(shape), *told, keeps_model=case.weights == "whole")
+        engine = Engine(trainer.model, config.rollout, config.sampling, (), parallel=tp)
         for step in range(2):
             part("rollout", generate, engine)
             part("gradients", trainer.accumulate, examples(config.trainer.tokens_per_microbatch, 2))
             part("update", trainer.update)
-            part("rollout", engine.load_weights, model, step + 1)
+            part("rollout", engine.load_weights, trainer.model, step + 1)
     return plan, peaks
 
 
@@ -225,13 +241,13 @@ def row_of(case: Case, world: World) -> dict[str, Any]:
 
 def measure_plan(quick: bool) -> dict[str, Any]:
     rows = []
-    print(f"{'model':15}{'ranks':>6}{'recompute':>11}{'planned MiB':>13}{'measured MiB':>14}{'error':>9}")
-    for model, ranks in RUNS[:2] if quick else RUNS:
-        cases = [asdict(Case(model, ranks, recompute)) for recompute in ("off", "on")]
+    print(f"{'model':15}{'ranks':>6}{'weights':>9}{'recompute':>11}{'planned MiB':>13}{'measured MiB':>14}{'error':>9}")
+    for model, ranks, weights in RUNS[:3] if quick else RUNS:
+        cases = [asdict(Case(model, ranks, recompute, weights)) for recompute in ("off", "on")]
         for row in on_ranks(ranks, f"--cases={json.dumps(cases)}"):
             rows.append(row)
             sizes = f"{row['planned_mib']:13.1f}{row['measured_mib']:14.1f}{row['error']:+9.1%}"
-            print(f"{model:15}{ranks:6}{row['recompute']:>11}{sizes}   {row['planned_at']}", flush=True)
+            print(f"{model:15}{ranks:6}{weights:>9}{row['recompute']:>11}{sizes}   {row['planned_at']}", flush=True)
     return {"plan_max_error": max(abs(row["error"]) for row in rows), "plan_rows": rows}
 
 

@@ -242,8 +242,8 @@ def test_a_tiny_run_holds_what_it_plans(memory: ModuleType, recompute: str) -> N
 
 def compare_sharded(world: World) -> None:
     for memory in load("memory"):
-        for recompute in ("off", "on"):
-            compare(memory, memory.Case("tiny", world.size, recompute), world)
+        for recompute, weights in (("off", "whole"), ("on", "sharded")):
+            compare(memory, memory.Case("tiny", world.size, recompute, weights), world)
 
 
 def test_a_sharded_run_holds_what_it_plans(run_ranks) -> None:
