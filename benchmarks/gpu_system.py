@@ -121,7 +121,7 @@ def scores(graded: list) -> dict[int, float]:
 
 def section_memory(s: Section) -> None:
     """What a rank plans to hold against what it held at most, in two steps of full micro-batches; what CUDA takes."""
-    for name, recompute in (("0.5B", "off"), ("0.5B", "on")) if s.on_gpu else (("tiny", "on"),):
+    for name, recompute in (("0.5B", "off"), ("0.5B", "on")) if s.on_gpu else (("nano", "on"),):
         with s.guard(f"plan of {name}, recompute {recompute}"):
             case = memory.Case(name, 1, recompute)
             if s.on_gpu:

@@ -67,6 +67,7 @@ SIZES = (
 )
 # By SIZES; of Qwen2.5-0.5B. Two ranks with all of its layers would want more than 24 GiB.
 MODELS = {
+    "nano": (259, 128, 512, 4, 4, 2),  # for tests
     "tiny": (259, 256, 1024, 4, 4, 2),
     "0.5B": (151936, 896, 4864, 24, 14, 2),
     "0.5B, 8 layers": (151936, 896, 4864, 8, 14, 2),

@@ -1,10 +1,12 @@
 """Fixtures that several rooms' tests share: tiny models, and processes that talk to each other."""
 
 import os
-import subprocess
+import socket
 import sys
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ ALONE = parallel.World(0, 1, torch.device("cpu"))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts ranks as slow: `make test-fast` leaves it out."""
     for item in items:
-        if {"torchrun", "run_ranks"} & set(getattr(item, "fixturenames", ())):
+        if {"run_mains", "run_ranks"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
 
 
@@ -86,20 +88,44 @@ def train_runs(world: parallel.World, *runs: list[str], resume: bool = False) ->
         train.train(config, world, resume)
 
 
-def torchrun_command(ranks: int, *args: str, script: str | Path = "train.py", max_restarts: int = 0) -> list[str]:
-    launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={max_restarts}"]
-    return [sys.executable, "-m", *launch, str(ROOT / script), *args]
+class Ended(NamedTuple):
+    """A rank's exit code, None if it lives on, and its output."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+def _main(rank: int, size: int, port: int, folder: Path, main: Callable[..., int], args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name in ("stdout", "stderr"):
+        setattr(sys, name, open(folder / f"{name}{rank}", "w"))  # noqa: SIM115 - it stays open to the end
+    code = main(*args)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 @pytest.fixture
-def torchrun():
-    """Run a script under torchrun as a user would; returns the finished process with its text output."""
+def run_mains(tmp_path: Path):
+    """Call the module-level `main(*args)` on `size` ranks as torchrun would; return how each `awaited` one ended."""
 
-    def run(ranks: int, *args: str, check: bool = True, **options) -> subprocess.CompletedProcess:
-        command, env = torchrun_command(ranks, *args, **options), {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done
+    def run(size: int, main: Callable[..., int], *args, awaited: Iterable[int] = ()) -> list[Ended]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = mp.get_context("forkserver")
+        ranks = [context.Process(target=_main, args=(rank, size, port, tmp_path, main, args)) for rank in range(size)]
+        for process in ranks:
+            process.start()
+        for rank in awaited or range(size):
+            ranks[rank].join(600)
+        codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            process.kill()
+        said = ([(tmp_path / f"{name}{rank}").read_text() for rank in range(size)] for name in ("stdout", "stderr"))
+        return [Ended(*rank) for rank in zip(codes, *said, strict=True)]
 
     return run
 

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from parallel import World
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,26 +94,29 @@ def tail_batching() -> Iterator[ModuleType]:
     yield from load("tail_batching")
 
 
-@pytest.mark.slow
-def test_tail_batching_on_the_smallest_shape(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "tail_batching.py"), "--shape", "nano"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    metrics = json.loads(done.stdout.splitlines()[-1])
+def play(world: World, name: str, folder: Path, *arguments: object) -> None:
+    """Play a benchmark of several ranks; what it prints goes to a file."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    os.chdir(folder)
+    with open(f"printed{world.rank}", "w") as printed, redirect_stdout(printed):
+        for benchmark in load(name):
+            benchmark.play(*arguments, world)
+
+
+def test_tail_batching_on_the_smallest_shape(run_ranks, tmp_path: Path) -> None:
+    run_ranks(2, play, "tail_batching", tmp_path, "nano", False)
+    printed = (tmp_path / "printed0").read_text()
+    metrics = json.loads(printed.splitlines()[-1])
     assert metrics["prompts_lost"] == metrics["prompts_doubled"] == 0
     assert metrics["engine_step_ratio_trace"] > 2  # counted, not timed
     assert 0 <= metrics["window_wait_fraction"] < 1 and metrics["step_speedup_task"] > 0
-    assert done.stdout.count("4/1") == 3  # task and trace: eta on both; trace: on prompts
+    assert printed.count("4/1") == 3  # task and trace: eta on both; trace: on prompts
 
 
-@pytest.mark.slow
-def test_stream_training_on_the_smallest_shape(tmp_path: Path) -> None:
+def test_stream_training_on_the_smallest_shape(run_ranks, tmp_path: Path) -> None:
     spans = tmp_path / "spans.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "stream.py"), "--shape", "nano", "--ranks", "2"]
-    command += ["--rounds", "1", "--spans", str(spans)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    metrics = json.loads(done.stdout.splitlines()[-1])
+    run_ranks(2, play, "stream", tmp_path, Namespace(shape="nano", rounds=1, spans=str(spans)))
+    metrics = json.loads((tmp_path / "printed0").read_text().splitlines()[-1])
     assert 0 < metrics["gradient_rel_error"] < 1e-6, "nothing was streamed, or not exactly"
     assert metrics["samples_lost"] == 0 and metrics["speedup_adaptive_ours"] > 0
     names = [{(rank, name) for rank, name, *_ in track} for track in json.loads(spans.read_text()).values()]

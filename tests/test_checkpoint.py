@@ -2,12 +2,16 @@
 
 import copy
 import json
+import math
 import os
+import random
 import resource
 import shutil
-import subprocess
+import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -464,98 +468,108 @@ def test_ranks_write_each_tensor_once_and_any_number_reads_it(run_ranks, tiny_fo
         assert_bit_equal(load(folder), load(tiny_folder))
 
 
-# One import of torch serves every kill: the victims are forks.
-VICTIMS = """
-import os, random, shutil, signal, sys, time
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from checkpoint import Checkpoints, list_checkpoints, load_model, load_state, load_tensors
-from parallel import World
+CHANGES = {f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "truncate")}
 
-alone = World(0, 1, torch.device("cpu"))
-source, run, mode, keep = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-os.fsync = lambda handle: None  # a kill, unlike a power cut, does not lose what was written
-model = load_model(source, torch.device("cpu"), torch.float32)
-countdown = None
 
-def die_when_due(event, args):  # an audit event comes before each open, rename, unlink, rmdir, mkdir
-    global countdown
-    if countdown is not None and event.startswith(("open", "os.", "shutil.")):
-        countdown -= 1
-        if countdown < 0:
-            countdown = None
-            os.kill(os.getpid(), signal.SIGKILL)
+class Victim:
+    """A run without training, whose saves are made in forks: one import of torch serves every kill."""
 
-def save(step):
-    for tensor in model.parameters():
-        tensor.data.fill_(step)
-    checkpoints = Checkpoints(run, source, keep, alone)
-    checkpoints.save(step, model, {"moments": torch.full((1000,), float(step))}, {"step": step})
-    checkpoints.wait()
+    def __init__(self, source: Path, run: Path, keep: int):
+        os.fsync = lambda handle: None  # a kill, unlike a power cut, does not lose what was written
+        self.source, self.run, self.keep, self.model = source, run, keep, load(source)
 
-def check(least):
-    steps = []
-    for folder in list_checkpoints(run):
-        state, moments = load_state(folder), torch.zeros(1000)
-        load_tensors(folder, {"moments": moments}, alone)
-        weights = load_model(folder, torch.device("cpu"), torch.float32).export()
-        steps.append(state["step"])
-        assert folder.name == f"step_{steps[-1]:06d}"
-        assert (moments == steps[-1]).all() and all((w == steps[-1]).all() for w in weights.values())
-    assert steps == sorted(steps) and len(steps) >= least, steps
-    return steps
+    def save(self, step: int) -> None:
+        for tensor in self.model.parameters():
+            tensor.data.fill_(step)
+        checkpoints = Checkpoints(self.run, self.source, self.keep, ALONE)
+        checkpoints.save(step, self.model, {"moments": torch.full((1000,), float(step))}, {"step": step})
+        checkpoints.wait()
 
-def fork(work):
-    if pid := os.fork():
-        return pid
-    try:
-        work()
-        os._exit(0)
-    finally:
-        os._exit(1)  # not killed, not done
+    def check(self, least: int) -> list[int]:
+        """Return the steps of all checkpoints, which are whole, and `least` of them at least."""
+        steps = []
+        for folder in list_checkpoints(self.run):
+            steps.append(load_state(folder)["step"])
+            moments = torch.zeros(1000)
+            load_tensors(folder, {"moments": moments}, ALONE)
+            assert folder.name == f"step_{steps[-1]:06d}" and (moments == steps[-1]).all()
+            assert all((tensor == steps[-1]).all() for tensor in weights_of(load(folder)).values())
+        assert steps == sorted(steps) and len(steps) >= least, steps
+        return steps
 
-if mode == "random":
-    random.seed(1)
-    for attempt in range(10):
-        first = max(check(0), default=0) + 1
+    def fork(self, work: Callable[[], object]) -> int:
+        if pid := os.fork():
+            return pid
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)  # not killed, not done
+
+
+def kill_at_random_moments(source: Path, run: Path) -> int:
+    victim, rng = Victim(source, run, keep=2), random.Random(1)
+    for _ in range(10):
+        first = max(victim.check(0), default=0) + 1
         reader, writer = os.pipe()
-        pid = fork(lambda: [(save(step), os.write(writer, b".")) for step in range(first, 10**6)])
+        pid = victim.fork(lambda: [(victim.save(step), os.write(writer, b".")) for step in range(first, 10**6)])  # noqa: B023
         os.close(writer)
         start = time.monotonic()
         assert os.read(reader, 1)  # the first save, which says how long one takes on this machine, however busy
-        time.sleep(random.uniform(0, 3) * (time.monotonic() - start))
+        time.sleep(rng.uniform(0, 3) * (time.monotonic() - start))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         saved = first + len(os.read(reader, 10**6))
         os.close(reader)
-        assert check(1)[-1] in (saved, saved + 1)  # killed before it could say so
-else:
-    for step in (1, 2, 3)[-keep:]:
-        save(step)
+        assert victim.check(1)[-1] in (saved, saved + 1)  # killed before it could say so
+    return 0
+
+
+def kill_at_every_call(source: Path, run: Path, step: int, keep: int) -> int:
+    """Save steps up to 3, then kill the save of `step` ahead of its n-th change of a file or look into one."""
+    victim, left, kills = Victim(source, run, keep), math.inf, 0
+    for saved in (1, 2, 3)[-keep:]:
+        victim.save(saved)
     before = shutil.copytree(run, run.with_name("before"))
+
+    def die_when_due(event: str, args: tuple) -> None:
+        nonlocal left
+        if event in CHANGES or (event == "open" and str(args[0]).startswith(str(run))):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_and_be_killed() -> None:
+        nonlocal left
+        left = kills
+        victim.save(step)
+
     sys.addaudithook(die_when_due)
-    def last_save():
-        global countdown
-        countdown = kills
-        save(4 if mode == "next" else 3)
-    kills = 0
     while True:
         shutil.rmtree(run)
         shutil.copytree(before, run)
-        pid = fork(last_save)
-        _, status = os.waitpid(pid, 0)
-        steps = check(keep if mode == "next" else keep - 1)
+        _, status = os.waitpid(victim.fork(save_and_be_killed), 0)
+        victim.check(keep if step == 4 else keep - 1)
         if status != signal.SIGKILL:
             assert status == 0
             break
-        save(5)  # the run goes on as if nothing had happened
-        assert check(1)[-1] == 5
-        left = [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step_")]
-        assert not left, left
+        victim.save(5)  # the run goes on as if nothing had happened
+        assert victim.check(1)[-1] == 5
+        others = [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step_")]
+        assert not others, others
         kills += 1
     assert kills > 20, kills
-"""
+    return 0
+
+
+@pytest.mark.parametrize(
+    "main, given",
+    [(kill_at_random_moments, ()), (kill_at_every_call, (4, 1)), (kill_at_every_call, (3, 2))],
+    ids=["at random moments", "at every call", "at every call of writing a step again"],
+)
+def test_a_kill_leaves_only_whole_checkpoints(main, given, run_mains, tiny_folder, tmp_path):
+    [ended] = run_mains(1, main, tiny_folder, tmp_path / "run", *given)
+    assert ended.code == 0, ended.err
 
 
 @pytest.mark.parametrize("name", [STATE, f"{OPTIMIZER}/shard-00000.safetensors", "model.safetensors", "config.json"])
@@ -602,21 +616,3 @@ def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(limit, tiny_model,
     [first] = list_checkpoints(tmp_path)
     assert first.name == "step_000003" and not damage(first)
     assert [path.name for path in first.parent.iterdir()] == [first.name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode, keep",
-    [("random", 2), ("next", 1), ("same", 2)],
-    ids=["at random moments", "at every call", "at every call of writing a step again"],
-)
-def test_a_kill_leaves_only_whole_checkpoints(mode, keep, tiny_folder, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", VICTIMS, tiny_folder, tmp_path / "run", mode, str(keep)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr

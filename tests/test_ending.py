@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from conftest import ALONE
 
 import parallel
@@ -44,43 +42,28 @@ def kill(world: World) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_rank(rank: int, port: int, folder: Path, work: Callable[[World], None]) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.stderr = open(folder / f"stderr{rank}", "w")  # noqa: SIM115 - it stays open to the end
+def leave_or_fail(work: Callable[[World], None], folder: Path) -> int:
     destroy = parallel.dist.destroy_process_group
 
     def leave() -> None:
-        (folder / f"left{rank}").touch()
+        (folder / f"left{os.environ['RANK']}").touch()
         destroy()
 
     parallel.dist.destroy_process_group = leave
-    os._exit(ending.exit_code(work, "cpu", 60.0, Clock()))
+    return ending.exit_code(work, "cpu", 1200.0, Clock())  # longer than a test waits for the ranks
 
 
 @pytest.fixture
-def end(tmp_path: Path):
+def end(run_mains, tmp_path: Path):
     """Do `work` on two ranks; return each one's exit code and printed errors, and whether it left its group."""
 
     def run(work: Callable[[World], None]) -> list[tuple[int, str, bool]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = mp.get_context("forkserver")
-        ranks = [context.Process(target=run_rank, args=(rank, port, tmp_path, work)) for rank in range(2)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(50)  # less than the time-out of the ranks
-        codes = [process.exitcode for process in ranks]
-        for process in ranks:
-            process.kill()
-        said = [(tmp_path / f"stderr{rank}").read_text() for rank in range(2)]
-        return list(zip(codes, said, [(tmp_path / f"left{rank}").exists() for rank in range(2)], strict=True))
+        ranks = enumerate(run_mains(2, leave_or_fail, work, tmp_path))
+        return [(ended.code, ended.err, (tmp_path / f"left{rank}").exists()) for rank, ended in ranks]
 
     return run
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_prints_its_traceback_and_ends_all(end) -> None:
     [waits, fails] = end(fail)
     assert fails[0] == 1 and "in fail\n" in fails[1] and fails[1].endswith("ZeroDivisionError: ours\n")
@@ -88,7 +71,6 @@ def test_a_rank_that_fails_prints_its_traceback_and_ends_all(end) -> None:
     assert "Traceback" not in waits[1] and not waits[2] and not fails[2], "NCCL would wait for ever"
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all(end) -> None:
     [waits, killed] = end(kill)
     assert killed[0] == -signal.SIGKILL and waits[0] == 1

@@ -422,9 +422,10 @@ def settings(settings, writer: Path, tmp_path: Path):
 
 
 @torch.no_grad()
-def test_a_run_with_a_judge_on_two_ranks(settings, torchrun, tmp_path, writer):
-    done = torchrun(2, *settings())
-    assert f"judge {writer}: {LAYERS} layers" in done.stdout
+def test_a_run_with_a_judge_on_two_ranks(settings, run_mains, tmp_path, writer):
+    first, second = run_mains(2, train.main, settings())
+    assert first.code == second.code == 0, first.err + second.err
+    assert f"judge {writer}: {LAYERS} layers" in first.out and not second.out
     run = tmp_path / "run"
     records = [record for record in read_records(run / "steps.jsonl") if record["step"]]
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(writer), load_tokenizer(writer)

@@ -173,7 +173,7 @@ def test_decode_survives_scores_that_overflow_exp(splits: int, runner: str, monk
 def test_a_table_may_be_far_wider_than_rows_are_long(runner: str) -> None:
     """As in a CUDA graph, which has splits for the longest row that may come."""
     (q, k_pages, v_pages, table, lengths), exact = decode_case([5, 300, 0], 1, 2, 32, 16, torch.float32, Random(6))
-    wide = torch.cat((table, torch.full((3, 2048), FAR, dtype=table.dtype, device=DEVICE)), 1)
+    wide = torch.cat((table, torch.full((3, 512), FAR, dtype=table.dtype, device=DEVICE)), 1)
     check(pick("paged_decode", runner)(q, k_pages, v_pages, wide, lengths), exact)
 
 
@@ -326,11 +326,12 @@ def test_sampling_at_the_edges_of_equal_tokens(runner: str) -> None:
 
 
 @pytest.mark.skipif("triton" not in RUNNERS, reason="the twin is the sort itself")
-@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.999])
-@pytest.mark.parametrize("vocab", [3, 300, 9000])
+@pytest.mark.parametrize(
+    "vocab, top_p", [(3, 0.5), (300, 0.01), (300, 0.95), (9000, 0.01), (9000, 0.5), (9000, 0.95), (9000, 0.999)]
+)
 def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> None:
     rng = Random(f"{vocab} {top_p}")
-    logits = randn(rng, 24, vocab) * torch.tensor([0.1, 1.0, 4.0, 20.0], device=DEVICE).repeat(6)[:, None]
+    logits = randn(rng, 20, vocab) * torch.tensor([0.1, 1.0, 4.0, 20.0], device=DEVICE).repeat(5)[:, None]
     logits[4:8] = (logits[4:8] * 2).round() / 2  # ties
     logits[8:12] += torch.tensor([-1e4, -40.0, 40.0, 1e4], device=DEVICE)[:, None]
     logits[12:16, vocab // 2 :] = -torch.inf
@@ -341,7 +342,7 @@ def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> No
     for mine, other, row, p in zip(least, theirs, logits, probs, strict=True):
         edge = p[row > min(mine, other)].sum()  # they differ only where rounding moves this sum across top_p
         assert torch.equal(mine, other) or abs(edge - top_p) < 1e-5
-    uniforms = torch.rand(24, dtype=torch.float64, device=DEVICE)
+    uniforms = torch.rand(20, dtype=torch.float64, device=DEVICE)
     kept = (logits.masked_fill(logits < threshold, -torch.inf) for threshold in (least, theirs))
     mine, other = (sample(rest, uniforms, SamplingConfig())[0] for rest in kept)
     assert torch.equal(mine, other)

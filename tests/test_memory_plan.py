@@ -234,10 +234,9 @@ def compare(memory: ModuleType, case: object, world: World) -> None:
     assert made.total == pytest.approx(max(peaks.values()), rel=0.15), (made.table(), peaks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["off", "on"])
-def test_a_tiny_run_holds_what_it_plans(memory: ModuleType, recompute: str) -> None:
-    compare(memory, memory.Case("tiny", 1, recompute), ALONE)
+def test_a_run_holds_what_it_plans(memory: ModuleType, recompute: str) -> None:
+    compare(memory, memory.Case("nano", 1, recompute), ALONE)
 
 
 def compare_sharded(world: World) -> None:

@@ -3,9 +3,8 @@
 import os
 import platform
 import re
+import resource
 import socket
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from random import Random
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import ALONE, ROOT
+from conftest import ALONE
 from torch import Tensor
 
 import parallel
@@ -190,7 +189,7 @@ def test_a_rank_that_never_joins_costs_the_others_no_more_than_the_time_out(tmp_
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(wait_in_vain, (port, name, tmp_path), nprocs=2)
+    mp.start_processes(wait_in_vain, (port, name, tmp_path), nprocs=2, start_method="forkserver")
     error = (tmp_path / "waited").read_text()  # of a lost connection if rank 1 has gone before
     assert re.search("time.?out|timed out", error, re.IGNORECASE)
 
@@ -218,26 +217,20 @@ def test_groups_have_the_time_out_of_the_run(run_ranks, tmp_path) -> None:
     run_ranks(4, wait_in_groups, tmp_path / "done")
 
 
-PAGE_FAULTS = """
-import resource, sys, torch
-import parallel
-if sys.argv[1] == "keep":
-    parallel.start("cpu", 60.0)
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(5):
-        torch.ones(2**23)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults(), faults()  # the first tensors
-print(faults())
-"""
+def count_page_faults(keep: bool) -> int:
+    """Print how many pages of five large tensors are new to the process."""
+    if keep:
+        parallel.start("cpu", 60.0)
+    for _ in range(3):  # after those of the first tensors
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            torch.ones(2**23)
+        found = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    print(found)
+    return 0
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
-def test_memory_of_large_tensors_is_kept_for_the_next() -> None:
-    found = {}
-    for mode in ("keep", "give back"):
-        run = subprocess.run([sys.executable, "-c", PAGE_FAULTS, mode], cwd=ROOT, capture_output=True, text=True)
-        found[mode] = int(run.stdout)
-    assert 10 * found["keep"] < found["give back"], found
+def test_memory_of_large_tensors_is_kept_for_the_next(run_mains) -> None:
+    kept, given_back = (int(run_mains(1, count_page_faults, keep)[0].out) for keep in (True, False))
+    assert 10 * kept < given_back

@@ -266,7 +266,7 @@ def test_sizes_that_change_within_rounds_leave_the_training_as_it_was(
 
 
 def test_a_profile_is_made_and_used_and_one_of_other_ranks_refused(
-    settings, torchrun, run_ranks, tiny_folder, tmp_path, monkeypatch, capsys
+    settings, run_mains, run_ranks, tiny_folder, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     folder = tmp_path / "model"
@@ -275,7 +275,7 @@ def test_a_profile_is_made_and_used_and_one_of_other_ranks_refused(
     args = settings("run", run__steps=2, data__eval_prompts=0, **given)
     assert train.main(["--check", "--ranks=2", *args]) == 2
     assert "cannot read the rollout profile" in capsys.readouterr().err
-    torchrun(2, *args, script="profiler.py")
+    assert all(ended.code == 0 for ended in run_mains(2, profiler.main, args))
     profile = json.loads((folder / PROFILE_NAME).read_text())
     assert set(profile["sizes"]) == {"1", "2"} and profile["made_on"]["ranks"] == 2
     for size in profile["sizes"].values():

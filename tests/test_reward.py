@@ -358,13 +358,12 @@ def test_bad_names_are_config_errors(user, name, cause):
 # ---- the pool
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_bad_graders_cost_only_their_own_sample(user, num_workers):
+def test_bad_graders_cost_only_their_own_sample(user):
     jobs = [(("bad", name), user + name, "", "") for name in BAD]
     jobs += [(("good", i), user + "good", str(i), str(i // 2 * 2)) for i in range(60)]
     jobs += [(("match", i), "match", str(i), "3") for i in range(5)]
     random.Random(0).shuffle(jobs)
-    config = RewardConfig(num_workers=num_workers, timeout_seconds=1.0)
+    config = RewardConfig(num_workers=3, timeout_seconds=1.0)
     with RewardPool(config, {job[1] for job in jobs}) as pool:
         for key, task, response, answer in jobs:
             pool.submit(key, task, response, answer, {"bonus": 0.5})
@@ -429,7 +428,6 @@ def test_poll_does_not_wait(user):
 def test_math_in_workers(user):
     with RewardPool(RewardConfig(num_workers=1), ["math", user + "has_math"]) as pool:
         assert grade_one(pool, user + "has_math").value == 1  # no sample pays for the import
-    with RewardPool(RewardConfig(num_workers=2), ["math"]) as pool:
         for i in range(20):
             pool.submit(i, "math", rf"So it is \boxed{{\frac{{{i}}}{{2}}}}.", str(i / 2 if i % 2 else 77), {})
         pool.submit("tower", "math", r"\boxed{9^{9^{9^{9^9}}}}", "5", {})
@@ -575,18 +573,18 @@ def test_what_is_forgotten_is_not_graded_any_more(user):
 
 @pytest.mark.parametrize("trouble", ["hang", "exit", "garbage", "swell"])
 def test_failures_in_a_row_on_one_grader_end_the_run(user, trouble):
-    config = RewardConfig(num_workers=1, timeout_seconds=0.5 if trouble == "hang" else 5.0, worker_gib=0.25)
+    limits = dict(num_workers=1, timeout_seconds=0.5 if trouble == "hang" else 5.0, worker_gib=0.25)
     moody, other = user + "moody", user + "good"
-    with RewardPool(config, [moody, other]) as pool:
-        for key, word in enumerate([trouble, trouble, "fine", trouble, trouble]):  # "fine" breaks the row
+    with RewardPool(RewardConfig(max_failures=2, **limits), [moody, other]) as pool:
+        for key, word in enumerate([trouble, "fine", trouble]):  # "fine" breaks the row
             pool.submit(key, moody, word, "", {})
         rewards = dict(pool.drain())
-        assert [rewards[key].value for key in range(5)] == [0, 0, 1, 0, 0]
-        assert [bool(rewards[key].error) for key in range(5)] == [True, True, False, True, True]
-        pool.submit(5, other, "a", "a", {"bonus": 0})  # another grader does not
-        pool.submit(6, moody, trouble, "", {})
+        assert [rewards[key].value for key in range(3)] == [0, 1, 0]
+        assert [bool(rewards[key].error) for key in range(3)] == [True, False, True]
+        pool.submit(3, other, "a", "a", {"bonus": 0})  # another grader does not
+        pool.submit(4, moody, trouble, "", {})
         for _ in range(2):
-            with pytest.raises(GraderError, match="moody failed 3 times in a row, the last time: the worker"):
+            with pytest.raises(GraderError, match="moody failed 2 times in a row, the last time: the worker"):
                 pool.drain()
 
 
@@ -695,13 +693,13 @@ def test_an_answer_that_is_no_list_of_cases_is_an_error(code_pool, answer):
 
 def test_time_limits_adapt_and_a_program_that_hangs_costs_no_worker():
     answer = '[{"stdin": "", "stdout": "1"}]'
-    config = RewardConfig(num_workers=1, case_min_seconds=0.5, case_max_seconds=2.0, case_audit=0.0)
+    config = RewardConfig(num_workers=1, case_min_seconds=0.5, case_max_seconds=20.0, case_audit=0.0)
     with RewardPool(config, ["code"]) as pool:
-        for program, slowest in (("while True: pass", None), ("print(1)", None), ("while True: pass", "known")):
+        for program, slowest in (("print(1)", None), ("while True: pass", "known")):
             graded = grade_one(pool, "code", program, answer)
             [(seconds, passed, timed_out)], stats = graded.cases, pool.take_stats()
             assert graded.error == "" and passed == (program == "print(1)") and graded.value == passed
-            [limit] = [max(0.5, 1.5 * anchor) for anchor in pool.timeouts.anchors.values()] if slowest else [2.0]
+            [limit] = [max(0.5, 1.5 * anchor) for anchor in pool.timeouts.anchors.values()] if slowest else [20.0]
             assert stats.cases.limit_seconds == pytest.approx(limit) and stats.replaced == 0
             assert timed_out != passed and (passed or seconds >= limit)
 

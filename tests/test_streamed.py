@@ -163,7 +163,7 @@ def trained(folder: Path) -> list[list[tuple]]:
 def test_gradients_and_training_are_those_of_the_plain_run(
     run_ranks, settings, tmp_path, ranks: int, losses: list[str], variants: list[dict]
 ) -> None:
-    whole = WHOLE | dict(run__steps=6, log__trace="true")
+    whole = WHOLE | dict(run__steps=4, log__trace="true")
     runs = [settings(f"run{i}", **whole, **variant) for i, variant in enumerate(variants)]
     runs.append(settings("plain", **whole, stream__policy="off"))
     run_ranks(ranks, check_ranks, settings("gradients", loss__kl_coef=0.1, **variants[0]), losses, runs)
@@ -173,7 +173,7 @@ def test_gradients_and_training_are_those_of_the_plain_run(
     for i in range(len(variants)):
         assert trained(tmp_path / f"run{i}") == trained(tmp_path / "plain")
         records = steps_of(tmp_path / f"run{i}")
-        assert sum(record["round"]["stream"]["samples"] > 0 for record in records) > 3
+        assert sum(record["round"]["stream"]["samples"] > 0 for record in records) > 2
         assert sum(record["round"]["migrated"] for record in records) > 6
         for mine, theirs in zip(records, plain, strict=True):
             assert (mine["reward"], mine["tokens"]) == (theirs["reward"], theirs["tokens"])

@@ -6,15 +6,18 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import ALONE, ROOT, steps_of, torchrun_command, train_runs
+from conftest import ALONE, ROOT, steps_of, train_runs
 from test_scheduler import HalfWins, NeverAgain
 from torch.multiprocessing.spawn import ProcessException
 
@@ -191,17 +194,6 @@ def test_dynamic_sampling_that_finds_nothing_says_so_and_goes_on(settings, tmp_p
     assert "scheduler.max_draws is reached; raise it" in capfd.readouterr().out
 
 
-def start_torchrun(args: list[str], ranks: int = 2, max_restarts: int = 0) -> subprocess.Popen:
-    return subprocess.Popen(
-        torchrun_command(ranks, *args, max_restarts=max_restarts),
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
 def test_the_planner_is_told_of_preemptions_but_not_of_the_wait_for_graders(settings, tmp_path, monkeypatch):
     told, drain = [], RewardPool.drain
     monkeypatch.setattr(ParallelismPlanner, "observe", lambda self, kind, report: told.append(report))
@@ -212,19 +204,6 @@ def test_the_planner_is_told_of_preemptions_but_not_of_the_wait_for_graders(sett
     assert report.seconds == record["seconds"]["generate"]
     assert 0 < report.seconds <= record["seconds"]["rollout"] - record["seconds"]["reward"] + 1e-6
     assert report.preemptions == record["engine"]["preemptions"] > 0
-
-
-def wait_for(condition, process: subprocess.Popen, seconds: float = 600) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stdout.read().decode()
-        assert time.monotonic() < deadline, "the run did not get there in time"
-        time.sleep(0.02)
-
-
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    return [int(pid) for pid in found]
 
 
 def train_and_be_killed(world: World, settings: list[str]) -> None:
@@ -265,26 +244,55 @@ def test_a_killed_run_resumes_to_the_same_trajectory(settings, run_ranks, tmp_pa
     assert (tmp_path / "killed" / weights).read_bytes() == (tmp_path / "straight" / weights).read_bytes()
 
 
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.02)
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    return [int(pid) for pid in found]
+
+
 @pytest.mark.slow
-def test_a_rank_killed_in_a_long_round_is_restarted_and_loses_nothing(settings, tmp_path):
-    """In rounds without a checkpoint: tests/test_streamed.py."""
-    overrides = RACE | dict(run__steps=7, run__checkpoint_every=2, run__dump_rollouts="true")
-    assert train.main(settings("straight", **overrides)) == 0
-    process = start_torchrun([*settings("killed", **overrides), "--resume"], max_restarts=1)
-    records = tmp_path / "killed" / "steps.jsonl"  # step 4 has waited for the checkpoint of step 2
-    wait_for(lambda: records.exists() and any(r["step"] >= 5 for r in read_records(records)), process)
-    os.kill(ranks_of(process)[0], signal.SIGKILL)  # in round 6
-    output = process.communicate(timeout=600)[0].decode()
+def test_a_run_that_is_killed_restarted_stopped_by_a_signal_and_resumed_loses_nothing(settings, tmp_path):
+    """Ranks killed in rounds without a checkpoint: tests/test_streamed.py."""
+    overrides = RACE | dict(run__checkpoint_every=5, run__dump_rollouts="true")
+    run, straight = tmp_path / "stopped", tmp_path / "straight"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    command += [str(ROOT / "train.py"), *settings("stopped", **overrides | dict(run__steps=999)), "--resume"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+
+    def last_step() -> int:
+        return steps_of(run)[-1]["step"] if (run / "steps.jsonl").exists() and steps_of(run) else 0
+
+    wait_for(lambda: list_checkpoints(run), process)
+    killed = ranks_of(process)[0]
+    os.kill(killed, signal.SIGKILL)  # in round 6, a long one
+    wait_for(lambda: killed not in ranks_of(process), process)
+    before = last_step()
+    wait_for(lambda: last_step() > before, process)
+    os.kill(ranks_of(process)[0], signal.SIGTERM)  # one rank hears it, both must stop together
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
-    assert "resumed from" in output
-    assert [row[0] for row in rounds_of(tmp_path / "killed")] == ["short", "short", "long"] * 2 + ["short"]
-    for mine, theirs in zip(trajectory(tmp_path / "killed"), trajectory(tmp_path / "straight"), strict=True):
+    last = last_step()
+    assert "resumed from" in output and f"stopped after step {last} of 999; continue with --resume" in output
+    assert list_checkpoints(run)[-1].name == f"step_{last:06d}"
+    steps = last + 3 - last % 3
+    whole = overrides | dict(run__steps=steps)
+    assert train.main([*settings("stopped", **whole), "--resume"]) == train.main(settings("straight", **whole)) == 0
+    assert [row[0] for row in rounds_of(run)] == ["short", "short", "long"] * (steps // 3)
+    for mine, theirs in zip(trajectory(run), trajectory(straight), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)  # by rounding: the straight run is on one rank
-    assert rounds_of(tmp_path / "killed") == rounds_of(tmp_path / "straight")
-    rows = [row for path in (tmp_path / "killed" / "rollouts").glob("*.jsonl") for row in path.open()]
+    assert rounds_of(run) == rounds_of(straight)
+    rows = [row for path in (run / "rollouts").glob("*.jsonl") for row in path.open()]
     trained = Counter((row["epoch"], row["prompt"]["index"]) for row in map(json.loads, rows))
     cursor = PromptCursor([Prompt(i, (i,), "", "", "") for i in range(48)], seed=0)
-    assert trained == Counter(visit.id for visit in cursor.take(7 * 8))
+    assert trained == Counter(visit.id for visit in cursor.take(steps * 8))
 
 
 def train_until(world: World, settings: list[str], step: int) -> None:
@@ -393,23 +401,6 @@ def test_a_policy_that_leaves_its_queue_resumes_to_the_end(settings, tmp_path, m
     assert train.main(settings(**whole | dict(run__steps=2))) == 0
     assert train.main([*settings(**whole | dict(run__steps=3)), "--resume"]) == 0
     assert [r["round"]["queue"] for r in steps_of(tmp_path / "run")] == [4, 8, 12]
-
-
-@pytest.mark.slow
-def test_sigterm_ends_after_the_step_with_a_checkpoint(settings, tmp_path):
-    args = settings(run__steps=1000, run__eval_every=0, run__checkpoint_every=0, data__eval_prompts=0)
-    process = start_torchrun(args)
-    records = tmp_path / "run" / "steps.jsonl"
-    wait_for(lambda: records.exists() and len(read_records(records)) > 1, process)
-    os.kill(ranks_of(process)[0], signal.SIGTERM)  # one rank hears it, both must stop together
-    output = process.communicate(timeout=600)[0].decode()
-    assert process.returncode == 0, output
-    last = steps_of(tmp_path / "run")[-1]["step"]
-    assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == [f"step_{last:06d}"]
-    assert f"stopped after step {last} of 1000; continue with --resume" in output
-    more = [arg for arg in args if "run.steps" not in arg] + [f"--run.steps={last + 1}", "--resume"]
-    assert train.main(more) == 0
-    assert [r["step"] for r in steps_of(tmp_path / "run")] == list(range(1, last + 2))
 
 
 def test_an_interrupt_before_the_first_step_is_no_traceback(settings, monkeypatch, capsys):
@@ -562,11 +553,10 @@ def test_bad_settings_are_refused_in_one_line(settings, tmp_path, capsys, overri
     assert not (tmp_path / "run").exists()
 
 
-def test_a_world_size_that_does_not_divide_is_refused(settings, torchrun):
-    done = torchrun(2, *settings(scheduler__num_prompts=3), check=False)
-    assert done.returncode != 0
-    assert "scheduler.num_prompts = 3 is not a multiple of the 2 replicas" in done.stderr
-    assert done.stderr.count("error: ") == 1
+def test_a_world_size_that_does_not_divide_is_refused(settings, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main(settings(scheduler__num_prompts=3)) == 2
+    assert "scheduler.num_prompts = 3 is not a multiple of the 2 replicas" in capsys.readouterr().err
 
 
 def test_a_run_folder_is_never_overwritten_or_resumed_with_other_settings(settings, tmp_path, capsys):

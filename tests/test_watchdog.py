@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -12,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 
 import parallel
-from metrics import Clock, read_records
+import train
+from job import Job
+from metrics import Clock
 from parallel import World
 from process.watchdog import Watchdog
 
@@ -95,26 +94,23 @@ def test_on_a_gpu_a_wait_for_a_lost_rank_ends_the_process(store, tmp_path, capfd
     assert said.index("rank 0 has waited") < said.index("error: rank 0 lost ranks [1] in decode of step 0\n")
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_ends_the_run_in_one_clear_error(tmp_path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "train.py"), "--config", str(ROOT / "configs" / "tiny.toml")]
-    command += ["--warm_start.steps=0", "--run.steps=1000", "--data.eval_prompts=0", "--run.timeout_seconds=8"]
-    command += ["--scheduler.num_prompts=4", "--rollout.max_response_tokens=32"]
-    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    records = tmp_path / "runs" / "tiny" / "steps.jsonl"
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline and not (records.exists() and len(read_records(records)) > 1):
-        time.sleep(0.1)
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    ranks = {p: Path(f"/proc/{p}/environ").read_bytes().split(b"\0") for p in children}
-    stopped = next(int(p) for p, variables in ranks.items() if b"RANK=1" in variables)
-    os.kill(stopped, signal.SIGSTOP)
-    said = ""
-    while "error: rank 0" not in said and (line := run.stdout.readline()):
-        said += line
-    os.kill(stopped, signal.SIGKILL)  # torchrun would give it 30 s
-    said += run.communicate(timeout=600)[0]
-    assert run.returncode == 1
-    assert "for ranks [1], which show no life" in said and "error: rank 0 lost the others in" in said
-    assert "Traceback (most recent call last)" not in said.split("error: rank 0")[0]
+def train_and_stop(arguments: list[str]) -> int:
+    """Train; the second rank stops where its second step begins."""
+    take_step = train.take_step
+
+    def take_or_stop(job: Job) -> dict:
+        if job.step == 1 and not job.world.is_main:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return take_step(job)
+
+    train.take_step = take_or_stop
+    return train.main(arguments)
+
+
+def test_a_stopped_rank_ends_the_run_in_one_clear_error(run_mains, settings) -> None:
+    limits = dict(data__train="hailstone", data__eval_prompts=0, run__timeout_seconds=8)
+    arguments = [arg for arg in settings(**limits) if not arg.startswith("--data.task")]
+    first, second = run_mains(2, train_and_stop, arguments, awaited=[0])
+    assert first.code == 1 and second.code is None
+    assert "for ranks [1], which show no life" in first.err and "error: rank 0 lost the others in" in first.err
+    assert "Traceback (most recent call last)" not in first.err
