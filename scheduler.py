@@ -333,7 +333,7 @@ def window(
     `may_leave`: replicas may leave the round to train at a share of complete responses, which windows should not miss.
     `is_watched`: replicas have left and wait for complete groups, or the size may change once few responses are left.
     """
-    decides_soon = kind == "short" or config.dynamic_sampling or may_leave
+    decides_soon = kind != "long" or config.dynamic_sampling or may_leave
     if num_replicas == 1 and not decides_soon and not is_watched:
         return math.inf  # no other replica, and no decision before the end
     # A replica may run out of work long before the others: it must not wait for them until the time-out.

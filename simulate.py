@@ -14,7 +14,8 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from random import Random
@@ -24,6 +25,7 @@ from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
+from policies.flow import Flow, OverlapConfig
 from policies.placement import Placement, group_sizes
 from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report, refuse_within_round
 from policies.replica import Replica, Response
@@ -89,12 +91,22 @@ class GradingConfig:
 
 
 @dataclass(frozen=True)
+class SimulatedOverlap(OverlapConfig):
+    train_ranks: int = option(0, "GPUs that only train, the others decode; 0: all do both, in turns", min=0)
+
+
+@dataclass(frozen=True)
 class SimulationConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    overlap: SimulatedOverlap = field(default_factory=SimulatedOverlap)
+
+    @property
+    def decoding_gpus(self) -> int:
+        return self.cluster.gpus - self.overlap.train_ranks
 
 
 # ---- one rollout -------------------------------------------------------------------------------------------------
@@ -116,13 +128,14 @@ class SimulatedRound:
         self.prompts: dict[VisitId, Prompt] = {}
         self.ended: dict[SampleId, float] = {}  # seconds since the rollout began
         self.lengths: dict[SampleId, int] = {}
+        self.drawn: list[int] = []  # the length of every response that was launched
         self.aborted: dict[SampleId, int] = {}
         self.scale_down: ScaleDown | None = None
         self.freed_at = math.inf
 
     def _make_replicas(self, tp: int) -> list[Replica]:
         c = self.run.config.cluster
-        costs = [self.run.costs_at(i, tp) for i in range(c.gpus // tp)]
+        costs = [self.run.costs_at(i, tp) for i in range(self.run.config.decoding_gpus // tp)]
         return [Replica(each, each.pages, c.page_size, c.max_running, c.shared_prompts) for each in costs]
 
     @property
@@ -144,19 +157,23 @@ class SimulatedRound:
         decision = Decision()
         while not decision.done:
             looks = self.run.planner is not None and self.run.planner.is_due(self.placement.num_live)
-            finished = self._decode(looks)
+            finished = self.decode(looks)
             decision = policy.observe(finished, {id: self.run.reward(id) for id in decision.grade})
-            self.placement.remove([*(event.id for event in finished), *decision.abort])
-            for replica in self.replicas if decision.abort else ():
-                self.aborted.update({s.id: s.done for s in replica.remove({*decision.abort})})
-            self._launch(decision.launch)
-            if self.run.config.scheduler.migrate:
-                self._move(self.placement.handovers())
+            self.carry_out(decision, finished)
             if not decision.done:
                 self._scale_down()
             if looks and not decision.done:
                 self._resize()
-            self.turns += 1
+
+    def carry_out(self, decision: Decision, finished: Sequence[Finished] = ()) -> None:
+        """Do as the policy says after a window in which `finished` ended."""
+        self.placement.remove([*(event.id for event in finished), *decision.abort])
+        for replica in self.replicas if decision.abort else ():
+            self.aborted.update({s.id: s.done for s in replica.remove({*decision.abort})})
+        self._launch(decision.launch)
+        if self.run.config.scheduler.migrate:
+            self._move(self.placement.handovers())
+        self.turns += 1
 
     def _launch(self, prompts: Sequence[Visit], expected: Sequence[float] = ()) -> None:
         ids, count = [visit.id for visit in prompts], self.plan.num_responses
@@ -164,11 +181,16 @@ class SimulatedRound:
         for replica, share in zip(self.replicas, self.placement.launch(ids, count, expected), strict=True):
             for i in share:
                 size = len(prompts[i].prompt.token_ids)
-                for r, length in enumerate(self.run.workload.lengths(ids[i], count, self.step)):
+                lengths = self.run.workload.lengths(ids[i], count, self.step)
+                self.drawn += lengths
+                for r, length in enumerate(lengths):
                     replica.add(Response(ids[i].sample(r), size, length))
 
-    def _decode(self, looks: bool) -> list[Finished]:
-        """Go on to the end of the first window with an event, or of the next. They begin together on all replicas."""
+    def decode(self, looks: bool = False, until: float = math.inf) -> list[Finished]:
+        """Go on to the end of the first window with an event, or of the next. They begin together on all replicas.
+
+        `until`: a time at whose window to end if no event comes earlier, as far as the pace of now tells.
+        """
         may_leave = self.stream is not None and not self.stream.is_done
         is_watched = self.scale_down is not None or (self.run.planner is not None and self.run.planner.due > 0)
         size = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, is_watched)
@@ -178,6 +200,9 @@ class SimulatedRound:
             if first == math.inf:
                 return []  # dynamic sampling waits for its grades
             windows = 1 if looks else math.ceil((first - self.iteration) / size)
+            if until < math.inf:
+                pace = size * max(replica.step_seconds for replica in self.replicas)
+                windows = min(windows, max(math.ceil((until - self.seconds) / pace), 1))
             self.iteration += windows * int(size)
         before = [replica.plain for replica in self.replicas]
         ended = [e for r in self.replicas for e in r.run_until(self.iteration if size < math.inf else math.inf)]
@@ -190,6 +215,11 @@ class SimulatedRound:
         self.ended.update({event.id: at for event, at in ended})
         self.lengths.update({event.id: event.num_tokens for event, _ in ended})
         return [event for event, _ in ended]
+
+    def wait(self, until: float) -> None:
+        """Decode nothing up to a time, or on from now if that is over."""
+        for replica in self.replicas:
+            replica.clock = max(self.seconds, until)
 
     def _observe_steps(self, before: Sequence[tuple[int, int, float]]) -> None:
         """Give the stream policy the step time of the slowest replica, as overlap/streamed.py does."""
@@ -261,6 +291,11 @@ class Simulation:
         """`workload` replaces the lengths by `model`; `profile`, measured times, replaces the roofline."""
         refuse_dynamic_sampling(config.stream, config.scheduler.dynamic_sampling)
         refuse_within_round(config.planner, config.stream.policy)
+        o = config.overlap
+        if o.train_ranks and not o.depth:
+            raise ConfigError(f"overlap.train_ranks = {o.train_ranks} needs overlap.depth > 0 (it is 0)")
+        if o.depth and config.planner.rule != "fixed":
+            raise ConfigError(f"overlap.depth = {o.depth:g} leaves no rounds to planner.rule = {config.planner.rule}")
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
         c = config.cluster
         self.workload = workload or Drawn(model.lengths, c.seed)
@@ -285,15 +320,21 @@ class Simulation:
     def _costs(self) -> dict[int, Costs]:
         """Return the costs of each tensor-parallel size whose pages hold a longest response."""
         c, given = self.config.cluster, (self.hardware, self.model.shape, self.model.efficiency)
-        if c.gpus % c.tensor_parallel:
-            raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel} does not divide cluster.gpus = {c.gpus}")
+        gpus = self.config.decoding_gpus
+        if gpus < 1:
+            raise ConfigError(f"overlap.train_ranks = {c.gpus - gpus} leaves none of {c.gpus} GPUs to decode")
+        if gpus % c.tensor_parallel:
+            raise ConfigError(
+                f"cluster.tensor_parallel = {c.tensor_parallel} does not divide the {gpus} GPUs that decode "
+                "(cluster.gpus - overlap.train_ranks)"
+            )
         found: dict[int, Costs]
         if self.profile:
-            sizes = {n: p for n, p in self.profile.sizes.items() if c.gpus % n == 0}
+            sizes = {n: p for n, p in self.profile.sizes.items() if gpus % n == 0}
             found = {n: Measured(*given, n, measured, c.page_size) for n, measured in sizes.items()}
         else:
-            node = min(self.hardware.node_gpus, c.gpus)
-            own = {c.tensor_parallel} | {n for n in group_sizes(c.gpus, node) if n <= self.model.shape.kv_heads}
+            node = min(self.hardware.node_gpus, gpus)
+            own = {c.tensor_parallel} | {n for n in group_sizes(gpus, node) if n <= self.model.shape.kv_heads}
             found = {n: Costs(*given, n, self.num_pages(n, c.weights), c.page_size) for n in sorted(own)}
         if c.tensor_parallel not in found:
             raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel}: the profile has only {[*found]}")
@@ -441,6 +482,92 @@ class Simulation:
         return streamed, late + (1 - share) * self.costs.train(rest, self.config.cluster.gpus)
 
 
+class EndlessSimulation(Simulation):
+    """A run whose rollout never ends (`overlap.depth` > 0): GPUs of their own train beside it, or all GPUs in turns.
+
+    Rewards take no time: responses that are graded while others decode hold up nobody.
+    """
+
+    training = 0.0  # seconds in which the trainers trained
+
+    @cached_property
+    def flow(self) -> Flow:
+        return Flow(self.config.overlap, self.policy.config, self.cursor.take, self.config.cluster.steps)
+
+    @cached_property
+    def rollout(self) -> SimulatedRound:
+        return SimulatedRound(self, self.flow.plan, 0)
+
+    @property
+    def in_turns(self) -> bool:
+        return not self.config.overlap.train_ranks
+
+    def step(self, step: int) -> None:
+        """Wait for a batch, train it, take the new weights into the rollout."""
+        rollout, flow, start = self.rollout, self.flow, self.rollout.seconds
+        rollout.step = step  # responses to prompts that are launched again are drawn anew
+        decision = flow.begin()
+        rollout.carry_out(decision)
+        while not decision.done:
+            decision = self._decode()
+        ready, ids, stats = rollout.seconds, flow.accepted_ids(), flow.advance()
+        lengths = [rollout.lengths[id] for id in ids]
+        train = self._train_seconds([n + len(rollout.prompts[id.visit].token_ids) for id, n in zip(ids, lengths)])
+        while not self.in_turns and rollout.seconds < ready + train and rollout.placement.num_live:
+            self._decode(ready + train)
+        rollout.wait(ready + train)
+        trained = rollout.seconds
+        self._take_weights()
+        seconds = {"rollout" if self.in_turns else "wait": ready - start, "train": trained - ready}
+        seconds["sync"] = rollout.seconds - trained
+        self.trained.append(ids)
+        self.records.append(
+            {
+                "step": len(self.trained),
+                "seconds": {"step": sum(seconds.values()), **seconds},
+                "samples": len(ids),
+                "tokens": sum(lengths),
+                "lag": mean(age for age, groups in stats.ages.items() for _ in range(groups)),
+                "overlap": asdict(stats),
+            }
+        )
+
+    def _decode(self, until: float = math.inf) -> Decision:
+        finished = self.rollout.decode(until=until)
+        decision = self.flow.observe(finished)
+        self.rollout.carry_out(decision, finished)
+        return decision
+
+    def _train_seconds(self, lengths: list[int]) -> float:
+        e, gpus = self.model.efficiency, self.config.overlap.train_ranks or self.config.cluster.gpus
+        seconds = self.costs.train(lengths, gpus) + e.train_seconds
+        self.training += seconds
+        return seconds + (e.rollout_seconds if self.in_turns else 0.0)  # engines go to sleep
+
+    def _take_weights(self) -> None:
+        """Pause, and compute the contexts of what is under way again if `overlap.flight` says so."""
+        self.rollout.wait(self.rollout.seconds + self.costs.weight_sync())
+        for replica in self.rollout.replicas if self.config.overlap.flight == "recompute" else ():
+            replica.evict()
+
+    def summary(self) -> dict[str, float]:
+        """Return the numbers of the whole run."""
+        rollout, overlaps = self.rollout, [r["overlap"] for r in self.records]
+        replicas = rollout.replicas
+        decoding = len(replicas) * rollout.seconds
+        tokens = sum(r["tokens"] for r in self.records) / sum(r["samples"] for r in self.records)
+        return {
+            "lag_mean": mean(r["lag"] for r in self.records),
+            "lag_max": max(age for told in overlaps for age in told["ages"]),
+            "trained_length": tokens / mean(rollout.drawn),  # of a response, relative to those that were launched
+            "late": sum(told["late"] for told in overlaps),
+            "dropped": sum(told["dropped"] for told in overlaps),
+            "decoders_idle": 1 - sum(r.busy for r in replicas) / decoding,
+            "trainers_idle": 1 - self.training / rollout.seconds,
+            "recomputed": sum(r.recomputed for r in replicas) / sum(r.decoded for r in replicas),
+        }
+
+
 def reward_times(
     rollout: SimulatedRound, accepted: Sequence[SampleId], config: GradingConfig, timeouts: AdaptiveTimeouts, seed: int
 ) -> dict[SampleId, float]:
@@ -503,7 +630,8 @@ def simulate(
 ) -> Simulation:
     """Run a whole simulation and return it, with its records."""
     model = model or load_model_file(config.cluster.model)
-    run = Simulation(config, model, load_hardware(config.cluster.hardware), workload, profile)
+    kind = EndlessSimulation if config.overlap.depth else Simulation
+    run = kind(config, model, load_hardware(config.cluster.hardware), workload, profile)
     run.run()
     return run
 
@@ -511,7 +639,8 @@ def simulate(
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.epilog = "every key and its default:\n" + describe(SimulationConfig())
-    parser.add_argument("--config", help="TOML file with sections cluster, scheduler, grading, stream, planner")
+    sections = ", ".join(each.name for each in fields(SimulationConfig))
+    parser.add_argument("--config", help=f"TOML file with sections {sections}")
     parser.add_argument("--replay", help="run folder whose recorded lengths are used")
     parser.add_argument("--profile", help="rollout_profile.json of profiler.py: measured decode and prefill times")
     flags, overrides = parser.parse_known_args(argv)
@@ -526,6 +655,8 @@ def main(argv: list[str]) -> int:
     for record in run.records:
         print(json.dumps(record))
     last = {"mean_step_seconds": mean(r["seconds"]["step"] for r in run.records), "events": run.events}
+    if isinstance(run, EndlessSimulation):
+        last |= run.summary()
     if not profile:  # a profile has measured pages
         size = config.cluster.tensor_parallel
         last |= {"weights": config.cluster.weights, "pages": {n: run.num_pages(size, n) for n in LAYOUTS}}

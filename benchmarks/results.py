@@ -45,7 +45,7 @@ REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.py")
 SIMULATOR = (
     *("simulate.py", "simulation/*.py", "engine/pages.py", "rewards/timeouts.py"),
-    *(f"policies/{name}.py" for name in ("placement", "planner", "replica", "scale_down", "step_times")),
+    *(f"policies/{name}.py" for name in ("flow", "placement", "planner", "replica", "scale_down", "step_times")),
     *("scheduler.py", "configs/simulate/*.toml"),
 )
 RUN = ("train.py", "job.py")

@@ -5,7 +5,7 @@ that is 1/32 to 1/25 of 16k. Six numbers describe a model: its lengths, and seco
 shared by all models: seconds per sequence and decode step, and per rollout. They are searched together by random steps
 that shrink. The search uses a closed form of a round's time; the simulator then says how far off that is for each
 entry, the targets are corrected, and the search goes on. `python figures/fit.py 8B` fits Qwen3-8B/32k to the eight
-numbers of Figure 4.
+numbers of Figure 4, `python figures/fit.py flash` the workloads of ROLL Flash to its Figure 5 and its mean lengths.
 
 Set by hand, with these numbers of the paper in view, so that their agreement proves little: `sandboxes` and
 `code_seconds` (simulate.py), by Table 2's gains of the reward scheduler; `streamable` (costs.py), by Table 2's gains of
@@ -20,15 +20,18 @@ from dataclasses import replace
 from typing import Any
 
 import fig04
+import flash
+import flash_split
 import numpy as np
 from fig11 import PAPER, rollout_seconds
 from paper import GPUS, MODELS, TENSOR_PARALLEL
 from tqdm import tqdm
 
 from config import ConfigError
+from core import VisitId
 from simulate import ModelFile, load_hardware, load_model_file
 from simulation.costs import Costs
-from simulation.workload import LengthModel
+from simulation.workload import Drawn, LengthModel
 
 MODEL = {  # each model has its own
     "layer_seconds": (20e-6, 300e-6),
@@ -159,15 +162,52 @@ def fit_8b(tries: int) -> None:
     print(f"error {math.sqrt(least):.3f}", {key: f"{value_of(best, key):.4g}" for key in bounds})
 
 
+def mean_length(model: LengthModel) -> float:
+    return float(np.mean([Drawn(model).lengths(VisitId(0, i), 16, 0) for i in range(2000)]))
+
+
+def fit_flash() -> None:
+    """ROLL Flash: each number by itself, medians to mean lengths, training to its bars, the engine to three bars."""
+    for name, target in (("Think", 11_000), ("Base", 2_000)):
+        file = load_model_file(flash.MODELS[name])
+        low, high = 100.0, 20_000.0
+        while high / low > 1.001:
+            middle = math.sqrt(low * high)
+            if mean_length(replace(file.lengths, median=middle)) < target:
+                low = middle
+            else:
+                high = middle
+        print(name, f"median {low:.0f}", flush=True)
+        if name == "Think":
+            think = changed(file, {"median": low})
+    # Seconds on n GPUs are a + b / n: least squares of the relative error.
+    gpus, bars = np.array([*flash_split.TRAIN]), np.array([*flash_split.TRAIN.values()])
+    a, b = np.linalg.lstsq(np.stack([1 / bars, 1 / gpus / bars], 1), np.ones(len(bars)), rcond=None)[0]
+    hardware, prompt = load_hardware("h800"), think.lengths.prompt_tokens
+    lengths = [n + prompt for i in range(256) for n in Drawn(think.lengths).lengths(VisitId(0, i), 16, 0)]
+    work = Costs(hardware, think.shape, think.efficiency).train(lengths, 1)
+    think = changed(think, {"train_seconds": float(a), "train": float(think.efficiency.train * work / b)})
+    print({key: f"{value_of(think, key):.4g}" for key in ("train_seconds", "train")}, flush=True)
+    low, high = 200e-6, 800e-6
+    while high / low > 1.02:
+        middle = math.sqrt(low * high)
+        think = changed(think, {"layer_seconds": middle})
+        ratios = [flash_split.seconds(n, think) / flash_split.PAPER[n] for n in (0, 24, 32)]
+        low, high = (low, middle) if math.prod(ratios) > 1 else (middle, high)
+        print(f"layer_seconds {middle:.4g}: {ratios}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", choices=["8B"])
+    parser.add_argument("model", nargs="?", choices=["8B", "flash"])
     parser.add_argument("--tries", type=int, default=800)
     parser.add_argument("--passes", type=int, default=2, help="corrections by the simulator")
     parser.add_argument("--periods", type=int, default=90, help="rounds of a bar in a correction")
     args = parser.parse_args()
     if args.model == "8B":
         return fit_8b(args.tries)
+    if args.model == "flash":
+        return fit_flash()
     files = {name: load_model_file(file) for name, file in MODELS.items()}
     forms = {name: ClosedForm(name) for name in files}
     paper = {name: {etas: bars[i] for etas, bars in PAPER.items()} for i, name in enumerate(files)}

@@ -236,9 +236,9 @@ def put_values(axis: plt.Axes, bars: BarContainer) -> None:
     axis.margins(y=0.16)
 
 
-def save(figure: plt.Figure, name: str, data: str) -> None:
+def save(figure: plt.Figure, name: str, data: str, paper: str = "arXiv 2509.21009") -> None:
     """Write figures/NAME.png with a caption line that names the command and the data."""
-    caption = f"python figures/{name}.py: {data}; paper: arXiv 2509.21009"
+    caption = f"python figures/{name}.py: {data}; paper: {paper}"
     figure.supxlabel(caption, fontsize=7, color="0.4")
     figure.savefig(HERE / f"{name}.png")
     plt.close(figure)

@@ -71,6 +71,7 @@ class Replica:
         self.left_over, self.steps = np.zeros(page_size, np.int64), np.arange(page_size)
         self.busy = 0.0
         self.events = self.preemptions = self.decoded = 0
+        self.recomputed = 0  # tokens of contexts that were computed again
         self.plain = (0, 0, 0.0)  # steps that compute no context: how many, the tokens that they drew, their seconds
 
     @property
@@ -89,10 +90,22 @@ class Replica:
         self.has_begun = False
         return gone
 
+    def evict(self) -> None:
+        """Take the pages of all: new weights have other keys and values. They wait in their order, and go on."""
+        while self.running:
+            self._evict_newest()
+        self.has_begun = False
+
     def live_tokens(self) -> list[int]:
         """Return the response tokens so far of each response that runs or waits."""
         running = [s.done + self.iteration - s.start for s in self.running.values()]
         return running + [s.done for s in self.waiting]
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the next decode step."""
+        rows = len(self.running)
+        return self.times.decode(rows, self.base + rows * self.iteration) if rows else 0.0
 
     def next_event(self) -> float:
         """Return the iteration at whose end a response may end, pages run out, or a waiting response get in."""
@@ -169,8 +182,11 @@ class Replica:
         self.has_begun = True
         self._admit()
         while not self._fits(self.iteration + 1):
-            self.waiting.appendleft(self._release(next(reversed(self.running))))
+            self._evict_newest()
             self.preemptions += 1
+
+    def _evict_newest(self) -> None:
+        self.waiting.appendleft(self._release(next(reversed(self.running))))
 
     def _admit(self) -> None:
         """Start waiting sequences, in order. A prompt is computed once for all its responses."""
@@ -208,6 +224,7 @@ class Replica:
             computed = {s.id if s.done else s.id.visit: s.num_tokens for s in self.new.values()}
             for tokens in computed.values():
                 self._spend(self.times.prefill(tokens))
+            self.recomputed += sum(s.num_tokens for s in self.new.values() if s.done)
             if others := rows - len(self.new):
                 self._spend(self.times.decode(others, context - sum(s.num_tokens - 1 for s in self.new.values())))
             self.new.clear()

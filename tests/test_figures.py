@@ -26,7 +26,7 @@ def load(monkeypatch: pytest.MonkeyPatch):
         return module
 
     yield load
-    for name in ("training_runs", "timeline", "paper", "fig04", "fig11"):
+    for name in ("training_runs", "timeline", "paper", "fig04", "fig11", "flash", "flash_split"):
         sys.modules.pop(name, None)
 
 

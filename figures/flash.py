@@ -1,0 +1,51 @@
+"""What the figures of ROLL Flash share: its workloads and runs. (arXiv 2510.11345)
+
+The paper's text was not at hand, only some of its figures. Its GPU, its batch and the asynchronous ratio of a run are
+not known: here they are H800, 256 prompts x 16 responses, which is what the training times of Figure 5 come to on
+H800, and 2. One engine and one trainer serve both models; only their lengths differ.
+"""
+
+from typing import Any
+
+from paper import ClusterConfig, SimulationConfig, StreamConfig, command, mean
+
+from scheduler import SchedulerConfig
+from simulate import EndlessSimulation, ModelFile, SimulatedOverlap, Simulation, simulate
+
+MODELS = {"Think": "qwen3-8b-think", "Base": "qwen3-8b-base"}
+PAPER = "arXiv 2510.11345"
+ALPHA = 2
+STEPS, EDGE = 14, 3  # simulated steps; the first and the last that are no steady state
+SYNCHRONOUS_STEPS = 4
+WINDOW = 1024  # engine steps: replicas wait for the slowest at its end, so short ones cost more
+
+
+def config(model: str, gpus: int, steps: int, **overlap: Any) -> SimulationConfig:
+    """Return a run of 256 x 16 on whole replicas; `overlap` is its section, and without one it is synchronous."""
+    scheduler = SchedulerConfig("synchronous", 256, 16, 1.0, 1.0, window_iterations=WINDOW if overlap else 16)
+    cluster = ClusterConfig(model=MODELS[model], gpus=gpus, steps=steps)
+    return SimulationConfig(cluster, scheduler, stream=StreamConfig("off"), overlap=SimulatedOverlap(**overlap))
+
+
+def synchronous(model: str, gpus: int, file: ModelFile | None = None) -> Simulation:
+    """Simulate rollout and training one after the other, on all GPUs."""
+    return simulate(config(model, gpus, SYNCHRONOUS_STEPS), file)
+
+
+def endless(
+    model: str, gpus: int, train: int, depth: float = ALPHA, file: ModelFile | None = None, **overlap: Any
+) -> EndlessSimulation:
+    """Simulate a rollout that never ends, beside training on `train` of the GPUs (0: in turns with it)."""
+    run = simulate(config(model, gpus, STEPS, depth=depth, train_ranks=train, **overlap), file)
+    assert isinstance(run, EndlessSimulation)
+    return run
+
+
+def step_seconds(run: Simulation) -> float:
+    """Return the mean seconds of a step in the steady state."""
+    inner = run.records[EDGE:-EDGE] if isinstance(run, EndlessSimulation) else run.records
+    return mean(r["seconds"]["step"] for r in inner)
+
+
+if __name__ == "__main__":
+    command(lambda: None, f"{__doc__} For other figures: alone it does nothing.")
