@@ -228,7 +228,7 @@ def _prefill(d: Demand) -> Lines:
     }
 
 
-def remedy(d: Demand, logits_tokens: int = 1024) -> str:
+def remedy(d: Demand) -> str:
     """Return the fewest settings that would make a plan fit, as text; "" if none would."""
     shards = [n for n in range(d.shard, d.num_ranks + 1) if d.num_ranks % n == 0]
     settings = (  # the last are tried first
@@ -237,7 +237,7 @@ def remedy(d: Demand, logits_tokens: int = 1024) -> str:
         [(f"rollout.tensor_parallel = {n}", {"tensor_parallel": n}) for n in d.sizes],
         [(f"trainer.shard = {n}", {"shard": n}) for n in shards],
         [("rollout.kv_gib = 0", {"kv": 0.0})],
-        [(f"trainer.tokens_per_logits = {logits_tokens}", {"logits_tokens": logits_tokens})],
+        [("trainer.tokens_per_logits = 1024", {"logits_tokens": 1024})],
         [("trainer.recompute = on", {"recompute": True})],
     )
     choices: Iterable[tuple] = product(*([None, *values] for values in settings))
