@@ -131,6 +131,17 @@ def run_mains(tmp_path: Path):
 
 
 @pytest.fixture
+def alone(monkeypatch):
+    """Let a test change what a launcher changes: the environment and the number of threads."""
+    for name in ("RANK", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    threads = torch.get_num_threads()
+    yield monkeypatch
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def settings(tiny_folder: Path, tmp_path: Path):
     """Return the command line of a small run in a folder of its own; keywords override, `a__b` for a.b."""
 

@@ -15,17 +15,6 @@ from config import ConfigError
 from process import launcher
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """Let a test change what a launcher changes: the environment and the number of threads."""
-    for name in ("RANK", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that it is restored
-        monkeypatch.delenv(name)
-    threads = torch.get_num_threads()
-    yield monkeypatch
-    torch.set_num_threads(threads)
-
-
 def test_options_of_torchrun_are_kept_apart_from_settings(alone) -> None:
     settings = ["--config", "a.toml", "--run.steps=3", "--resume"]
     flags, rest = launcher.parse(["--nproc-per-node=8", "--nnodes", "4", "--rdzv-backend=c10d", *settings])

@@ -1,8 +1,6 @@
 """The memory plan: its arithmetic, what a run makes of it, and that a run holds what it plans."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from test_benchmarks import load
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+import train
 from attention import PackedAttention
 from config import ConfigError, load_config
 from engine.pages import LAYOUTS
@@ -171,21 +170,16 @@ def test_a_gpu_recomputes_and_holds_fewer_logits_unless_it_is_told() -> None:
 # ---- what a run makes of it --------------------------------------------------------------------------------------
 
 
-def checked(folder: Path, *settings: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "train.py", "--check", "--ranks=8", "--config=configs/qwen_math.toml"]
-    command += [f"--model.path={folder}", f"--data.train={folder}/none.jsonl", "--run.device_gib=79.6", *settings]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.slow
-def test_check_prints_the_plan_of_a_gpu_from_a_config_alone(tmp_path: Path) -> None:
+def test_check_prints_the_plan_of_a_gpu_from_a_config_alone(alone, tmp_path: Path, capsys) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    done = checked(tmp_path, "--trainer.shard=8")
-    assert done.returncode == 2 and "model.safetensors" in done.stderr  # the plan comes first
-    assert done.stdout.strip() == planned("trainer.shard=8").table()
-    done = checked(tmp_path)
-    assert done.returncode == 2 and "a GPU of 79.6 GiB is too small" in done.stderr
-    assert "sum" in done.stdout
+    command = ["--check", "--ranks=8", f"--config={ROOT}/configs/qwen_math.toml", f"--model.path={tmp_path}"]
+    command += [f"--data.train={tmp_path}/none.jsonl", "--run.device_gib=79.6"]
+    assert train.main([*command, "--trainer.shard=8"]) == 2
+    said = capsys.readouterr()
+    assert said.out.strip() == planned("trainer.shard=8").table() and "model.safetensors" in said.err  # after the plan
+    assert train.main(command) == 2
+    said = capsys.readouterr()
+    assert "sum" in said.out and "a GPU of 79.6 GiB is too small" in said.err
 
 
 @pytest.fixture

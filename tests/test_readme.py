@@ -3,10 +3,8 @@
 import ast
 import functools
 import importlib.util
-import os
 import re
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,7 +24,6 @@ LINKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted(ROOT.glob("benchmarks/results/*
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_the_python_blocks_run(tiny_folder, tmp_path, monkeypatch) -> None:
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000100").symlink_to(tiny_folder)
@@ -34,9 +31,7 @@ def test_the_python_blocks_run(tiny_folder, tmp_path, monkeypatch) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     assert blocks
     for block in blocks:
-        subprocess.run(
-            [sys.executable, "-c", block], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=1200
-        )
+        exec(block, {})
 
 
 def test_keys_and_files_that_it_names_are_there() -> None:
