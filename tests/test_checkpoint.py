@@ -375,8 +375,8 @@ def test_a_checkpoint_is_of_the_moment_of_its_save_and_seen_when_whole(
     random_model, tiny_folder, tmp_path, monkeypatch
 ):
     """Whatever changes while it is written; and the next save, or the end of the run, waits for it."""
-    may_write, write = threading.Event(), _Writer.write_data
-    monkeypatch.setattr(_Writer, "write_data", lambda *args: may_write.wait(60) and write(*args))
+    may_write, write = threading.Semaphore(0), _Writer.write_data  # a checkpoint at a time
+    monkeypatch.setattr(_Writer, "write_data", lambda *args: may_write.acquire(timeout=600) and write(*args))
     before = copy.deepcopy(random_model)
     checkpoints, moments, state = Checkpoints(tmp_path, tiny_folder, 9, ALONE), torch.ones(3), {"step": 1}
     checkpoints.save(1, random_model, {"moments": moments}, state)
@@ -385,13 +385,14 @@ def test_a_checkpoint_is_of_the_moment_of_its_save_and_seen_when_whole(
     state["step"] = 2
     checkpoints.check()
     assert list_checkpoints(tmp_path) == [], "nothing is there before all of it is"
-    threading.Timer(0.2, may_write.set).start()
+    threading.Timer(0.2, may_write.release).start()
     checkpoints.save(2, random_model, {"moments": moments}, state)
     [first] = list_checkpoints(tmp_path)
     assert_bit_equal(load(first), before)
     assert load_state(first) == {"step": 1}
     load_tensors(first, {"moments": moments}, ALONE)
     assert moments.tolist() == [1, 1, 1]
+    threading.Timer(0.2, may_write.release).start()
     with pytest.raises(ValueError), checkpoints:
         raise ValueError
     assert [load_state(folder) for folder in list_checkpoints(tmp_path)] == [{"step": 1}, {"step": 2}]
