@@ -124,6 +124,16 @@ class Span:
         return self.end - self.start
 
 
+def with_span(spans: tuple[Span, ...], end: int, version: int) -> tuple[Span, ...]:
+    """Return spans that reach to token `end`: this version has sampled all that they lack."""
+    start = spans[-1].end if spans else 0
+    if start == end:
+        return spans
+    if spans and spans[-1].version == version:
+        return *spans[:-1], Span(spans[-1].start, end, version)
+    return *spans, Span(start, end, version)
+
+
 @dataclass(frozen=True, slots=True)
 class Elsewhere(Sequence):
     """Stands for a sample's tokens, or for their log-probs, on other ranks than the one that has them."""
@@ -208,7 +218,7 @@ class Example:
 class RoundPlan:
     """Which prompts a round launches and how much of it is kept. (RollPacker, section 3)"""
 
-    kind: str  # "long": no speculation, every response is awaited; "short": a race
+    kind: str  # "long": no speculation, every response is awaited; "short": a race; "async": of policies/flow.py
     prompts: tuple[Visit, ...]  # in launch order
     num_responses: int  # launched per prompt
     keep_prompts: int

@@ -18,8 +18,10 @@ from data import PromptCursor, dump_groups, load_groups, load_prompts
 from learning import group_advantages, learn, put_groups
 from metrics import Clock, Record, Recorder, peak_memory, write_transcripts
 from model import Model, empty_model
+from overlap.endless import Endless
 from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
+from policies.flow import Flow
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
 from records import RankReport, audit_report, evaluation_record, generate_seconds, planner_record, preemptions
 from rewards import sandbox
@@ -116,7 +118,16 @@ class Job:
             self.graders.timeouts.load_state_dict(state["timeouts"])
         settings = {key: value for key, (value, _) in flatten(config).items()}
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
+        self.endless = self._open_endless(state) if config.overlap.depth else None
         self._introduce(resume, saved)
+
+    def _open_endless(self, state: dict) -> Endless:
+        """Begin the endless rollout, or go on with the one of a checkpoint's state."""
+        flow = Flow(self.config.overlap, self.policy.config, self.cursor.take, self.config.run.steps)
+        endless = Endless(self._round(self.clock), flow)
+        if state:
+            endless.load_state_dict(state["endless"], self.cursor.prompts)
+        return endless
 
     def _introduce(self, resume: bool, saved: Path | None) -> None:
         say = self.recorder.say
@@ -161,10 +172,7 @@ class Job:
     ) -> tuple[list[Group], Round]:
         """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
         self._refuse_if_released()
-        c = self.config
-        settings = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
-        sizes = (self.planner, self.tp_groups) if c.planner.within_round else None
-        played = Round(self.engine, self.graders, self.world, clock, *settings, sizes)
+        played = self._round(clock)
         with clock.span("rollout"):
             if streamed:
                 streamed.play(played, referee)
@@ -172,6 +180,20 @@ class Job:
                 played.play(plan, referee)
         with clock.span("exchange"):
             return played.collect(), played
+
+    def _round(self, clock: Clock) -> Round:
+        c = self.config
+        settings = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
+        sizes = (self.planner, self.tp_groups) if c.planner.within_round else None
+        return Round(self.engine, self.graders, self.world, clock, *settings, sizes)
+
+    def next_batch(self) -> Rollout:
+        """Go on with the endless rollout until a batch is there; its groups may be several updates old. Collective."""
+        self._refuse_if_released()
+        assert self.endless, "overlap.depth = 0: rounds end before training"
+        with self.clock.span("rollout"):
+            groups, record = self.endless.next_batch()
+        return Rollout(groups, SampleBuffer(len(groups)), record={"round": record})
 
     def replay(self) -> Rollout:
         """Return the groups that the run of `run.replay` trained in this step."""
@@ -194,7 +216,8 @@ class Job:
         self._refuse_if_released()
         with self.clock.span("sync"):
             self.step += 1
-            self.engine.load_weights(self.trainer.model, self.step)
+            taker = self.endless.take_weights if self.endless else self.engine.load_weights
+            taker(self.trainer.model, self.step)
 
     # ---- after a step --------------------------------------------------------------------------------------------
 
@@ -248,6 +271,8 @@ class Job:
             return {}
         start = time.perf_counter()
         self._refuse_if_released()
+        if self.endless:
+            self.endless.lend_engine()
         self.engine.regroup(self.engine.parallel)  # new weights, on all ranks: a rank without work makes no step
         prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
         plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
@@ -276,6 +301,8 @@ class Job:
         }
         if self.streaming:
             state["streaming"] = self.streaming.state_dict()
+        if self.endless:
+            state["endless"] = self.endless.state_dict()
         with self.trainer.saved_tensors() as tensors:
             self.checkpoints.save(self.step, self.trainer.model, tensors, state)
         if waits:
@@ -308,6 +335,8 @@ class Job:
         rows, tables of positions, a judge. No collective. Until `take_back`, work on the device raises RuntimeError.
         """
         self._refuse_if_released()
+        if self.endless:
+            self.endless.interrupt()
         self.engine.release()
         self.trainer.release()
         self.is_released = True

@@ -6,8 +6,6 @@ does it on the device. Decode state lives in device tensors whose first `n` rows
 rows have ended; on a GPU one step later, while the next step runs (engine/graphs.py).
 """
 
-from array import array
-from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,13 +14,14 @@ import torch
 from tqdm import tqdm
 
 from config import check_options
-from core import Sample, SampleId, Span, Tokenizer, Visit
+from core import Sample, SampleId, Tokenizer, Visit, with_span
 from engine.batcher import Batcher
 from engine.cpu import BatchedPages
-from engine.graphs import DecodeGraphs, Flight
+from engine.flights import Flights
+from engine.graphs import DecodeGraphs
 from engine.memory import PageMemory, RolloutConfig, cache_of, kv_budget, num_pages_for
 from engine.pages import Pages
-from engine.rows import Rows, stopped_by_text
+from engine.rows import Rows
 from engine.runner import Runner
 from engine.sequence import EngineStats, Sequence
 from engine.shard import Shard, num_own_elements
@@ -61,8 +60,6 @@ class Engine:
             check_split(model.shape, size)
         self.config, self.sampling, self.tokenizer = config, sampling, tokenizer
         self.version, self.stats = 0, EngineStats()  # the version of the weights that sample
-        self.flights: deque[Flight] = deque()  # flags of launched steps, not read yet
-        self.finished: list[Sample] = []  # read between two steps, for the next to return
         self.model, shape, dtype, self.device = model, model.shape, model.dtype, model.embed.weight.device
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             raise ValueError(f"the model is on {self.device}; call torch.cuda.set_device({self.device.index}) first")
@@ -81,6 +78,7 @@ class Engine:
         rows = Rows(config.max_running, config.max_response_tokens, sampling, eos_ids, self.device)
         graphs = DecodeGraphs(rows.ended, config.max_running, longest) if self._is_fused(self.device) else None
         self.runner = Runner(rows, PageMemory(num_bytes, dtype, self.device), graphs)
+        self.flights = Flights(self.batcher, self.runner, tokenizer)
         self.shards: dict[int, Shard] = {}
         self.is_stale = self.is_released = False  # stale: shard or memory must be made again
         self._enter(parallel)
@@ -94,19 +92,37 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return self.batcher.is_idle and not self.finished
+        return self.batcher.is_idle and not self.flights.finished
 
     def load_weights(self, model: Model, version: int) -> None:
         """Decode with `model` from now on; where a shard can be a view nothing is copied. Wants an idle engine.
 
         Copies are made again by the next `regroup` or `step`, so that weights that are regrouped are not copied twice;
         by `regroup`, on all ranks, where the model lies over several. Weights that were changed in place need this too.
+        Sequences under way are exported before, and added again: then their KV is that of the new weights.
         """
-        assert self.is_idle, "new weights while sequences run would mix two policies in one sample"
+        assert self.is_idle, "sequences that run have KV of the old weights: `export` them, or `change_weights`"
         self.version, self.is_stale = version, True
         if model is not self.model:
             self.model = model
             self._drop_shards()
+
+    def change_weights(self, version: int) -> None:
+        """Decode with the model's new weights from now on; running sequences keep the KV of the older ones.
+
+        (PipelineRL, arXiv 2509.19128.) Contexts in prefill are computed anew. Collective where the model lies over
+        several ranks.
+        """
+        self.flights.land(self.version)
+        self._refresh()
+        running = self.batcher.running
+        prefilling = [s for s in self.batcher.admitted if s.row < 0]
+        self.flights.evict(prefilling, self.version)
+        self.batcher.waiting.extendleft(reversed(prefilling))
+        for s in running:
+            s.spans, s.has_old_kv = with_span(s.spans, self.batcher.num_drawn(s), self.version), True
+        self.shards[self.parallel.size].refresh()
+        self.version = version
 
     def regroup(self, parallel: TensorParallel) -> None:
         """Decode in the group `parallel` from now on: same weights, same memory. Wants an idle engine.
@@ -118,7 +134,7 @@ class Engine:
         assert self.is_idle, "sequences that run hold pages of the old shape"
         assert parallel.size in self.num_pages, f"the engine was made for the sizes {sorted(self.num_pages)}"
         if parallel is not self.parallel:
-            self._settle()
+            self.flights.land(self.version)
             self._enter(parallel)
             self.stats.regroup_bytes += self.runner.weights.copied_bytes
         self._refresh()
@@ -158,7 +174,7 @@ class Engine:
         On a CPU to the process only. Wants an idle engine.
         """
         assert self.is_idle, "sequences that run have their pages there"
-        self._settle()
+        self.flights.land(self.version)
         if any(self.own_elements.values()):
             self._drop_shards()
         self.runner.memory.free()
@@ -210,35 +226,46 @@ class Engine:
             runner.launch(batcher)
         if chunks or (batcher.running and not runner.graphs):
             runner.forward(batcher, chunks)
-        if batcher.running:
-            asking = {s: batcher.num_drawn(s) for s in batcher.running if s.stop} if batcher.num_stops else {}
-            self.flights.append(Flight(batcher.running, runner.rows.ended, asking))
-        while len(self.flights) > (1 if runner.graphs else 0):
-            self._land_oldest()
-        finished, self.finished = self.finished, []
-        return finished
+        self.flights.take_off()
+        self.flights.land(self.version, leaving=1 if runner.graphs else 0)
+        return self.flights.take()
+
+    @torch.inference_mode()
+    def prefill(self) -> list[Sample]:
+        """Admit and prefill all that finds room, while no row decodes; return the samples that finished.
+
+        Each sequence draws its next token at the end of its prefill. So those that are added together count the same
+        steps from then on, however they are spread over engines and however long their contexts are.
+        """
+        self.flights.land(self.version)
+        self._refresh()
+        batcher, runner = self.batcher, self.runner
+        while True:
+            runner.start(batcher.admit())
+            if not batcher.prefills:
+                return self.land()
+            runner.forward(batcher, batcher.plan_chunks(), decodes=False)
+            self.flights.take_off()
+            self.flights.land(self.version)
 
     def land(self) -> list[Sample]:
         """Wait for the steps under way; return the samples that finished in them."""
-        self._settle()
-        finished, self.finished = self.finished, []
-        return finished
+        self.flights.land(self.version)
+        return self.flights.take()
 
     def abort(self, ids: Iterable[SampleId]) -> dict[SampleId, int]:
         """Drop sequences by id, free their pages at once and return how many response tokens each had."""
         ids = set(ids)
         thrown = {sequence.id: len(sequence.token_ids) for sequence in self.export(ids)}
-        thrown |= {sample.id: len(sample.token_ids) for sample in self.finished if sample.id in ids}
-        self.finished = [sample for sample in self.finished if sample.id not in ids]
-        return thrown
+        return thrown | {sample.id: len(sample.token_ids) for sample in self.flights.take(ids)}
 
     def export(self, ids: Iterable[SampleId]) -> list[Sequence]:
         """Take sequences out with all they need to continue, token by token the same, in another engine's `add`."""
         ids = set(ids)
-        self._settle()
+        self.flights.land(self.version)
         admitted = [s for s in self.batcher.admitted if s.id in ids]
         queued = self.batcher.withdraw(ids)
-        self._evict(admitted)
+        self.flights.evict(admitted, self.version)
         for sequence in (*admitted, *queued):
             sequence.is_taken = False
         return admitted + queued
@@ -286,46 +313,10 @@ class Engine:
 
     def _make_room(self) -> None:
         """Give a page to every row that has filled its last one; when none is left, preempt the newest sequence."""
-        if self.flights and self.pages.free < len(self.batcher.full_rows()):
-            self._settle()  # what has ended meanwhile makes room: perhaps no sequence is preempted
+        if self.flights.launched and self.pages.free < len(self.batcher.full_rows()):
+            self.flights.land(self.version)  # what has ended meanwhile makes room: perhaps no sequence is preempted
         for newest in self.batcher.make_room():
-            self._evict([newest])
-
-    def _settle(self) -> None:
-        """Wait for the steps under way, so that the host knows what the device knows."""
-        while self.flights:
-            self._land_oldest()
-
-    def _land_oldest(self) -> None:
-        """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
-        flight = self.flights.popleft()
-        ended = {s: flag for s, flag in flight.land() if s.row >= 0}  # else an earlier flight's
-        if asking := {s: count for s, count in flight.asking.items() if s.row >= 0}:
-            assert self.tokenizer, "`add` refuses stop texts without a tokenizer"
-            with self.runner.rows.reading():
-                stopped = stopped_by_text(asking, self.runner.rows.tokens, self.tokenizer)
-            ended |= {s: 2 * asking[s] + 1 for s in stopped}
-        if not ended:
-            return
-        if self.flights:
-            self.batcher.stats.decoded_tokens -= len(ended)  # the step under way draws nothing for them
-        tokens, logprobs = self.runner.rows.read([s.row for s in ended], max(ended.values()) // 2)
-        for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
-            s.is_taken = False
-            length, reason = flag // 2, "stop" if flag % 2 else "length"
-            drawn = array("i", ids[:length]), array("f", values[:length]), reason, (Span(0, length, self.version),)
-            self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn))
-        self.runner.close(self.batcher.remove(list(ended)), len(self.batcher.running))
-
-    def _evict(self, sequences: list[Sequence]) -> None:
-        """Take admitted sequences out unfinished; they keep their tokens, their KV is dropped."""
-        running = [s for s in sequences if s.row >= 0]
-        counts = [self.batcher.num_drawn(s) for s in running]
-        tokens, logprobs = self.runner.rows.read([s.row for s in running], max(counts, default=0))
-        for s, count, ids, values in zip(running, counts, tokens, logprobs, strict=True):
-            s.token_ids, s.logprobs = array("i", ids[:count]), array("f", values[:count])
-        if sequences:
-            self.runner.close(self.batcher.evict(sequences), len(self.batcher.running))
+            self.flights.evict([newest], self.version)
 
 
 def sequences_for(

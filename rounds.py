@@ -111,15 +111,15 @@ class Round:
         iterations, steps = window(self.config, self.plan.kind, self.placement.num_replicas, may_leave, is_watched), 0
         while not self.engine.is_idle and steps < iterations:
             steps += 1
-            events += self._finish(self._step(), steps)
+            events += self.finish(self._step(), steps)
             self.rewards.update(self.graders.poll())
         if lands or may_leave or self.config.migrate:
-            events += self._finish(self.engine.land(), steps + 1)  # the step that would have returned them
+            events += self.finish(self.engine.land(), steps + 1)  # the step that would have returned them
         # A replica that ran dry counts on, so that iterations mean the same on all.
         self.iteration += steps if iterations == math.inf else int(iterations)
         return events
 
-    def _finish(self, samples: Iterable[Sample], steps: int) -> list[Finished]:
+    def finish(self, samples: Iterable[Sample], steps: int) -> list[Finished]:
         """Have samples graded that finished in a window's step; return their events."""
         events = []
         for sample in samples if self.is_first else ():
@@ -137,16 +137,20 @@ class Round:
         with self.clock.span("idle" if self.engine.is_idle else "window_wait"):
             everyone = parallel.gather_objects(self.world, (events, rewards, note))
         finished = [event for part, _, _ in everyone for event in part]
-        decision = self.referee.observe(finished, {id: r for _, part, _ in everyone for id, r in part.items()})
-        self.placement.remove([*(event.id for event in finished), *decision.abort])
+        self.placement.remove(event.id for event in finished)
+        self.windows += 1
+        self.carry_out(self.referee.observe(finished, {id: r for _, part, _ in everyone for id, r in part.items()}))
+        return finished, [note for _, _, note in everyone]
+
+    def carry_out(self, decision: Decision) -> None:
+        """Stop and launch what the referee says. Collective where sequences migrate."""
+        self.placement.remove(decision.abort)
         stopped = self.engine.abort(decision.abort) if decision.abort else {}
         self.aborted.update(stopped if self.is_first else {})
         self._launch(decision.launch)
         if self.config.migrate:
             self.hand_over(self.placement.handovers())
-        self.windows += 1
         self.decision = decision
-        return finished, [note for _, _, note in everyone]
 
     def end(self) -> None:
         """Wait for the grades of what is trained; the rest is not graded."""

@@ -17,6 +17,7 @@ from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
 from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
+from policies.flow import OverlapConfig, check_overlap
 from policies.memory_plan import GIB, Demand, Plan, plan, remedy
 from policies.planner import PlannerConfig, refuse_within_round
 from policies.scale_down import StreamConfig, half, refuse_dynamic_sampling, replicas_together
@@ -27,7 +28,7 @@ from rewards.judge import JudgeConfig, check_judge
 from rewards.pool import try_graders
 from rollout import RolloutConfig
 from sampling import SamplingConfig
-from scheduler import SchedulerConfig
+from scheduler import POLICIES, SchedulerConfig
 from trainer import TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
 
@@ -73,6 +74,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -294,6 +296,7 @@ def check_settings(c: Config, world_size: int) -> None:
         )
     check_scheduler(c.scheduler)
     check_stream(c, world_size)
+    check_endless(c, dtype)
     refuse_within_round(c.planner, c.stream.policy)
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo or another loss")
@@ -420,6 +423,35 @@ def check_stream(c: Config, num_ranks: int) -> None:
             f"{policy} lets half of the replicas leave, but {num_ranks} ranks with rollout.tensor_parallel = "
             f"{sizes[0]} and trainer.shard = {c.trainer.shard} have no two halves of whole groups; take smaller "
             "groups, more ranks, or stream.policy = off"
+        )
+
+
+def check_endless(c: Config, dtype: torch.dtype) -> None:
+    """Refuse combinations that an endless rollout has no place for, and settings of one that there is not."""
+    depth = f"overlap.depth = {c.overlap.depth:g}"
+    if not c.overlap.depth:
+        if c.overlap != OverlapConfig():
+            raise ConfigError(f"{depth}: the rollout ends before training, and other overlap settings have no effect")
+        return
+    check_overlap(c.overlap, POLICIES[c.scheduler.policy](c.scheduler).config)
+    for key, value, is_wrong, reason in (
+        ("stream.policy", c.stream.policy, c.stream.policy != "off", "no round waits for its longest responses"),
+        ("planner.rule", c.planner.rule, c.planner.rule != "fixed", "there is no moment without sequences under way"),
+        (
+            "scheduler.dynamic_sampling",
+            "true",
+            c.scheduler.dynamic_sampling,
+            "a batch takes the oldest groups, all alike",
+        ),
+        ("scheduler.audit", c.scheduler.audit, c.scheduler.audit, "no round ends"),
+        ("run.replay", repr(c.run.replay), c.run.replay, "recorded groups are not rolled out"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{key} = {value} has no place in an endless rollout ({depth}): {reason}; leave it out")
+    if c.loss.for_dtype(dtype).old_logprobs == "trainer" and not c.loss.tis_cap:
+        raise ConfigError(
+            f"{depth} trains samples of older weights, but loss.old_logprobs = trainer with loss.tis_cap = 0 takes "
+            "them for samples of the newest; take loss.tis_cap = 2, or loss.old_logprobs = rollout"
         )
 
 

@@ -60,6 +60,8 @@ def take_step(job: Job) -> Record:
     plan = None
     if job.config.run.replay:
         rollout = job.replay()
+    elif job.endless:
+        rollout = job.next_batch()  # decoding goes on across updates (ROLL Flash)
     else:
         plan = job.plan()  # which prompts, how many responses of each (3)
         job.regroup(plan)  # tensor-parallel size of the round (4.2)

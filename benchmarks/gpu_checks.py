@@ -424,7 +424,8 @@ def check_stop(s: Section, model: Model) -> None:
     expected = tokens_of(drain(make_engine(model, PLAIN), make_sequences(4, model.shape.vocab_size)))
     at = len(expected[0]) // 2
     engine = make_engine(model, PLAIN)
-    engine.tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids), all_special_tokens=[])
+    reads = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids), all_special_tokens=[])
+    engine.tokenizer = engine.flights.tokenizer = reads
     sequences[0].stop = (f"<{expected[0][at - 1]}><{expected[0][at]}>",)
     same(s, "stop text", tokens_of(drain(engine, sequences)), expected | {0: expected[0][: at + 1]})
 

@@ -15,7 +15,7 @@ from gpu_checks import CUT, GREEDY, MODELS, PLAIN, SMALL, FusedEngine, build, po
 from gpu_rows import Section, measure_bandwidth, seconds_of, wait
 
 from engine.batcher import Started
-from engine.graphs import Flight
+from engine.flights import Flight
 from engine.pages import pages_needed
 from engine.sequence import Sequence
 from model import Model

@@ -106,7 +106,8 @@ class Batcher:
         return prefill.leader if prefill else None
 
     def _cached(self, sequence: Sequence) -> Sequence | None:
-        return next((s for s in self.running if s.prompt_ids == sequence.prompt_ids), None)
+        running = (s for s in self.running if not s.has_old_kv)
+        return next((s for s in running if s.prompt_ids == sequence.prompt_ids), None)
 
     def full_rows(self) -> list[Sequence]:
         """Return the sequences whose next token needs a new page."""

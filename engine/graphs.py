@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sequence import Sequence
-
 
 def row_bucket(n: int) -> int:
     """Return how many rows a graph for n rows has: 1, 2, 4, 8, 16, 24 .. 64, 80 .. 256, 288 .."""
@@ -85,24 +83,3 @@ class DecodeGraphs:
         self.memory = self.memory or graph.pool()
         self.ended.copy_(ended)
         return graph
-
-
-class Flight:
-    """Flags of one step on their way to the host, with the sequences that the rows were then.
-
-    `asking`: those with stop texts, and how many tokens each had drawn after the step.
-    """
-
-    def __init__(self, sequences: list[Sequence], ended: Tensor, asking: dict[Sequence, int]):
-        self.sequences, self.event = list(sequences), torch.cuda.Event() if ended.is_cuda else None
-        self.asking = asking
-        self.host = torch.empty(len(sequences), dtype=ended.dtype, pin_memory=ended.is_cuda)
-        self.host.copy_(ended[: len(sequences)], non_blocking=True)
-        if self.event:
-            self.event.record()
-
-    def land(self) -> list[tuple[Sequence, int]]:
-        """Wait for the flags; return (sequence, flag) of every row that has ended."""
-        if self.event:
-            self.event.synchronize()
-        return [(self.sequences[row], int(self.host[row])) for row in self.host.nonzero()[:, 0].tolist()]

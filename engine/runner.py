@@ -56,10 +56,13 @@ class Runner:
         rows.length[:n] += alive
         rows.draw(slice(0, n), self.weights.logits(hidden))
 
-    def forward(self, batcher: Batcher, chunks: list[Chunk]) -> None:
-        """Compute `chunks`, on a CPU the decoding rows beside them; draw a token for every row that is due one."""
+    def forward(self, batcher: Batcher, chunks: list[Chunk], decodes: bool = True) -> None:
+        """Compute `chunks`, on a CPU the decoding rows beside them; draw a token for every row that is due one.
+
+        `decodes`: False where the rows stand still.
+        """
         rows, kv, num_running = self.rows, self.memory.kv, len(batcher.running)
-        n = 0 if self.graphs else num_running  # rows that decode in this forward
+        n = 0 if self.graphs or not decodes else num_running  # rows that decode in this forward
         decode = prefill = None
         if n:
             assert isinstance(self.pages, BatchedPages)

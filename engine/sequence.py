@@ -4,7 +4,7 @@ from collections import abc
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
-from core import SampleId
+from core import SampleId, Span
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +21,8 @@ class Sequence:
     stop: tuple[str, ...] = ()  # texts that end the response, besides the end token
     token_ids: abc.Sequence[int] = ()  # generated so far; current only while not running
     logprobs: abc.Sequence[float] = ()
+    spans: tuple[Span, ...] = ()  # of what was generated before the newest admission, or change of the weights
+    has_old_kv: bool = False  # of older weights: nobody may take its pages over
     is_taken: bool = False  # an engine has it
     row: int = -1  # row of the decode state while running
     admitted: int = -1  # order of admission: the newest is preempted first

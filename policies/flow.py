@@ -107,7 +107,7 @@ class Flow:
     def plan(self) -> RoundPlan:
         """The shape of what is launched, as of a round: how many responses, and how many are kept."""
         c = self.scheduler
-        return RoundPlan("flow", (), self.num_responses, c.num_prompts, c.num_responses)
+        return RoundPlan("async", (), self.num_responses, c.num_prompts, c.num_responses)
 
     # ---- the referee of a rollout ----------------------------------------------------------------------------
 
@@ -214,6 +214,12 @@ class Flow:
             id = VisitId(epoch, i)
             ids = {id.sample(r) for r in live}, [id.sample(r) for r in kept]
             self.open[id] = OpenGroup(Visit(epoch, prompts[i]), start, *ids, tokens)
+        batches = -(-(len(self.open) + len(self.again)) // self.scheduler.num_prompts)
+        if self.version + batches > self.steps:
+            raise ConfigError(
+                f"run.steps = {self.steps} leaves prompts untrained that are under way at step {self.version}; take "
+                f"run.steps = {self.version + batches}"
+            )
 
 
 def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:

@@ -442,7 +442,7 @@ def test_a_late_response_is_not_stopped_by_what_its_row_held_before(model, tiny_
     for pages in range(10, 30, 2):  # some are so few that a step is settled before the late one has drawn anything
         for delay in range(2, 9):
             engine = make_engine(model, kind=FusedEngine, num_pages=pages, **sizes)
-            engine.tokenizer = load_tokenizer(tiny_folder)
+            engine.tokenizer = engine.flights.tokenizer = load_tokenizer(tiny_folder)
             for r in range(5):
                 engine.add(Sequence(0, r, 0, prompt, sample_key(0, 0, 0, r), 12))
             early = [sample for _ in range(delay) for sample in engine.step()]
@@ -534,7 +534,7 @@ def test_a_stop_text_ends_the_response_that_asked_for_it(model, oracle, kind) ->
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         return "".join(f"<{i}>" for i in ids)
 
-    engine.tokenizer = SimpleNamespace(decode=decode, all_special_tokens=[])
+    engine.tokenizer = engine.flights.tokenizer = SimpleNamespace(decode=decode, all_special_tokens=[])
     sequences[0].stop = ("never", f"<{tokens[19]}><{tokens[20]}>")
     first = oracle(sequences[1].prompt_ids, sequences[1].key, SamplingConfig())
     sequences[1].stop = (f"<{first[0]}>",)  # from the prefill
@@ -550,7 +550,8 @@ def test_a_stop_text_ends_the_response_that_asked_for_it(model, oracle, kind) ->
 def test_a_stop_text_keeps_no_step_waiting(model, oracle) -> None:
     """On a GPU the next step runs while the host looks at texts; the token that it draws is dropped."""
     engine, sequences = make_engine(model, kind=FusedEngine), make_sequences(4)
-    engine.tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids), all_special_tokens=[])
+    reads = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids), all_special_tokens=[])
+    engine.tokenizer = engine.flights.tokenizer = reads
     tokens = oracle(sequences[0].prompt_ids, sequences[0].key, SamplingConfig())
     sequences[0].stop = (f"<{tokens[8]}>",)
     for s in sequences:
@@ -558,7 +559,7 @@ def test_a_stop_text_keeps_no_step_waiting(model, oracle) -> None:
     done: dict = {}
     while sequences[0].id not in done:
         done |= {sample.id: sample for sample in engine.step()}
-        assert len(engine.flights) == 1
+        assert len(engine.flights.launched) == 1
     ended = done[sequences[0].id]
     assert ended.token_ids == tokens[: tokens.index(tokens[8]) + 1] and ended.finish_reason == "stop"
     assert len(ended.logprobs) == len(ended.token_ids)

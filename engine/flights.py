@@ -1,0 +1,100 @@
+"""Steps under way on the device: the host reads one thing back from each, the rows that it ends.
+
+On a CPU a step has ended when it returns. On a GPU the flags of a step arrive while the next step runs.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from core import Sample, SampleId, Tokenizer, with_span
+from engine.batcher import Batcher
+from engine.rows import stopped_by_text
+from engine.runner import Runner
+from engine.sequence import Sequence
+
+
+class Flight:
+    """Flags of one step on their way to the host, with the sequences that the rows were then.
+
+    `asking`: those with stop texts, and how many tokens each had drawn after the step.
+    """
+
+    def __init__(self, sequences: list[Sequence], ended: Tensor, asking: dict[Sequence, int]):
+        self.sequences, self.event = list(sequences), torch.cuda.Event() if ended.is_cuda else None
+        self.asking = asking
+        self.host = torch.empty(len(sequences), dtype=ended.dtype, pin_memory=ended.is_cuda)
+        self.host.copy_(ended[: len(sequences)], non_blocking=True)
+        if self.event:
+            self.event.record()
+
+    def land(self) -> list[tuple[Sequence, int]]:
+        """Wait for the flags; return (sequence, flag) of every row that has ended."""
+        if self.event:
+            self.event.synchronize()
+        return [(self.sequences[row], int(self.host[row])) for row in self.host.nonzero()[:, 0].tolist()]
+
+
+class Flights:
+    """The steps of one engine that are under way, and the samples that ended in those that have landed."""
+
+    def __init__(self, batcher: Batcher, runner: Runner, tokenizer: Tokenizer | None):
+        self.batcher, self.runner, self.tokenizer = batcher, runner, tokenizer
+        self.launched: deque[Flight] = deque()
+        self.finished: list[Sample] = []  # for the engine to return
+
+    def take_off(self) -> None:
+        """Send the flags of the step that was launched to the host."""
+        if running := self.batcher.running:
+            asking = {s: self.batcher.num_drawn(s) for s in running if s.stop} if self.batcher.num_stops else {}
+            self.launched.append(Flight(running, self.runner.rows.ended, asking))
+
+    def land(self, version: int, leaving: int = 0) -> None:
+        """Wait for all steps but the newest `leaving`, so that the host knows what the device knows.
+
+        `version`: of the weights that sampled.
+        """
+        while len(self.launched) > leaving:
+            self._land_oldest(version)
+
+    def take(self, ids: Collection[SampleId] | None = None) -> list[Sample]:
+        """Return the samples that finished, all or those named, and forget them."""
+        taken = [sample for sample in self.finished if ids is None or sample.id in ids]
+        self.finished = [] if ids is None else [sample for sample in self.finished if sample.id not in ids]
+        return taken
+
+    def _land_oldest(self, version: int) -> None:
+        """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
+        flight = self.launched.popleft()
+        ended = {s: flag for s, flag in flight.land() if s.row >= 0}  # else an earlier flight's
+        if asking := {s: count for s, count in flight.asking.items() if s.row >= 0}:
+            assert self.tokenizer, "`add` refuses stop texts without a tokenizer"
+            with self.runner.rows.reading():
+                stopped = stopped_by_text(asking, self.runner.rows.tokens, self.tokenizer)
+            ended |= {s: 2 * asking[s] + 1 for s in stopped}
+        if not ended:
+            return
+        if self.launched:
+            self.batcher.stats.decoded_tokens -= len(ended)  # the step under way draws nothing for them
+        tokens, logprobs = self.runner.rows.read([s.row for s in ended], max(ended.values()) // 2)
+        for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
+            s.is_taken = False
+            length, reason = flag // 2, "stop" if flag % 2 else "length"
+            spans = with_span(s.spans, length, version)
+            drawn = array("i", ids[:length]), array("f", values[:length]), reason, spans
+            self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn))
+        self.runner.close(self.batcher.remove(list(ended)), len(self.batcher.running))
+
+    def evict(self, sequences: list[Sequence], version: int) -> None:
+        """Take admitted sequences out unfinished; they keep their tokens, their KV is dropped."""
+        running = [s for s in sequences if s.row >= 0]
+        counts = [self.batcher.num_drawn(s) for s in running]
+        tokens, logprobs = self.runner.rows.read([s.row for s in running], max(counts, default=0))
+        for s, count, ids, values in zip(running, counts, tokens, logprobs, strict=True):
+            s.token_ids, s.logprobs = array("i", ids[:count]), array("f", values[:count])
+            s.spans, s.has_old_kv = with_span(s.spans, count, version), False
+        if sequences:
+            self.runner.close(self.batcher.evict(sequences), len(self.batcher.running))

@@ -1,0 +1,148 @@
+"""The endless rollout: updates interrupt it, and sequences go on with the new weights. (ROLL Flash, arXiv 2510.11345)
+
+All ranks decode until the policy (policies/flow.py) has a batch, train it together, and decode on: the longest
+responses run through several updates, so no step waits for them. Every rank asks its own copy of the policy, fed with
+what all ranks report after each window.
+"""
+
+import base64
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, astuple, replace
+from typing import Any
+
+import parallel
+from core import Finished, Group, Prompt, Reward, Sample, SampleId, Span, VisitId
+from engine.sequence import Sequence as EngineSequence
+from metrics import Record
+from model import Model
+from policies.flow import Flow
+from rollout import sequences_for
+from rounds import Round
+
+
+class Endless:
+    """What lasts from update to update: sequences under way, finished samples, and the policy that picks batches."""
+
+    def __init__(self, round: Round, flow: Flow):
+        self.round, self.flow = round, flow
+        self.interrupted: list[EngineSequence] = []  # not in the engine now
+        self.is_out = True  # all sequences are out of the engine, if there are any
+        round.begin(flow.plan, flow)
+
+    def next_batch(self) -> tuple[list[Group], Record]:
+        """Decode until a batch is there; return its groups, on every rank the same, and the record. Collective."""
+        r = self.round
+        self._go_on()
+        decision = self.flow.begin()
+        self._forget({visit.id for visit in decision.launch})
+        r.carry_out(decision)
+        while not r.decision.done:
+            r.exchange(self._decode(), None)
+        with r.clock.span("reward"):
+            r.rewards.update(r.graders.wait(id for id in self.flow.accepted_ids() if id in r.samples))
+        groups, aborted = r.collect(), sum(r.aborted.values())
+        trained, stats = {group.visit for group in groups}, asdict(self.flow.advance())
+        stats["wasted_tokens"] += aborted
+        stats["ages"] = {str(age): count for age, count in stats["ages"].items()}
+        self._forget(trained)
+        r.prompts = {id: visit for id, visit in r.prompts.items() if id not in trained}
+        record = {"kind": r.plan.kind, "padded": 0, "queue": stats["buffered"], **r.record, **stats}
+        r.aborted, r.windows, r.migrated = {}, 0, 0
+        return groups, record
+
+    def _go_on(self) -> None:
+        """Have all sequences in the engine again."""
+        engine = self.round.engine
+        if self.is_out:
+            engine.regroup(engine.parallel)  # new weights, on all ranks: a rank without work makes no step
+        for sequence in self.interrupted:
+            engine.add(sequence)
+        self.interrupted, self.is_out = [], False
+
+    def _decode(self) -> list[Finished]:
+        """Decode a window. On the steps' clock contexts are prefilled before, and its steps are counted from there."""
+        r, events = self.round, list[Finished]()
+        if self.flow.config.clock == "steps":
+            events = r.finish(r.engine.prefill(), 0)
+        return events + r.decode(lands=True)
+
+    def _forget(self, visits: Collection[VisitId]) -> None:
+        """Forget the finished samples of groups that are trained, or launched again because they got too old."""
+        r = self.round
+        gone = [id for id in r.samples if id.visit in visits]
+        for id in gone:
+            del r.samples[id]
+            r.rewards.pop(id, None)
+        if gone:
+            r.graders.forget(keep=r.samples)
+
+    # ---- others use the engine -----------------------------------------------------------------------------------
+
+    def take_weights(self, model: Model, version: int) -> None:
+        """Decode with the model's new weights from now on. Collective where they are sharded."""
+        if self.flow.config.flight == "keep" and not self.is_out:
+            self.round.engine.change_weights(version)
+        else:
+            self.interrupt()
+            self.round.engine.load_weights(model, version)
+
+    def interrupt(self) -> None:
+        """Take all sequences out of the engine until the next batch."""
+        engine = self.round.engine
+        self.interrupted += engine.export(engine.batcher.live_tokens())
+        self.is_out = True
+
+    def lend_engine(self) -> None:
+        """Leave engine and graders idle: others use them before the next batch. Waits for grades."""
+        self.interrupt()
+        with self.round.clock.span("reward"):
+            self.round.rewards.update(self.round.graders.drain())
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Record:
+        """Return plain values: the policy's, and the tokens of all responses, by replica. Collective."""
+        self.lend_engine()
+        r = self.round
+        samples = [(_packed(sample), sample.finish_reason, asdict(r.rewards[id])) for id, sample in r.samples.items()]
+        own = {"sequences": [_packed(sequence) for sequence in self.interrupted], "samples": samples}
+        replicas = parallel.gather_objects(r.world, own)[:: r.engine.parallel.size]
+        return {"flow": self.flow.state_dict(), "iteration": r.iteration, "replicas": replicas}
+
+    def load_state_dict(self, state: Record, prompts: Sequence[Prompt]) -> None:
+        """Go on from there. On another number of replicas sequences and samples are dealt again."""
+        r, replicas = self.round, state["replicas"]
+        self.flow.load_state_dict(state["flow"], prompts)
+        r.iteration = state["iteration"]
+        r.prompts = {id: group.visit for id, group in self.flow.open.items()}
+        if len(replicas) != (count := r.placement.num_replicas):
+            sequences, samples = (sorted(x for part in replicas for x in part[key]) for key in ("sequences", "samples"))
+            replicas = [{"sequences": sequences[i::count], "samples": samples[i::count]} for i in range(count)]
+        for live, part in zip(r.placement.live, replicas, strict=True):
+            live.update({SampleId(*packed[0]): 1.0 for packed in part["sequences"]})  # as when all are alike
+        own = replicas[r.engine.parallel.replica]
+        self.interrupted = [self._sequence(*packed) for packed in own["sequences"]]
+        for packed, reason, reward in own["samples"] if r.is_first else ():
+            id, tokens, logprobs, spans = _unpacked(*packed)
+            r.samples[id] = Sample(id.prompt, id.response, id.epoch, tokens, logprobs, reason, spans)
+            r.rewards[id] = Reward(**reward)
+
+    def _sequence(self, *packed: Any) -> EngineSequence:
+        id, tokens, logprobs, spans = _unpacked(*packed)
+        limits = self.round.engine.config.max_response_tokens, self.round.engine.config.stop
+        sequence = sequences_for(self.round.prompts[id.visit], id.response + 1, self.round.seed, *limits)[-1]
+        return replace(sequence, token_ids=tokens, logprobs=logprobs, spans=spans)
+
+
+def _packed(response: Sample | EngineSequence) -> tuple:
+    """Return name, tokens, log-probs and spans as plain values."""
+    ids, values = array("i", response.token_ids), array("f", response.logprobs)
+    texts = (base64.b85encode(data).decode() for data in (ids, values))
+    return response.id, *texts, [astuple(span) for span in response.spans]
+
+
+def _unpacked(id: Iterable[int], tokens: str, logprobs: str, spans: Iterable[Iterable[int]]) -> tuple:
+    """Return name, tokens, log-probs, spans."""
+    ids, values = array("i", base64.b85decode(tokens)), array("f", base64.b85decode(logprobs))
+    return SampleId(*id), ids, values, tuple(Span(*span) for span in spans)

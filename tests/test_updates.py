@@ -1,0 +1,349 @@
+"""The endless rollout: interrupted sequences go on exactly; a run is a function of its seed, however it is spread."""
+
+import copy
+import json
+import os
+import signal
+from functools import partial
+from itertools import count
+from multiprocessing import ProcessError
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ALONE, ROOT, FusedEngine, steps_of, train_runs
+from test_rollout import drain, full_logits, generate, make_engine, make_sequences
+from torch.multiprocessing.spawn import ProcessException
+
+import train
+from checkpoint import list_checkpoints
+from core import Span, with_span
+from engine.sequence import Sequence
+from model import Model
+from parallel import World
+from rollout import Engine
+from rounds import Round
+from sampling import SamplingConfig, score
+
+kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model(tiny_model: Model) -> Model:
+    return tiny_model
+
+
+@pytest.fixture
+def newer(model: Model) -> Model:
+    """The same model after an update that moves every probability."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.02)
+    return other
+
+
+# ---- sequences go on ---------------------------------------------------------------------------------------------
+
+
+def test_spans_grow_and_a_new_version_begins_a_new_one() -> None:
+    spans = with_span((), 3, 0)
+    assert spans == (Span(0, 3, 0),) and with_span(spans, 3, 1) == spans
+    assert with_span(spans, 5, 0) == (Span(0, 5, 0),)
+    assert with_span(spans, 5, 2) == (Span(0, 3, 0), Span(3, 5, 2))
+
+
+def logprobs_under(model: Model, sequence: Sequence, tokens) -> torch.Tensor:
+    logits = full_logits(model, [*sequence.prompt_ids, *tokens])[len(sequence.prompt_ids) - 1 : -1]
+    return score(logits, torch.tensor(tokens), SamplingConfig())[0]
+
+
+@kinds
+@pytest.mark.parametrize("steps", [0, 1, 4, 9])
+def test_an_interrupted_sequence_goes_on_as_in_a_fresh_engine_with_the_new_weights(
+    model: Model, newer: Model, steps: int, kind: type[Engine]
+) -> None:
+    engine, sequences = make_engine(model, kind=kind), make_sequences(5)
+    for sequence in sequences:
+        engine.add(sequence)
+    for _ in range(steps):
+        engine.step()
+    engine.land()
+    moved = engine.export(engine.batcher.live_tokens())
+    given = {s.id: len(s.token_ids) for s in moved}
+    engine.load_weights(newer, 1)
+    fresh = make_engine(newer, kind=kind)
+    fresh.load_weights(newer, 1)
+    for sequence in moved:
+        fresh.add(copy.deepcopy(sequence))
+        engine.add(sequence)
+    samples, expected = drain(engine), drain(fresh)
+    assert samples == expected and len(samples) == 5
+    for s in sequences:
+        sample, old = samples[s.id], given[s.id]
+        assert sample.spans == with_span(with_span((), old, 0), len(sample.token_ids), 1)
+        drawn = torch.tensor(sample.logprobs)
+        parts = logprobs_under(model, s, sample.token_ids)[:old], logprobs_under(newer, s, sample.token_ids)[old:]
+        torch.testing.assert_close(drawn, torch.cat(parts), rtol=0, atol=1e-5)
+        assert not old or (drawn[:old] - logprobs_under(newer, s, sample.token_ids)[:old]).abs().max() > 1e-3
+
+
+@kinds
+def test_kept_kv_is_that_of_older_weights_and_nobody_takes_it_over(
+    model: Model, newer: Model, kind: type[Engine]
+) -> None:
+    engine, [first] = make_engine(model, kind=kind), make_sequences(1)
+    late = Sequence(0, 1, 0, first.prompt_ids, 7, first.max_new_tokens)
+    engine.add(first)
+    for _ in range(4):
+        engine.step()
+    for weight, new in zip(model.parameters(), newer.parameters(), strict=True):
+        weight.data.copy_(new)
+    engine.change_weights(1)
+    [given] = [span.end for span in first.spans]
+    engine.add(late)
+    samples = drain(engine)
+    assert engine.stats.prefilled_tokens == 2 * len(first.prompt_ids) and engine.stats.shared_tokens == 0
+    assert samples[first.id].spans == (Span(0, given, 0), Span(given, len(samples[first.id].token_ids), 1))
+    fresh = make_engine(newer, kind=kind)
+    fresh.load_weights(newer, 1)
+    again = Sequence(0, 1, 0, first.prompt_ids, 7, first.max_new_tokens)
+    fresh.add(again)
+    alone = drain(fresh)[late.id]
+    assert alone.token_ids == samples[late.id].token_ids
+    assert list(alone.logprobs) == pytest.approx(samples[late.id].logprobs, abs=1e-5), "from its own prefill"
+    new = logprobs_under(newer, first, samples[first.id].token_ids)[given:]
+    assert (torch.tensor(samples[first.id].logprobs)[given:] - new).abs().max() > 1e-4, "KV was computed again"
+
+
+@kinds
+def test_contexts_in_prefill_are_computed_with_the_new_weights_only(
+    model: Model, newer: Model, kind: type[Engine]
+) -> None:
+    engine, sequences = make_engine(model, kind=kind, step_tokens=16), make_sequences(4)
+    for sequence in sequences:
+        engine.add(sequence)
+    engine.step()
+    [begun] = [prefill.leader.id for prefill in engine.batcher.prefills.values() if prefill.cached]
+    for weight, new in zip(model.parameters(), newer.parameters(), strict=True):
+        weight.data.copy_(new)
+    engine.change_weights(1)
+    fresh = make_engine(newer, kind=kind, step_tokens=16)
+    fresh.load_weights(newer, 1)
+    for sequence in make_sequences(4):
+        fresh.add(sequence)
+    mine, theirs = drain(engine)[begun], drain(fresh)[begun]
+    assert mine.token_ids == theirs.token_ids and list(mine.logprobs) == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+@kinds
+@pytest.mark.parametrize("step_tokens", [16, 1000])
+def test_after_a_prefill_alone_all_count_the_same_steps(model: Model, step_tokens: int, kind: type[Engine]) -> None:
+    engine, sequences = make_engine(model, kind=kind, step_tokens=step_tokens), make_sequences(6)
+    old = [engine.add(sequence) for sequence in sequences[:3]] and sequences[:3]
+    engine.prefill()
+    for _ in range(4):
+        engine.step()
+    engine.land()
+    for sequence in sequences[3:]:
+        engine.add(sequence)
+    before = engine.batcher.live_tokens()
+    assert engine.prefill() == [] and not engine.batcher.prefills and not engine.batcher.waiting
+    after = engine.batcher.live_tokens()
+    assert all(after[s.id] == before[s.id] == before[old[0].id] > 1 for s in old), "decoding rows stand still"
+    assert all(after[s.id] == 1 for s in sequences[3:])
+    expected = generate(make_engine(model, kind=kind), make_sequences(6))
+    assert {id: s.token_ids for id, s in drain(engine).items()} == {id: s.token_ids for id, s in expected.items()}
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings(settings, tmp_path: Path):
+    """A run of short and long responses, mixed in each group, so that batches and updates fall between their ends."""
+    rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(48)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return partial(
+        settings,
+        run__steps=6,
+        run__eval_every=0,
+        run__dump_rollouts="true",
+        data__eval_prompts=0,
+        data__train=tmp_path / "prompts.jsonl",
+        data__task=f"{ROOT}/tests/graders.py:share_of_digits",
+        scheduler__policy="synchronous",
+        scheduler__num_responses=2,
+        scheduler__window_iterations=4,
+        rollout__stop=json.dumps([*"ABCDEFGH"]),
+        rollout__max_prompt_tokens=32,
+        rollout__max_response_tokens=96,
+        rollout__step_tokens=64,
+        rollout__kv_gib=0.05,
+        trainer__lr=3e-3,
+        overlap__depth=1,
+        overlap__bound=3,
+    )
+
+
+def trained(folder: Path) -> list[list[dict]]:
+    """Return the rows that each step was trained on."""
+    paths = [folder / "rollouts" / f"step_{r['step']:06d}.jsonl" for r in steps_of(folder)]
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+
+def tokens_of(folder: Path) -> list[list]:
+    return [[(s["token_ids"], s["spans"]) for row in step for s in row["samples"]] for step in trained(folder)]
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    return [(r["train"]["loss"], r["train"]["grad_norm"]) for r in steps_of(folder)]
+
+
+def ages(folder: Path) -> set[int]:
+    return {int(age) for r in steps_of(folder) for age in r["round"]["ages"]}
+
+
+def check_each_once(folder: Path, settings_steps: int = 6) -> None:
+    visits = [(row["epoch"], row["prompt"]["index"]) for step in trained(folder) for row in step]
+    assert len(visits) == len(set(visits)) == 4 * settings_steps
+
+
+def test_a_run_is_a_function_of_its_seed_on_any_number_of_ranks(settings, run_ranks, tmp_path: Path) -> None:
+    assert train.main(settings("one")) == 0
+    run_ranks(2, train_runs, settings("two"))
+    run_ranks(4, train_runs, settings("four"), settings("tp", rollout__tensor_parallel=2))
+    one = tmp_path / "one"
+    check_each_once(one)
+    spans = [len(s["spans"]) for step in trained(one) for row in step for s in row["samples"]]
+    assert max(spans) > 2 and ages(one) >= {0, 1, 2} and max(ages(one)) <= 3, "too quiet to show anything"
+    for name in ("two", "four", "tp"):
+        assert tokens_of(tmp_path / name) == tokens_of(one)
+        for mine, theirs in zip(losses(tmp_path / name), losses(one), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def train_and_be_killed(world: World, settings: list[str]) -> None:
+    """Train, and be killed in the third window of the rollout after step 3."""
+    decode, windows = Round.decode, count()
+
+    def decode_or_die(self: Round, *args, **options):
+        if self.engine.version == 3 and next(windows) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return decode(self, *args, **options)
+
+    Round.decode = decode_or_die  # type: ignore[method-assign]
+    train_runs(world, settings)
+
+
+@pytest.mark.parametrize("flight", ["recompute", "keep"])
+def test_a_killed_run_resumes_bit_for_bit(settings, run_ranks, tmp_path: Path, flight: str) -> None:
+    make = partial(settings, run__checkpoint_every=2, overlap__flight=flight, run__eval_every=3, data__eval_prompts=4)
+    run_ranks(2, train_runs, make("straight"))
+    with pytest.raises((ProcessError, ProcessException)):
+        run_ranks(2, train_and_be_killed, make("killed"))
+    assert [folder.name for folder in list_checkpoints(tmp_path / "killed")] == ["step_000002"]
+    run_ranks(2, partial(train_runs, resume=True), make("killed"))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
+    assert tokens_of(tmp_path / "killed") == tokens_of(tmp_path / "straight")
+    check_each_once(tmp_path / "killed")
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(settings, run_ranks, tmp_path: Path) -> None:
+    """What was buffered and under way on two ranks is on one then."""
+    assert train.main(settings("straight")) == 0
+    run_ranks(2, stop_after_three, settings("moved", run__checkpoint_every=3))
+    train_runs(ALONE, settings("moved", run__checkpoint_every=3), resume=True)
+    assert tokens_of(tmp_path / "moved") == tokens_of(tmp_path / "straight")
+    for mine, theirs in zip(losses(tmp_path / "moved"), losses(tmp_path / "straight"), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def stop_after_three(world: World, settings: list[str]) -> None:
+    stops = iter([False] * 3 + [True])
+    train.StopSignal.agreed = lambda *_: next(stops)  # type: ignore[method-assign]
+    train_runs(world, settings)
+
+
+CHOICES = {
+    "late groups dropped": dict(overlap__late="drop", overlap__bound=1),
+    "late groups kept": dict(overlap__late="keep", overlap__bound=1),
+    "nothing under way at updates": dict(overlap__flight="finish"),
+    "kv kept": dict(overlap__flight="keep"),
+    "measured time": dict(overlap__clock="time"),
+    "surplus responses and prompts": dict(
+        scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5
+    ),
+    "half a batch ahead": dict(overlap__depth=0.5, overlap__bound=0),
+    "several updates a step": dict(trainer__updates_per_step=2),
+    "sharded": dict(trainer__shard=2, rollout__weights="sharded", rollout__tensor_parallel=2),
+    "sharded, kv kept": dict(trainer__shard=2, rollout__weights="sharded", overlap__flight="keep"),
+}
+
+
+def test_every_choice_trains_each_prompt_once(settings, run_ranks, tmp_path: Path) -> None:
+    run_ranks(2, train_runs, *(settings(name, **choice) for name, choice in CHOICES.items()))
+    for name in CHOICES:
+        check_each_once(tmp_path / name)
+    records = {name: [r["round"] for r in steps_of(tmp_path / name)] for name in CHOICES}
+    assert max(ages(tmp_path / "late groups dropped")) == 1 and any(
+        r["dropped"] and r["wasted_tokens"] for r in records["late groups dropped"]
+    )
+    assert max(ages(tmp_path / "late groups kept")) > 1 and any(r["late"] for r in records["late groups kept"])
+    whole = [s["spans"] for step in trained(tmp_path / "nothing under way at updates") for row in step
+             for s in row["samples"]]  # fmt: skip
+    assert all(len(spans) == 1 for spans in whole)
+    assert any(r["wasted_tokens"] for r in records["surplus responses and prompts"])
+    like = tokens_of(tmp_path / "several updates a step")
+    assert len(like[0]) == 8
+    # The weights' layout changes nothing, and nor does their owner.
+    assert train.main(settings("whole")) == 0
+    assert tokens_of(tmp_path / "sharded") == tokens_of(tmp_path / "whole")
+
+
+def test_kept_kv_moves_the_trajectory_and_computes_nothing_again(settings, run_ranks, tmp_path: Path) -> None:
+    run_ranks(1, train_runs, settings("kept", overlap__flight="keep"), settings("again"))
+    kept, again = (steps_of(tmp_path / name) for name in ("kept", "again"))
+    prefilled = [sum(r["engine"]["prefilled_tokens"] for r in records) for records in (kept, again)]
+    assert prefilled[0] < prefilled[1] and tokens_of(tmp_path / "kept") != tokens_of(tmp_path / "again")
+
+
+def test_a_released_job_goes_on(settings, tmp_path: Path, monkeypatch) -> None:
+    assert train.main(settings("straight")) == 0
+    take_step = train.take_step
+
+    def between(job):
+        record = take_step(job)
+        job.release()
+        job.take_back()
+        return record
+
+    monkeypatch.setattr(train, "take_step", between)
+    assert train.main(settings("shared")) == 0
+    assert tokens_of(tmp_path / "shared") == tokens_of(tmp_path / "straight")
+    assert losses(tmp_path / "shared") == losses(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (dict(stream__policy="fixed"), ["stream.policy = fixed has no place", "overlap.depth = 1", "leave it out"]),
+        (dict(planner__rule="paper"), ["planner.rule = paper has no place"]),
+        (dict(scheduler__dynamic_sampling="true"), ["scheduler.dynamic_sampling = true has no place"]),
+        (dict(overlap__depth=2, overlap__bound=1), ["overlap.bound = 1", "take overlap.bound = 2"]),
+        (dict(overlap__depth=0), ["overlap.depth = 0", "have no effect"]),
+        (dict(loss__old_logprobs="trainer"), ["loss.tis_cap = 0", "take loss.tis_cap = 2"]),
+    ],
+)
+def test_combinations_without_a_place_are_refused_in_one_line(settings, capsys, overrides: dict, parts) -> None:
+    assert train.main(settings("refused", **overrides)) == 2
+    said = capsys.readouterr()
+    assert all(part in (said.out + said.err) for part in parts)
+
+
+def test_a_run_cannot_be_cut_below_what_is_under_way(settings, tmp_path: Path, capsys) -> None:
+    train_runs_until = settings("cut", run__steps=6, run__checkpoint_every=3)
+    stop_after_three(ALONE, train_runs_until)
+    assert train.main([*settings("cut", run__steps=3, run__checkpoint_every=3), "--resume"]) == 2
+    assert "take run.steps = " in (said := capsys.readouterr()).out + said.err
