@@ -23,7 +23,15 @@ from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
 from policies.flow import Flow
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
-from records import RankReport, audit_report, evaluation_record, generate_seconds, planner_record, preemptions
+from records import (
+    RankReport,
+    audit_report,
+    evaluation_record,
+    generate_seconds,
+    lag_record,
+    planner_record,
+    preemptions,
+)
 from rewards import sandbox
 from rewards.gradings import PoolStats
 from rewards.judge import open_graders
@@ -193,6 +201,7 @@ class Job:
         assert self.endless, "overlap.depth = 0: rounds end before training"
         with self.clock.span("rollout"):
             groups, record = self.endless.next_batch()
+        record["lag"] = lag_record(groups, self.step)
         return Rollout(groups, SampleBuffer(len(groups)), record={"round": record})
 
     def replay(self) -> Rollout:

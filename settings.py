@@ -260,7 +260,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     """Raise ConfigError on anything that would fail later: combinations, memory, data, graders, folders."""
     device, node_size = planned_device(config), own_node_size(world_size)
     dtype = model_dtype(config, device.type)
-    check_settings(config, world_size)
+    check_settings(config, world_size, dtype)
     check_loggers(config.log)
     check_run_folder(config, resume)
     given = shape_of(config), world_size, node_size, device
@@ -278,7 +278,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     check_data(config, tokenizer, dtype, is_main)
 
 
-def check_settings(c: Config, world_size: int) -> None:
+def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
     """Raise ConfigError on values and combinations that need no file to be refused."""
     if not c.run.dir:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
@@ -448,10 +448,10 @@ def check_endless(c: Config, dtype: torch.dtype) -> None:
     ):
         if is_wrong:
             raise ConfigError(f"{key} = {value} has no place in an endless rollout ({depth}): {reason}; leave it out")
-    if c.loss.for_dtype(dtype).old_logprobs == "trainer" and not c.loss.tis_cap:
+    if c.loss.name != "decoupled" and c.loss.for_dtype(dtype).old_logprobs == "trainer":
         raise ConfigError(
-            f"{depth} trains samples of older weights, but loss.old_logprobs = trainer with loss.tis_cap = 0 takes "
-            "them for samples of the newest; take loss.tis_cap = 2, or loss.old_logprobs = rollout"
+            f"{depth} trains samples of older weights, but loss.name = {c.loss.name} with loss.old_logprobs = trainer "
+            "takes them for samples of the newest; take loss.name = decoupled, or loss.old_logprobs = rollout"
         )
 
 

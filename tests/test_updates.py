@@ -276,7 +276,7 @@ CHOICES = {
         scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5
     ),
     "half a batch ahead": dict(overlap__depth=0.5, overlap__bound=0),
-    "several updates a step": dict(trainer__updates_per_step=2),
+    "several updates a step": dict(trainer__updates_per_step=2, loss__name="decoupled"),
     "sharded": dict(trainer__shard=2, rollout__weights="sharded", rollout__tensor_parallel=2),
     "sharded, kv kept": dict(trainer__shard=2, rollout__weights="sharded", overlap__flight="keep"),
 }
@@ -333,7 +333,7 @@ def test_a_released_job_goes_on(settings, tmp_path: Path, monkeypatch) -> None:
         (dict(scheduler__dynamic_sampling="true"), ["scheduler.dynamic_sampling = true has no place"]),
         (dict(overlap__depth=2, overlap__bound=1), ["overlap.bound = 1", "take overlap.bound = 2"]),
         (dict(overlap__depth=0), ["overlap.depth = 0", "have no effect"]),
-        (dict(loss__old_logprobs="trainer"), ["loss.tis_cap = 0", "take loss.tis_cap = 2"]),
+        (dict(loss__old_logprobs="trainer"), ["loss.name = ppo with", "take loss.name = decoupled"]),
     ],
 )
 def test_combinations_without_a_place_are_refused_in_one_line(settings, capsys, overrides: dict, parts) -> None:
