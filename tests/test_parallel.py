@@ -178,7 +178,7 @@ def wait_in_vain(rank: int, port: int, name: str, folder: Path) -> None:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.perf_counter() + 30
+    deadline = time.perf_counter() + 600
     while not path.exists() and time.perf_counter() < deadline:
         time.sleep(0.02)
 

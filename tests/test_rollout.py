@@ -168,12 +168,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("order", ["as made", "shuffled"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sampled_tokens_depend_on_nothing_but_the_sequence(model, oracle, name: str, order: str) -> None:
+def test_sampled_tokens_depend_on_nothing_but_the_sequence(model, oracle, name: str) -> None:
     sequences, sampling = make_sequences(12), SamplingConfig(temperature=0.9, top_p=0.95)
-    if order == "shuffled":
-        Random(5).shuffle(sequences)
+    Random(5).shuffle(sequences)
     engine = make_engine(model, sampling, **SETTINGS[name])
     samples = generate(engine, sequences)
     assert (engine.stats.preemptions > 0) == ("memory" in name)
@@ -785,7 +783,7 @@ def check_invariants(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("kind", [Engine, FusedEngine])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_books_stay_in_order_through_random_operations(model, oracle, seed: int, kind: type[Engine]) -> None:
     rng = Random(seed)
     page, sampling = rng.choice((1, 3, 4, 16)), SamplingConfig(1.0, 0, rng.choice((1.0, 0.9)))
