@@ -162,6 +162,10 @@ BENCHMARKS = {
         "figures/accuracy.py",
         (*ROUND, *TRAINING, *STREAM, "policies/planner.py", *RUN, "warm_start.py", "configs/tiny.toml"),
     ),
+    "asynchrony_learning": Benchmark(
+        "figures/asynchrony_learning.py",
+        (*ROUND, *TRAINING, "policies/flow.py", "overlap/*.py", *RUN, "warm_start.py", "configs/tiny.toml"),
+    ),
     "soak": Benchmark(
         "benchmarks/soak.py --steps 4000",
         (*RUN, "checkpoint.py", *ROUND, *TRAINING, *REWARDS, *STREAM),

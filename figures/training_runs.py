@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/tiny.toml"
-FOLDERS = (".", "engine", "policies", "process", "rewards", "simulation")  # where rooms are
+FOLDERS = (".", "engine", "overlap", "policies", "process", "rewards", "simulation")  # where rooms are
 QUICK = (
     *("run.steps=5", "run.eval_every=5", "data.eval_prompts=16", "warm_start.steps=20"),
     *("scheduler.num_prompts=4", "rollout.max_response_tokens=64"),

@@ -26,7 +26,7 @@ def load(monkeypatch: pytest.MonkeyPatch):
         return module
 
     yield load
-    for name in ("training_runs", "timeline", "paper", "fig04", "fig11", "flash", "flash_split"):
+    for name in ("training_runs", "run", "timeline", "paper", "fig04", "fig11", "flash", "flash_split"):
         sys.modules.pop(name, None)
 
 
@@ -46,6 +46,28 @@ def test_help_draws_nothing(name: str, load, capsys: pytest.CaptureFixture, monk
 def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
     caption = ("caption",) if name in ("timeline", "stream") else ()
     load(name).draw(committed(name), tmp_path / "out.png", *caption)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_asynchronous_runs_are_drawn_and_compared_with_the_synchronous_ones(load, tmp_path: Path) -> None:
+    script = load("asynchrony_learning")
+    made = {"commit": "0" * 40, "date": "2026-11-22", "reward": [0.1, 0.2]}
+    last = {("ppo", 0): (0.6, 0.8), ("tis", 2): (0.7, 0.7), ("topr", 2): (0.4, 0.6)}
+    rows = [
+        made
+        | {"loss": loss, "alpha": alpha, "seed": seed, "lag": alpha / 2}
+        | {"evaluations": [{"step": 2, "avg@4": accuracy, "standard_error": 0.03, "num_prompts": 8}]}
+        for (loss, alpha), accuracies in last.items()
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    found = script.compare(rows)
+    assert found["synchronous"] == (0.6, 0.8) and found["worst"] == -0.2
+    assert [(r["loss"], r["difference"], r["inside"], r["lag"]) for r in found["rows"]] == [
+        ("tis", 0.0, True, 1.0),
+        ("topr", -0.2, False, 1.0),
+    ]
+    assert found["rows"][0]["standard_error"] == 0.03  # of four means of 0.03, each with a weight of a half
+    script.draw(rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
