@@ -52,7 +52,7 @@ def trained(loss: str, alpha: int, seed: int, quick: bool) -> dict:
         "alpha": alpha,
         "seed": seed,
         **of_run(folder),
-        "lag": statistics.mean(r["lag"]["mean"] for r in steps) if alpha else 0.0,
+        "lag": statistics.mean(r["round"]["lag"]["mean"] for r in steps) if alpha else 0.0,
         "reward": [round(r["reward"], 4) for r in steps],
         "evaluations": [{"step": r["step"], **r["eval"]} for r in records if r.get("eval")],
     }
