@@ -145,8 +145,8 @@ BENCHMARKS = {
     "memory": Benchmark(
         "benchmarks/memory.py",
         ("policies/memory_plan.py", "model.py", "attention.py", "sampling.py", *TRAINING, "parallel.py"),
-        "the memory that a rank plans against what its tensors take, tiny and 0.5B shapes, training state whole and "
-        "over two ranks, with and without recomputation: at most {plan_max_error:.0%} off "
+        "the memory that a rank plans against what its tensors take, tiny and 0.5B shapes, training state and the "
+        "rollout's weights whole and over two ranks, with and without recomputation: at most {plan_max_error:.0%} off "
         "([table](running.md#memory)); the exchange of 256k tokens takes {exchange_packed_mib:.1f} MiB a rank, "
         "{exchange_tuples_mib:.0f} MiB where every rank gets all samples as Python numbers",
     ),
