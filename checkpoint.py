@@ -335,10 +335,11 @@ class Checkpoints:
     ranks make the same calls. As a context it waits for the checkpoint under way when an exception ends the run.
     """
 
-    def __init__(self, run: Path, source: Path, keep: int, world: World, shard: int = 1):
+    def __init__(self, run: Path, source: Path, keep: int, world: World, shard: int = 1, num_trainers: int = 0):
+        """`num_trainers`: the first so many ranks have the tensors; 0: all."""
         self.run, self.source, self.keep = run, source, keep
         self.world = parallel.beside(world)
-        self.replica, self.num_replicas = world.rank // shard, world.size // shard
+        self.replica, self.num_replicas = world.rank // shard, (num_trainers or world.size) // shard
         self.under_way: Future | None = None
 
     def save(self, step: int, model: Model, tensors: dict[str, Tensor], state: dict) -> None:
@@ -353,7 +354,7 @@ class Checkpoints:
         writer = _Writer(self.folder, self.keep, weights, others | {STATE: json.dumps(state).encode()})
         names = list(tensors)
         shares = assign_by_load([tensors[name].nbytes for name in names], self.num_replicas)
-        own = {names[i]: tensors[names[i]] for i in shares[self.replica]}
+        own = {names[i]: tensors[names[i]] for i in shares[self.replica]} if tensors else {}
         group, alone = self.world.objects, self.world.size == 1
         self.under_way = cast(Future, dcp.async_save(own, storage_writer=writer, process_group=group, no_dist=alone))
 

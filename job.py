@@ -17,8 +17,9 @@ from core import Group, RoundPlan, Tokenizer, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts
 from learning import group_advantages, learn, put_groups
 from metrics import Clock, Record, Recorder, peak_memory, write_transcripts
-from model import Model, empty_model
+from model import Model, ModelShape, empty_model
 from overlap.endless import Endless
+from overlap.pools import make_pools
 from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
 from policies.flow import Flow
@@ -37,7 +38,7 @@ from rewards.gradings import PoolStats
 from rewards.judge import open_graders
 from rollout import Engine
 from rounds import Referee, Round
-from scheduler import POLICIES, Race
+from scheduler import POLICIES, Race, RoundPolicy
 from settings import (
     MODELS,
     Config,
@@ -79,72 +80,55 @@ class Job:
         self.folder, self.step = Path(config.run.dir), 0
         self.choice: Choice | None = None  # of the newest round
         self.is_released = False
+        self.pools = make_pools(world, config.overlap.train_ranks) if config.overlap.train_ranks else None
+        self.trains, self.decodes = (True, True) if not self.pools else (self.pools.trains, not self.pools.trains)
         saved = newest_checkpoint(self.folder, world) if resume else None
         # The folder whose config and tokenizer checkpoints carry on.
-        self.source = (
-            Path(config.model.path)
-            if config.model.path
-            else ensure_model(config.warm_start, config.data.train, MODELS, world)
-        )
+        self.source = Path(config.model.path)
+        if not config.model.path:
+            self.source = ensure_model(config.warm_start, config.data.train, MODELS, world)
         self.tokenizer = checkpoint.load_tokenizer(self.source)
         dtype = model_dtype(config, world.device.type)
         shape, _ = checkpoint.check_model(self.source)
         laid_out = with_layout(config, shape, world.size, world.node_size, world.device)
         laid_out = parallel.broadcast_object(world, laid_out)  # all as rank 0
-        keeps_model = laid_out.rollout.layout == "whole"
-        newest, model = saved or self.source, empty_model(shape, dtype)
-        if keeps_model:
-            model = checkpoint.load_model(newest, world.device, dtype)
-        reference = None
-        if config.loss.kl_coef:
-            reference = checkpoint.load_model(self.source, world.device, dtype).requires_grad_(False)
+        weights = saved or self.source, self.source, shape, dtype, laid_out.rollout.layout == "whole"
+        self.trainer = build_trainer(config, *weights, self.pools.own if self.pools else world, self.trains)
         prompts, self.held_out = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
-        limits = config.rollout.max_response_tokens, config.run.steps * config.trainer.updates_per_step
-        told = config.trainer, config.loss, config.sampling, world, *limits, reference, keeps_model
-        self.trainer = Trainer(model, *told)
-        if not keeps_model:
-            checkpoint.fill(self.trainer.model, checkpoint.check_model(newest)[1])
         ends = checkpoint.eos_ids(self.source, self.tokenizer, shape.vocab_size)
         built = build_rollout(laid_out, self.trainer.model, ends, self.tokenizer, world)
         self.tp_groups, self.engine, self.planner = built
+        if not self.decodes:
+            self.engine.free_memory()
         self.streaming = None
         if config.stream.policy != "off" and world.size > 1:
             parts = self.engine, self.trainer, world, self.tp_groups
             self.streaming = StreamTraining(config.stream, config.reward, *parts)
         self.cursor = PromptCursor(prompts, config.run.seed)
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
-        keep, shard = config.run.keep_checkpoints, config.trainer.shard
-        self.checkpoints = checkpoint.Checkpoints(self.folder, self.source, keep, world, shard)
+        keep, sharing = config.run.keep_checkpoints, (config.trainer.shard, config.overlap.train_ranks)
+        self.checkpoints = checkpoint.Checkpoints(self.folder, self.source, keep, world, *sharing)
         state = checkpoint.load_state(saved) if saved else {}
         if saved:
             self._restore(saved, state)
         # The first rank of a replica has its samples graded: any rank, when the size changes.
         grades = self.engine.parallel.rank == 0 or config.planner.rule != "fixed"
-        tasks = {p.task for p in (*prompts, *self.held_out)} if grades else set()
+        tasks = {p.task for p in (*prompts, *self.held_out)} if grades and self.decodes else set()
         self.graders = open_graders(config.reward, config.judge, tasks, world.device, dtype)
         if saved:
             self.graders.timeouts.load_state_dict(state["timeouts"])
         settings = {key: value for key, (value, _) in flatten(config).items()}
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
-        self.endless = self._open_endless(state) if config.overlap.depth else None
-        self._introduce(resume, saved)
+        self.endless = self._open_endless(state) if config.overlap.depth and self.decodes else None
+        introduce(self, saved, resume)
 
     def _open_endless(self, state: dict) -> Endless:
         """Begin the endless rollout, or go on with the one of a checkpoint's state."""
         flow = Flow(self.config.overlap, self.policy.config, self.cursor.take, self.config.run.steps)
-        endless = Endless(self._round(self.clock), flow)
+        endless = Endless(self._round(self.clock), flow, *([self.pools.beat] if self.pools else []))
         if state:
             endless.load_state_dict(state["endless"], self.cursor.prompts)
         return endless
-
-    def _introduce(self, resume: bool, saved: Path | None) -> None:
-        say = self.recorder.say
-        if self.graders.judge:
-            say(self.graders.judge.about)
-        if resume:
-            say(f"resumed from {saved}" if saved else f"no checkpoint in {self.folder}: starts afresh")
-        if any(p.task == "code" for p in (*self.cursor.prompts, *self.held_out)):
-            say(f"sandbox: {sandbox.isolation()}")
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -193,32 +177,51 @@ class Job:
         c = self.config
         settings = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
         sizes = (self.planner, self.tp_groups) if c.planner.within_round else None
-        return Round(self.engine, self.graders, self.world, clock, *settings, sizes)
+        world = self.pools.own if self.pools else self.world
+        return Round(self.engine, self.graders, world, clock, *settings, sizes)
 
     def next_batch(self) -> Rollout:
         """Go on with the endless rollout until a batch is there; its groups may be several updates old. Collective."""
         self._refuse_if_released()
-        assert self.endless, "overlap.depth = 0: rounds end before training"
-        with self.clock.span("rollout"):
-            groups, record = self.endless.next_batch()
+        groups, record, event = list[Group](), Record(), f"batch {self.step}"
+        if self.endless:
+            with self.clock.span("rollout"):
+                groups, record = self.endless.next_batch()
+        if self.pools:
+            with self.clock.span("wait_batch"):
+                self.pools.wait_for(event, self.clock) if self.trains else self.pools.signal(event)
+                groups, record = self.pools.hand_over(groups, record, readers=self.pools.num_trainers)
         record["lag"] = lag_record(groups, self.step)
         return Rollout(groups, SampleBuffer(len(groups)), record={"round": record})
 
     def replay(self) -> Rollout:
         """Return the groups that the run of `run.replay` trained in this step."""
+        folder, vocab_size = Path(self.config.run.replay), self.trainer.model.shape.vocab_size
         with self.clock.span("rollout"):
-            vocab_size = self.trainer.model.shape.vocab_size
-            groups = load_groups(Path(self.config.run.replay), self.step + 1, vocab_size)
+            groups = load_groups(folder, self.step + 1, vocab_size)
             return Rollout(groups, SampleBuffer(len(groups)))
 
     def learn(self, rollout: Rollout) -> tuple[torch.Tensor, list[dict]]:
-        """Update the weights; return the advantages [P, R] and the statistics of each update. Collective."""
+        """Update the weights; return the advantages [P, R] and the statistics of each update. Collective.
+
+        Ranks that only decode go on with that meanwhile, and have the new weights afterwards.
+        """
         self._refuse_if_released()
-        with self.clock.span("train"):
-            c = self.config
-            advantages = group_advantages(rollout.groups, c.loss, c.reward, c.rollout.max_response_tokens)
-            put_groups(rollout.buffer, rollout.groups, advantages, c.loss.mask_truncated)
-            return advantages, learn(self.trainer, rollout.buffer)
+        c, updates, event = self.config, list[dict](), f"update {self.step}"
+        advantages = group_advantages(rollout.groups, c.loss, c.reward, c.rollout.max_response_tokens)
+        if self.trains:
+            with self.clock.span("train"):
+                put_groups(rollout.buffer, rollout.groups, advantages, c.loss.mask_truncated)
+                updates = learn(self.trainer, rollout.buffer)
+        if self.pools:
+            if self.trains:
+                self.pools.signal(event)
+            elif self.endless:
+                with self.clock.span("rollout"):
+                    self.endless.decode_on(partial(self.pools.has, event))
+            with self.clock.span("publish"):
+                updates = self.pools.publish(self.trainer.model, updates)
+        return advantages, updates
 
     def sync_weights(self) -> None:
         """End the step: the engine decodes with the new weights from now on."""
@@ -260,16 +263,9 @@ class Job:
     def dump(self, groups: Sequence[Group], advantages: torch.Tensor) -> None:
         """Write what the step was trained on, when `run.dump_rollouts` asks for it. Collective."""
         if self.config.run.dump_rollouts:
-            groups = self._bring_to_main(groups)
+            groups = bring_to_main(self.world, groups)
             if self.world.is_main:
                 dump_groups(self.folder / "rollouts", self.step, groups, advantages.tolist())
-
-    def _bring_to_main(self, groups: Sequence[Group]) -> list[Group]:
-        """Return groups with the tokens of all samples on rank 0, as they are on the others. Collective."""
-        samples = [sample for group in groups for sample in group.samples]
-        brought = parallel.bring_tokens(self.world, samples if self.world.is_main else (), samples)
-        rest = iter(brought or samples)
-        return [replace(group, samples=tuple(islice(rest, len(group.samples)))) for group in groups]
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
@@ -282,13 +278,20 @@ class Job:
         self._refuse_if_released()
         if self.endless:
             self.endless.lend_engine()
-        self.engine.regroup(self.engine.parallel)  # new weights, on all ranks: a rank without work makes no step
-        prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
-        plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
-        groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
+        groups = list[Group]()
+        if self.decodes:
+            self.engine.regroup(self.engine.parallel)  # new weights, on all ranks: a rank without work makes no step
+            prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
+            plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
+            groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
         self.engine.stats.take()  # the next step counts from zero
+        if self.pools:
+            event = f"evaluation {self.step}"
+            self.pools.wait_for(event, self.clock) if self.trains else self.pools.signal(event)
+            groups, _ = self.pools.hand_over(groups, None, readers=1)
+        else:
+            groups = bring_to_main(self.world, groups)
         self.share_timeouts(pool for pool, _ in parallel.gather_objects(self.world, self.graders.take_stats()))
-        groups = self._bring_to_main(groups)
         if self.world.is_main:
             write_transcripts(self.folder / "samples" / f"step_{self.step:06d}.txt", groups, self.tokenizer)
         return evaluation_record(groups, time.perf_counter() - start)
@@ -312,6 +315,8 @@ class Job:
             state["streaming"] = self.streaming.state_dict()
         if self.endless:
             state["endless"] = self.endless.state_dict()
+        if self.pools:
+            state |= self.pools.of_decoders({key: state.get(key) for key in ("cursor", "endless")})
         with self.trainer.saved_tensors() as tensors:
             self.checkpoints.save(self.step, self.trainer.model, tensors, state)
         if waits:
@@ -320,18 +325,14 @@ class Job:
     def _restore(self, saved: Path, state: dict) -> None:
         """Take over the state of a checkpoint. The model has its weights already. Collective."""
         config, self.step = self.config, state["step"]
-        self.trainer.load_state_dict(state["trainer"], partial(checkpoint.load_tensors, saved, world=self.world))
+        fill = partial(checkpoint.load_tensors, saved, world=self.trainer.world)
+        self.trainer.load_state_dict(state["trainer"], fill if self.trains else lambda _: None)
         self.cursor.load_state_dict(state["cursor"])
         self.planner.load_state_dict(state["planner"])
         if self.streaming and "streaming" in state:
             self.streaming.load_state_dict(state["streaming"])
         self.policy.load_state_dict(state["policy"], self.cursor.prompts)
-        waiting, places = len(self.policy.queue), (config.run.steps - self.step) * config.scheduler.num_prompts
-        if self.policy.trains_all and waiting > places:
-            raise ConfigError(
-                f"run.steps = {config.run.steps} leaves {waiting - places} prompts of the long-prompt queue untrained; "
-                f"take at least {self.step + -(-waiting // config.scheduler.num_prompts)}"
-            )
+        check_queue(self.policy, self.step, config.run.steps)
         self.engine.load_weights(self.trainer.model, self.step)
 
     # ---- sharing a device ----------------------------------------------------------------------------------------
@@ -379,12 +380,69 @@ def newest_checkpoint(folder: Path, world: World) -> Path | None:
     return checkpoints[-1]
 
 
+def introduce(job: Job, saved: Path | None, resume: bool) -> None:
+    """Say what a reader of the console should know before the first step."""
+    say = job.recorder.say
+    if job.graders.judge:
+        say(job.graders.judge.about)
+    if resume:
+        say(f"resumed from {saved}" if saved else f"no checkpoint in {job.folder}: starts afresh")
+    if any(p.task == "code" for p in (*job.cursor.prompts, *job.held_out)):
+        say(f"sandbox: {sandbox.isolation()}")
+
+
+def check_queue(policy: RoundPolicy, step: int, steps: int) -> None:
+    """Raise ConfigError when a run of so many steps cannot train the queue that it resumes with."""
+    size = policy.config.num_prompts
+    waiting, places = len(policy.queue), (steps - step) * size
+    if policy.trains_all and waiting > places:
+        raise ConfigError(
+            f"run.steps = {steps} leaves {waiting - places} prompts of the long-prompt queue untrained; take at least "
+            f"{step + -(-waiting // size)}"
+        )
+
+
+def build_trainer(
+    c: Config,
+    newest: Path,
+    source: Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    keeps_model: bool,
+    world: World,
+    trains: bool,
+) -> Trainer:
+    """Return the trainer, with the weights of `newest`; a rank that only decodes trains none of them. Collective."""
+    model = checkpoint.load_model(newest, world.device, dtype) if keeps_model else empty_model(shape, dtype)
+    reference, config = None, c.trainer
+    if not trains:
+        model.requires_grad_(False)
+        config = replace(config, shard=1)
+    elif c.loss.kl_coef:
+        reference = checkpoint.load_model(source, world.device, dtype).requires_grad_(False)
+    limits = c.rollout.max_response_tokens, c.run.steps * c.trainer.updates_per_step
+    trainer = Trainer(model, config, c.loss, c.sampling, world, *limits, reference, keeps_model)
+    if not keeps_model:
+        checkpoint.fill(trainer.model, checkpoint.check_model(newest)[1])
+    return trainer
+
+
+def bring_to_main(world: World, groups: Sequence[Group]) -> list[Group]:
+    """Return groups with the tokens of all samples on rank 0, as they are on the others. Collective."""
+    samples = [sample for group in groups for sample in group.samples]
+    brought = parallel.bring_tokens(world, samples if world.is_main else (), samples)
+    rest = iter(brought or samples)
+    return [replace(group, samples=tuple(islice(rest, len(group.samples)))) for group in groups]
+
+
 def build_rollout(
     config: Config, model: Model, ends: Iterable[int], tokenizer: Tokenizer, world: World
 ) -> tuple[parallel.TPGroups, Engine, ParallelismPlanner]:
     """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, config.planner.rule != "fixed")
-    tp_groups = parallel.make_tp_groups(world, sizes)  # first: NCCL takes memory for each, and pages get the rest
+    tp_groups = parallel.make_tp_groups(
+        world, sizes, config.overlap.train_ranks
+    )  # first: NCCL takes memory for each, and pages get the rest
     config = with_kv_memory(config, model.shape, world)
     rollout, sizes = config.rollout, sizes_with_room(config, model.shape, world.device, sizes)
     # One rank reads it: on other machines there may be none, or another, and all must choose the same.

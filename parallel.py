@@ -471,9 +471,10 @@ class TensorParallel:
     ranks of one machine, small tensors go through shared memory: a tenth of the time of gloo.
     """
 
-    def __init__(self, world: World, size: int = 1):
+    def __init__(self, world: World, size: int = 1, first: int = 0):
+        """`first`: the first rank that decodes; replicas count from it."""
         self.size, self.rank = size, world.rank % size
-        self.replica, self.num_replicas = world.rank // size, world.size // size
+        self.replica, self.num_replicas = (world.rank - first) // size, (world.size - first) // size
         self.world = own_subset(world, [range(i, i + size) for i in range(0, world.size, size)])
         self.shared: SharedMemory | None = None
         if size > 1 and world.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
@@ -510,8 +511,8 @@ class TensorParallel:
 TPGroups = dict[int, TensorParallel]  # by size
 
 
-def make_tp_groups(world: World, sizes: Collection[int]) -> TPGroups:
+def make_tp_groups(world: World, sizes: Collection[int], first: int = 0) -> TPGroups:
     """Return the groups of each size. All are made and used once here, at the start, and none later. Collective."""
     for size in sizes:
         check_group_size(size, world.size, world.node_size)
-    return {size: TensorParallel(world, size) for size in sorted(sizes)}
+    return {size: TensorParallel(world, size, first) for size in sorted(sizes)}

@@ -284,19 +284,20 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
     tp, prompts = c.rollout.tensor_parallel, c.scheduler.num_prompts
     check_group_size(tp, world_size, own_node_size(world_size))
-    if prompts % (replicas := world_size // tp):
+    decoding = max(world_size - c.overlap.train_ranks, 1)
+    if prompts % (replicas := max(decoding // tp, 1)):
         raise ConfigError(
-            f"scheduler.num_prompts = {prompts} is not a multiple of the {replicas} replicas ({world_size} ranks / "
+            f"scheduler.num_prompts = {prompts} is not a multiple of the {replicas} replicas ({decoding} ranks / "
             f"tensor_parallel {tp}); take {max(prompts // replicas, 1) * replicas} prompts, or another number of ranks"
         )
-    if world_size % c.trainer.shard:
+    if (training := c.overlap.train_ranks or world_size) % c.trainer.shard:
         raise ConfigError(
-            f"trainer.shard = {c.trainer.shard} does not divide the {world_size} ranks; possible here: "
-            f"{[n for n in range(1, world_size + 1) if world_size % n == 0]}"
+            f"trainer.shard = {c.trainer.shard} does not divide the {training} ranks that train; possible here: "
+            f"{[n for n in range(1, training + 1) if training % n == 0]}"
         )
     check_scheduler(c.scheduler)
     check_stream(c, world_size)
-    check_endless(c, dtype)
+    check_endless(c, world_size, dtype)
     refuse_within_round(c.planner, c.stream.policy)
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo or another loss")
@@ -426,7 +427,7 @@ def check_stream(c: Config, num_ranks: int) -> None:
         )
 
 
-def check_endless(c: Config, dtype: torch.dtype) -> None:
+def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
     """Refuse combinations that an endless rollout has no place for, and settings of one that there is not."""
     depth = f"overlap.depth = {c.overlap.depth:g}"
     if not c.overlap.depth:
@@ -448,10 +449,30 @@ def check_endless(c: Config, dtype: torch.dtype) -> None:
     ):
         if is_wrong:
             raise ConfigError(f"{key} = {value} has no place in an endless rollout ({depth}): {reason}; leave it out")
+    check_pools(c, world_size)
     if c.loss.name != "decoupled" and c.loss.for_dtype(dtype).old_logprobs == "trainer":
         raise ConfigError(
             f"{depth} trains samples of older weights, but loss.name = {c.loss.name} with loss.old_logprobs = trainer "
             "takes them for samples of the newest; take loss.name = decoupled, or loss.old_logprobs = rollout"
+        )
+
+
+def check_pools(c: Config, world_size: int) -> None:
+    """Refuse pools of ranks that cannot be made."""
+    n, tp, shard = c.overlap.train_ranks, c.rollout.tensor_parallel, c.trainer.shard
+    if n >= world_size:
+        raise ConfigError(f"overlap.train_ranks = {n} leaves none of {world_size} ranks to decode; take fewer")
+    if n and (n % tp or (world_size - n) % tp):
+        raise ConfigError(
+            f"rollout.tensor_parallel = {tp} does not divide the {n} ranks that train and the {world_size - n} that "
+            "decode (overlap.train_ranks); take another of the two"
+        )
+    if n and shard not in (1, n):
+        raise ConfigError(f"trainer.shard = {shard} with overlap.train_ranks = {n}: take 1, or {n}")
+    if n and c.rollout.weights == "sharded":
+        raise ConfigError(
+            f"rollout.weights = sharded with overlap.train_ranks = {n}: ranks that decode have whole weights of their "
+            "own; take rollout.weights = whole"
         )
 
 

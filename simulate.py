@@ -25,7 +25,7 @@ from config import ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
-from policies.flow import Flow, OverlapConfig
+from policies.flow import Flow, OverlapConfig, check_overlap
 from policies.placement import Placement, group_sizes
 from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report, refuse_within_round
 from policies.replica import Replica, Response
@@ -91,18 +91,13 @@ class GradingConfig:
 
 
 @dataclass(frozen=True)
-class SimulatedOverlap(OverlapConfig):
-    train_ranks: int = option(0, "GPUs that only train, the others decode; 0: all do both, in turns", min=0)
-
-
-@dataclass(frozen=True)
 class SimulationConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     grading: GradingConfig = field(default_factory=GradingConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    overlap: SimulatedOverlap = field(default_factory=SimulatedOverlap)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
 
     @property
     def decoding_gpus(self) -> int:
@@ -292,8 +287,8 @@ class Simulation:
         refuse_dynamic_sampling(config.stream, config.scheduler.dynamic_sampling)
         refuse_within_round(config.planner, config.stream.policy)
         o = config.overlap
-        if o.train_ranks and not o.depth:
-            raise ConfigError(f"overlap.train_ranks = {o.train_ranks} needs overlap.depth > 0 (it is 0)")
+        if o.depth or o.train_ranks:
+            check_overlap(o, config.scheduler)
         if o.depth and config.planner.rule != "fixed":
             raise ConfigError(f"overlap.depth = {o.depth:g} leaves no rounds to planner.rule = {config.planner.rule}")
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile

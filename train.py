@@ -60,7 +60,7 @@ def take_step(job: Job) -> Record:
     plan = None
     if job.config.run.replay:
         rollout = job.replay()
-    elif job.endless:
+    elif job.config.overlap.depth:
         rollout = job.next_batch()  # decoding goes on across updates (ROLL Flash)
     else:
         plan = job.plan()  # which prompts, how many responses of each (3)

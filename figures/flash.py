@@ -9,8 +9,9 @@ from typing import Any
 
 from paper import ClusterConfig, SimulationConfig, StreamConfig, command, mean
 
+from policies.flow import OverlapConfig
 from scheduler import SchedulerConfig
-from simulate import EndlessSimulation, ModelFile, SimulatedOverlap, Simulation, simulate
+from simulate import EndlessSimulation, ModelFile, Simulation, simulate
 
 MODELS = {"Think": "qwen3-8b-think", "Base": "qwen3-8b-base"}
 PAPER = "arXiv 2510.11345"
@@ -24,7 +25,7 @@ def config(model: str, gpus: int, steps: int, **overlap: Any) -> SimulationConfi
     """Return a run of 256 x 16 on whole replicas; `overlap` is its section, and without one it is synchronous."""
     scheduler = SchedulerConfig("synchronous", 256, 16, 1.0, 1.0, window_iterations=WINDOW if overlap else 16)
     cluster = ClusterConfig(model=MODELS[model], gpus=gpus, steps=steps)
-    return SimulationConfig(cluster, scheduler, stream=StreamConfig("off"), overlap=SimulatedOverlap(**overlap))
+    return SimulationConfig(cluster, scheduler, stream=StreamConfig("off"), overlap=OverlapConfig(**overlap))
 
 
 def synchronous(model: str, gpus: int, file: ModelFile | None = None) -> Simulation:

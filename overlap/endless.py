@@ -6,8 +6,9 @@ what all ranks report after each window.
 """
 
 import base64
+import time
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any
 
@@ -20,12 +21,15 @@ from policies.flow import Flow
 from rollout import sequences_for
 from rounds import Round
 
+IDLE_SECONDS = 0.01  # between two windows in which nothing is decoded
+
 
 class Endless:
     """What lasts from update to update: sequences under way, finished samples, and the policy that picks batches."""
 
-    def __init__(self, round: Round, flow: Flow):
-        self.round, self.flow = round, flow
+    def __init__(self, round: Round, flow: Flow, beat: Callable[[], None] = lambda: None):
+        """`beat`: is called after each window."""
+        self.round, self.flow, self.beat = round, flow, beat
         self.interrupted: list[EngineSequence] = []  # not in the engine now
         self.is_out = True  # all sequences are out of the engine, if there are any
         round.begin(flow.plan, flow)
@@ -38,7 +42,7 @@ class Endless:
         self._forget({visit.id for visit in decision.launch})
         r.carry_out(decision)
         while not r.decision.done:
-            r.exchange(self._decode(), None)
+            self._play_window(False)
         with r.clock.span("reward"):
             r.rewards.update(r.graders.wait(id for id in self.flow.accepted_ids() if id in r.samples))
         groups, aborted = r.collect(), sum(r.aborted.values())
@@ -50,6 +54,28 @@ class Endless:
         record = {"kind": r.plan.kind, "padded": 0, "queue": stats["buffered"], **r.record, **stats}
         r.aborted, r.windows, r.migrated = {}, 0, 0
         return groups, record
+
+    def decode_on(self, is_due: Callable[[], bool]) -> None:
+        """Decode while other ranks train. Collective among those that decode.
+
+        On the steps' clock for `update_iterations` engine steps, else until `is_due` on some rank. Nothing is launched.
+        """
+        r, config, began = self.round, self.flow.config, time.monotonic()
+        end, over = r.iteration + config.update_iterations, False
+        while not over:
+            over = self._play_window(is_due())
+            if config.clock == "steps":
+                over = r.iteration >= end
+            elif r.engine.is_idle:
+                time.sleep(IDLE_SECONDS)
+            if not over and config.clock == "time" and time.monotonic() - began > r.world.timeout_seconds:
+                raise TimeoutError(f"rank {r.world.rank} waited {r.world.timeout_seconds:g} s for an update")
+
+    def _play_window(self, note: bool) -> bool:
+        """Decode a window and carry out what the policy says; return whether any rank had the note."""
+        _, notes = self.round.exchange(self._decode(), note)
+        self.beat()
+        return any(notes)
 
     def _go_on(self) -> None:
         """Have all sequences in the engine again."""

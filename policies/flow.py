@@ -48,6 +48,13 @@ class OverlapConfig:
         choices=("steps", "time"),
     )
 
+    train_ranks: int = option(
+        0, "the first so many ranks only train while the others decode; 0: all ranks do both, in turns", min=0
+    )
+    update_iterations: int = option(
+        64, "with train_ranks and clock = steps: engine steps that the others take during an update", min=1
+    )
+
     @property
     def largest_age(self) -> int:
         return self.bound or math.ceil(self.depth)
@@ -161,7 +168,7 @@ class Flow:
 
     def _decide(self) -> bool:
         """Choose the next batch: complete groups, the oldest first. False while it must wait."""
-        done, num_prompts = set(self.complete), self.scheduler.num_prompts
+        done, num_prompts, self.batch = set(self.complete), self.scheduler.num_prompts, []
         by_age = sorted(self.complete, key=lambda visit: self.open[visit].start)  # stable: then by completion
         batch = by_age[:num_prompts]
         if len(batch) < num_prompts:
@@ -223,7 +230,9 @@ class Flow:
 
 
 def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:
-    """Raise ConfigError on a bound that the depth itself breaks."""
+    """Raise ConfigError on a bound that the depth itself breaks, and on ranks that train beside no rollout."""
+    if config.train_ranks and not config.depth:
+        raise ConfigError(f"overlap.train_ranks = {config.train_ranks} needs overlap.depth > 0 (it is 0)")
     ahead = config.depth + scheduler.eta_prompts - 1
     if config.late == "wait" and ahead > config.largest_age:
         raise ConfigError(

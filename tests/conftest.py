@@ -63,7 +63,8 @@ def _rank(rank: int, size: int, store: str, function, args) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     everyone = torch.distributed.group.WORLD
-    world = parallel.World(rank, size, torch.device("cpu"), everyone, everyone, node_size=size)
+    shared = torch.distributed.FileStore(f"{store}.shared", size)
+    world = parallel.World(rank, size, torch.device("cpu"), everyone, everyone, node_size=size, store=shared)
     function(world, *args)
     parallel.stop(world)
 

@@ -9,10 +9,11 @@ from random import Random
 import pytest
 
 from core import SampleId
+from policies.flow import OverlapConfig
 from policies.replica import Replica, Response
 from policies.scale_down import StreamConfig
 from scheduler import SchedulerConfig
-from simulate import ClusterConfig, EndlessSimulation, ModelFile, SimulatedOverlap, Simulation, SimulationConfig, main
+from simulate import ClusterConfig, EndlessSimulation, ModelFile, Simulation, SimulationConfig, main
 from simulation.costs import Costs, Efficiency, Hardware, Shape
 from simulation.workload import LengthModel
 
@@ -24,7 +25,7 @@ MODEL = ModelFile(SHAPE, Efficiency(rollout_seconds=1.0, train_seconds=0.1), LEN
 def config(steps: int = 8, gpus: int = 4, prompts: int = 4, seed: int = 0, **overlap) -> SimulationConfig:
     cluster = ClusterConfig(gpus=gpus, steps=steps, seed=seed)
     scheduler = SchedulerConfig("synchronous", prompts, 2, 1.0, 1.0)
-    return SimulationConfig(cluster, scheduler, overlap=SimulatedOverlap(**{"depth": 1.0, **overlap}))
+    return SimulationConfig(cluster, scheduler, overlap=OverlapConfig(**{"depth": 1.0, **overlap}))
 
 
 def endless(given: SimulationConfig, model: ModelFile = MODEL, hardware: Hardware | None = None) -> EndlessSimulation:
@@ -73,7 +74,7 @@ def test_what_is_late_is_dropped_or_kept() -> None:
 def test_depth_takes_the_tail_away_and_costs_age() -> None:
     slow = replace(MODEL, lengths=replace(LENGTHS, limit=8192))
     runs = {depth: endless(config(steps=24, depth=depth, bound=4), slow) for depth in (1.0, 4.0)}
-    synchronous = replace(config(steps=24), stream=StreamConfig("off"), overlap=SimulatedOverlap())
+    synchronous = replace(config(steps=24), stream=StreamConfig("off"), overlap=OverlapConfig())
     alone = Simulation(synchronous, slow, Hardware())
     seconds = [sum(r["seconds"]["step"] for r in records) for records in (alone.run(), runs[1.0].records)]
     assert seconds[1] < 0.8 * seconds[0]
@@ -149,7 +150,7 @@ def workers(rng: Random, alpha: int, train: float = 0.0) -> tuple[SimulationConf
     passes = train * flops / (padded * (2 + 2 * padded))
     costs = {"sequence_seconds": 0.0, "train_seconds": 0.0, "rollout_seconds": 0.0, "train": 1.0}
     efficiency = Efficiency(layer_seconds=1.0, padded=padded, passes=passes, **costs)
-    overlap = SimulatedOverlap(depth=float(alpha), train_ranks=int(train > 0), flight="keep")
+    overlap = OverlapConfig(depth=float(alpha), train_ranks=int(train > 0), flight="keep")
     given = SimulationConfig(cluster, scheduler, stream=StreamConfig("off"), overlap=overlap)
     hardware = Hardware(flops=flops, bandwidth=1e30, network=1e30)
     return given, ModelFile(WORKERS, efficiency, lengths), hardware
@@ -169,7 +170,7 @@ def test_proposition_1_time_of_a_sample(seed: int) -> None:
     run = endless(given, model, hardware)
     spread, longest, batches = tail(run, run.rollout.drawn)
     assert run.rollout.seconds <= spread + math.ceil(batches / (alpha + 1)) * longest + 1e-6
-    rounds = Simulation(replace(given, overlap=SimulatedOverlap()), model, hardware)
+    rounds = Simulation(replace(given, overlap=OverlapConfig()), model, hardware)
     seconds = sum(r["seconds"]["rollout"] for r in rounds.run())
     each = sum(r["tokens"] for r in rounds.records) / given.cluster.max_running
     assert seconds <= each + sum(r["round"]["longest"] for r in rounds.records) + 1e-6

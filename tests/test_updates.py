@@ -4,11 +4,13 @@ import copy
 import json
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing import ProcessError
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ALONE, ROOT, FusedEngine, steps_of, train_runs
@@ -19,7 +21,9 @@ import train
 from checkpoint import list_checkpoints
 from core import Span, with_span
 from engine.sequence import Sequence
+from metrics import Clock
 from model import Model
+from overlap.pools import Pools
 from parallel import World
 from rollout import Engine
 from rounds import Round
@@ -325,6 +329,67 @@ def test_a_released_job_goes_on(settings, tmp_path: Path, monkeypatch) -> None:
     assert losses(tmp_path / "shared") == losses(tmp_path / "straight")
 
 
+# ---- ranks apart -------------------------------------------------------------------------------------------------
+
+APART = dict(overlap__train_ranks=1, overlap__update_iterations=8, scheduler__num_prompts=6, run__steps=4)
+
+
+def test_pools_of_any_size_train_the_same(settings, run_ranks, tmp_path: Path) -> None:
+    make = partial(settings, **APART)
+    run_ranks(2, train_runs, make("1 and 1"))
+    two = dict(overlap__train_ranks=2)
+    runs = {"1 and 3": {}, "2 and 2": two | dict(trainer__shard=2), "by two": two | dict(rollout__tensor_parallel=2)}
+    run_ranks(4, train_runs, *(make(name, **choice) for name, choice in runs.items()))
+    one = tmp_path / "1 and 1"
+    assert ages(one) >= {0, 1} and max(ages(one)) <= 3
+    for name in runs:
+        assert tokens_of(tmp_path / name) == tokens_of(one)
+        for mine, theirs in zip(losses(tmp_path / name), losses(one), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+    versions = [span["version"] for step in trained(one) for row in step for s in row["samples"] for span in s["spans"]]
+    assert set(versions) == {0, 1, 2, 3}, "new weights reach the ranks that decode"
+
+
+def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path) -> None:
+    make = partial(
+        settings, run__checkpoint_every=2, run__eval_every=3, data__eval_prompts=4, **APART | dict(run__steps=5)
+    )
+    run_ranks(2, train_runs, make("straight"))
+    with pytest.raises((ProcessError, ProcessException)):
+        run_ranks(2, train_and_be_killed, make("killed"))
+    run_ranks(2, partial(train_runs, resume=True), make("killed"))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
+    assert tokens_of(tmp_path / "killed") == tokens_of(tmp_path / "straight")
+    scores = [[r["eval"]["avg@4"] for r in steps_of(tmp_path / name) if "eval" in r] for name in ("killed", "straight")]
+    assert scores[0] == scores[1] and len(scores[0]) == 2
+
+
+def test_pools_on_measured_time_train_each_prompt_once(settings, run_ranks, tmp_path: Path) -> None:
+    kept = dict(overlap__flight="keep", overlap__late="drop", overlap__bound=1)
+    runs = {"time": {}, "kept": kept, "frozen": dict(loss__kl_coef=0.01, overlap__flight="finish")}
+    run_ranks(2, train_runs, *(settings(name, **APART, overlap__clock="time", **more) for name, more in runs.items()))
+    for name in runs:
+        visits = [(row["epoch"], row["prompt"]["index"]) for step in trained(tmp_path / name) for row in step]
+        assert len(visits) == len(set(visits)) == 24
+        assert all(np.isfinite(losses(tmp_path / name)).ravel())
+
+
+class Silent:
+    """A store in which the other pool never writes."""
+
+    def check(self, keys) -> bool:
+        return False
+
+    def add(self, key: str, count: int) -> int:
+        return 0
+
+
+def test_a_silent_pool_is_not_waited_for_for_ever() -> None:
+    world = World(0, 2, CPU, store=Silent(), timeout_seconds=0.05)
+    with pytest.raises(TimeoutError, match="rank 0 waited 0.05 s for 'batch 3'"):
+        Pools(world, replace(world, size=1), 1).wait_for("batch 3", Clock())
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -333,6 +398,7 @@ def test_a_released_job_goes_on(settings, tmp_path: Path, monkeypatch) -> None:
         (dict(scheduler__dynamic_sampling="true"), ["scheduler.dynamic_sampling = true has no place"]),
         (dict(overlap__depth=2, overlap__bound=1), ["overlap.bound = 1", "take overlap.bound = 2"]),
         (dict(overlap__depth=0), ["overlap.depth = 0", "have no effect"]),
+        (dict(overlap__train_ranks=1), ["overlap.train_ranks = 1 leaves none of 1 ranks to decode"]),
         (dict(loss__old_logprobs="trainer"), ["loss.name = ppo with", "take loss.name = decoupled"]),
     ],
 )
