@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from config import ConfigError
 from core import ModelShape
 from engine import kernels
+from parallel import World
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]
 Reduce = Callable[[Tensor], Tensor]
@@ -183,6 +184,33 @@ class LayerWeights(NamedTuple):
     q_norm: Tensor | None
     k_norm: Tensor | None
 
+    def shard(self, split: "Split") -> "LayerWeights":
+        """Return a rank's part: views, but for `qkv` when ranks outnumber KV heads."""
+        s, rank, size = split.shape, split.rank, split.size
+        w = LayerWeights._make(t.detach() if t is not None else None for t in self)
+
+        def rows(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.chunk(size)[rank]
+
+        def heads(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or size <= s.num_kv_heads:
+                return rows(tensor)
+            per_kv = size // s.num_kv_heads
+            own = tensor.view(s.num_kv_heads, -1, s.head_dim, *tensor.shape[1:])[rank // per_kv]  # [G + 2, D, ...]
+            queries = own[:-2].chunk(per_kv)[rank % per_kv]
+            return torch.cat((queries, own[-2:])).flatten(0, 1)
+
+        return w._replace(
+            qkv=heads(w.qkv),
+            qkv_bias=heads(w.qkv_bias),
+            out=w.out.chunk(size, 1)[rank],
+            out_bias=w.out_bias if rank == 0 else None,  # added once, before the sum over ranks
+            gate_up=rows(w.gate_up),
+            gate_up_bias=rows(w.gate_up_bias),
+            down=w.down.chunk(size, 1)[rank],
+            down_bias=w.down_bias if rank == 0 else None,
+        )
+
 
 @dataclass(frozen=True)
 class Split:
@@ -289,33 +317,6 @@ class Layer(nn.Module):
         parts = [tensor for p in projections for tensor in (p.weight, p.bias)]
         return LayerWeights._make([*parts, *(n.weight if n else None for n in norms)])
 
-    def shard(self, split: Split) -> LayerWeights:
-        """Return a rank's part of the weights: views, but for `qkv` when ranks outnumber KV heads."""
-        s, rank, size = split.shape, split.rank, split.size
-        w = LayerWeights._make(t.detach() if t is not None else None for t in self.weights())
-
-        def rows(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.chunk(size)[rank]
-
-        def heads(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None or size <= s.num_kv_heads:
-                return rows(tensor)
-            per_kv = size // s.num_kv_heads
-            own = tensor.view(s.num_kv_heads, -1, s.head_dim, *tensor.shape[1:])[rank // per_kv]  # [G + 2, D, ...]
-            queries = own[:-2].chunk(per_kv)[rank % per_kv]
-            return torch.cat((queries, own[-2:])).flatten(0, 1)
-
-        return w._replace(
-            qkv=heads(w.qkv),
-            qkv_bias=heads(w.qkv_bias),
-            out=w.out.chunk(size, 1)[rank],
-            out_bias=w.out_bias if rank == 0 else None,  # added once, before the sum over ranks
-            gate_up=rows(w.gate_up),
-            gate_up_bias=rows(w.gate_up_bias),
-            down=w.down.chunk(size, 1)[rank],
-            down_bias=w.down_bias if rank == 0 else None,
-        )
-
 
 class Model(nn.Module):
     """A decoder whose `forward` returns hidden states and whose `logits` reads them out."""
@@ -329,6 +330,7 @@ class Model(nn.Module):
         self.head = None if shape.tied else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self._rope: tuple[Tensor, Tensor] | None = None
         self.compute_dtype: torch.dtype | None = None  # of a forward, where the weights are masters; None: the weights'
+        self.shards: World | None = None  # the ranks over which the weights lie; None: they are whole
         self.recompute = False  # in the backward pass, instead of keeping what a layer computed
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, inference: bool = False) -> Tensor:

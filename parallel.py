@@ -52,6 +52,7 @@ class World:
     node_size: int = 0  # ranks on each machine; their greatest common divisor where machines differ; 0: unknown
     store: Any = None  # torch's dist.Store, which all ranks reach; None: a single process. Its stubs know no `clone`
     timeout_seconds: float = 600.0  # longest wait for another rank
+    shared: SharedMemory | None = None  # for tensors of CPU ranks of one machine (`with_shared_memory`)
 
     @property
     def is_main(self) -> bool:
@@ -214,6 +215,23 @@ def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, group=world.tensors, group_src=0)
 
 
+def gather_tensor(world: World, own: Tensor) -> Tensor:
+    """Return every rank's tensor, all of one shape, on every rank. [n, ...] -> [size, n, ...]
+
+    Of shared memory it may be a part, valid until the call after the next.
+    """
+    rows = max(SharedMemory.SLOT_BYTES * len(own) // max(own.nbytes, 1), 1)
+    if world.shared and rows >= len(own):
+        return world.shared.exchange(own)
+    everyone = own.new_empty(world.size, *own.shape)
+    if world.shared:
+        for i in range(0, len(own), rows):
+            everyone[:, i : i + rows] = world.shared.exchange(own[i : i + rows])
+    else:
+        all_gather_into_tensor(everyone.flatten(0, 1), own.contiguous(), group=world.tensors)
+    return everyone
+
+
 def subsets(world: World, parts: Iterable[Sequence[int]], by_gloo: bool = False) -> list[World | None]:
     """Return a world of each part, a list of the run's ranks; None for a part without this rank.
 
@@ -228,6 +246,24 @@ def own_subset(world: World, parts: Iterable[Sequence[int]]) -> World:
     """Return the world of the part that has this rank: `parts` divide the ranks of the run."""
     [own] = filter(None, subsets(world, parts))
     return own
+
+
+def with_shared_memory(world: World) -> World:
+    """Return the world with memory that its ranks share, where they are neighbours on one machine, and CPU ranks.
+
+    Tensors pass through it in a tenth of the time of gloo.
+    """
+    is_local = world.size > 1 and world.node_size > 0 and world.node_size % world.size == 0
+    if not is_local or world.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        return world
+    path = broadcast_object(world, SharedMemory.make_file(world.size) if world.is_main else "")
+    if not path:
+        return world
+    shared = SharedMemory(path, world.rank, world.size, world.timeout_seconds)
+    barrier(world)
+    if world.is_main:
+        os.unlink(path)  # the memory stays until the last process has ended
+    return replace(world, shared=shared)
 
 
 def beside(world: World) -> World:
@@ -467,45 +503,29 @@ def check_group_size(size: int, num_ranks: int, node_size: int) -> None:
 class TensorParallel:
     """Ranks `rank // size * size` and the next `size - 1` compute every layer together. Making one is collective.
 
-    `reduce` and `gather` return the same bits on all ranks of a group, so they sample the same tokens. Between CPU
-    ranks of one machine, small tensors go through shared memory: a tenth of the time of gloo.
+    `reduce` and `gather` return the same bits on all ranks of a group, so they sample the same tokens.
     """
 
     def __init__(self, world: World, size: int = 1, first: int = 0):
         """`first`: the first rank that decodes; replicas count from it."""
         self.size, self.rank = size, world.rank % size
         self.replica, self.num_replicas = (world.rank - first) // size, (world.size - first) // size
-        self.world = own_subset(world, [range(i, i + size) for i in range(0, world.size, size)])
-        self.shared: SharedMemory | None = None
-        if size > 1 and world.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
-            path = broadcast_object(self.world, SharedMemory.make_file(size) if self.rank == 0 else "")
-            if path:
-                self.shared = SharedMemory(path, self.rank, size, world.timeout_seconds)
-                barrier(self.world)
-                if self.rank == 0:
-                    os.unlink(path)  # the memory stays until the last process has ended
+        own = own_subset(world, [range(i, i + size) for i in range(0, world.size, size)])
+        self.world = with_shared_memory(own)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' `x`."""
         if self.size == 1:
             return x
-        if self.shared and x.nbytes <= SharedMemory.SLOT_BYTES:
-            return self.shared.exchange(x).sum(0)
+        if self.world.shared and x.nbytes <= SharedMemory.SLOT_BYTES:
+            return self.world.shared.exchange(x).sum(0)
         x = x.contiguous()
         dist.all_reduce(x, group=self.world.tensors)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """Join all ranks' `x` along the last dimension. [T, n] -> [T, size * n]"""
-        if self.size == 1:
-            return x
-        if self.shared and x.nbytes <= SharedMemory.SLOT_BYTES:
-            parts = self.shared.exchange(x)
-        else:
-            parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-            all_gather_into_tensor(parts, x.contiguous(), group=self.world.tensors)
-            parts = parts.view(self.size, *x.shape)
-        return torch.cat([*parts], -1)
+        return x if self.size == 1 else torch.cat([*gather_tensor(self.world, x)], -1)
 
 
 TPGroups = dict[int, TensorParallel]  # by size

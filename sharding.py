@@ -1,16 +1,18 @@
 """Training weights spread over several ranks by torch's FSDP2, set up to add exact sums."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import Model, empty_model
-from parallel import World, own_subset
+from parallel import World, gather_tensor, own_subset, with_shared_memory
 
 
 def shard_groups(world: World, size: int) -> tuple[World, World]:
@@ -40,7 +42,7 @@ def shard_model(model: Model, group: World) -> Model:
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
         module.set_gradient_divide_factor(1.0)
     learner.to_empty(device=group.device)
-    learner.compute_dtype = dtype
+    learner.compute_dtype, learner.shards = dtype, with_shared_memory(group)
     for own, whole in zip(learner.parameters(), model.parameters(), strict=True):
         if not whole.is_meta:
             take_part(own, whole)
@@ -62,6 +64,21 @@ def gathered(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.reshard()
+
+
+def gather(model: Model, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return weights of a model whole, in the dtype that it computes in; those of a model that is whole as they are.
+
+    One collective in the shard group for all of them. Copies less than FSDP's own gathering, which has a place of its
+    own for each weight: half of its time on a CPU.
+    """
+    if not (group := model.shards):
+        return [*weights]
+    parts = [own_part(w).flatten() for w in weights]
+    sizes = [-(-len(w) // group.size) * math.prod(w.shape[1:]) for w in weights]  # of a rank's rows; the last has fewer
+    own = torch.cat([F.pad(part, (0, size - len(part))) for part, size in zip(parts, sizes, strict=True)])
+    everyone = gather_tensor(group, own.to(model.dtype)).split(sizes, 1)  # of each weight [ranks, size]
+    return [torch.cat([*rows]).view(-1, *w.shape[1:])[: len(w)] for w, rows in zip(weights, everyone, strict=True)]
 
 
 def whole(tensor: Tensor) -> Tensor:

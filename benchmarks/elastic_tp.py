@@ -14,7 +14,9 @@ weights, and with sharded ones, which come from masters that lie over all ranks.
     preemption_ratio                preemptions of `predict` over those of the fixed size 1, with whole weights
     regroup_seconds_over_broadcast  dearest change of size over a plain broadcast of all weights; the dearer of both
                                     layouts. On a CPU a change packs the weights, as a new version of them is packed at
-                                    any size; regroup_views_... and regroup_sharded_...: without packing
+                                    any size; regroup_views_... and regroup_sharded_...: without packing. With sharded
+                                    weights the dearest change is that to size 1, where every rank receives as much as
+                                    in the broadcast, and packs all of it besides
     pages_gain_tp2                  pages at size 2 with sharded weights over those with whole ones
 """
 

@@ -179,10 +179,12 @@ def measure(case: Case, world: World) -> tuple[Plan, dict[str, int]]:
         peaks[name] = max(peaks.get(name, 0), live.peak)
 
     tp = TensorParallel(world, config.rollout.tensor_parallel)
-    tp.shared = None
+    tp.world = replace(tp.world, shared=None)
     with live:
         told = config.trainer, config.loss, config.sampling, world, RESPONSE, 10
         trainer = Trainer(Model(shape), *told, keeps_model=case.weights == "whole")
+        if trainer.learner.shards:
+            trainer.learner.shards = replace(trainer.learner.shards, shared=None)
         engine = Engine(trainer.model, config.rollout, config.sampling, (), parallel=tp)
         for step in range(2):
             part("rollout", generate, engine)

@@ -104,7 +104,12 @@ BENCHMARKS = {
     ),
     "elastic_tp": Benchmark(
         "benchmarks/elastic_tp.py",
-        (*ENGINE, "policies/planner.py", "policies/replica.py", "policies/step_times.py", "parallel.py"),
+        (
+            *ENGINE,
+            *(f"policies/{name}.py" for name in ("planner", "replica", "step_times")),
+            "parallel.py",
+            "sharding.py",
+        ),
         "the tensor-parallel size of each round chosen by `predict`, {ranks} ranks on {cores} cores: "
         "{regret_vs_best_fixed:+.0%} time against the best fixed size in hindsight",
     ),

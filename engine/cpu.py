@@ -1,8 +1,8 @@
 """Tricks of the CPU path, each with its gain; who reads for GPUs may skip this file.
 
-Pages as a batch: decoding rows attend to all pages in use without a gather. Shared memory: tensor-parallel ranks of one
-machine exchange small tensors without gloo. Packed weights: matrix
-products in oneDNN's layout. Kept memory: freed memory stays for the next tensors.
+Pages as a batch: decoding rows attend to all pages in use without a gather. Shared memory: ranks of one machine
+exchange tensors without gloo. Packed weights: matrix products in oneDNN's layout. Kept memory: freed memory stays for
+the next tensors.
 
 Shapes: n decoding rows, P pages in use, K key/value heads, H query heads, G = H / K, D head size.
 """
@@ -137,7 +137,7 @@ class PageAttention:
 
 
 class SharedMemory:
-    """Exchange of small tensors between processes of one machine: write a slot, raise a counter, wait for all counters.
+    """Exchange of tensors between processes of one machine: write a slot, raise a counter, wait for all counters.
 
     Slots alternate. A rank that has seen all counters of round k knows that all ranks have left round k - 1, so it may
     overwrite that round's slot in round k + 1. x86 makes stores visible in order: data before the counter.
@@ -166,7 +166,7 @@ class SharedMemory:
             return path
         except OSError as error:
             os.unlink(path)
-            print(f"tensor-parallel ranks use gloo, which is slower: {os.path.dirname(path)}: {error.strerror}")
+            print(f"ranks exchange tensors by gloo, which is slower: {os.path.dirname(path)}: {error.strerror}")
             return ""
         finally:
             os.close(handle)
@@ -187,7 +187,7 @@ class SharedMemory:
                 if time.monotonic() > deadline:
                     late = [r for r in range(self.size) if self.counters[r] < self.round]
                     raise TimeoutError(
-                        f"rank {self.rank} of a tensor-parallel group waited {self.timeout_seconds:g} s for {late}"
+                        f"rank {self.rank} of a group of {self.size} waited {self.timeout_seconds:g} s for {late}"
                     )
         return slot
 

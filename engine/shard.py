@@ -12,7 +12,7 @@ from engine import kernels
 from engine.cpu import Packed, packed
 from model import Attend, LayerWeights, Model, Split, empty_model, linear, rms_norm, run_layer
 from parallel import TensorParallel
-from sharding import gathered
+from sharding import gather
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 ALIGNED = 128  # elements: the places of copies are multiples of this
@@ -33,9 +33,10 @@ class Copies:
 def own_layers(model: Model, split: Split, copies: Copies | None) -> Iterator[LayerWeights]:
     """Yield a rank's part of each layer: copies, or views where views can be. One layer at a time is gathered."""
     for layer in model.layers:
-        with gathered(layer):
-            part = layer.shard(split)
-            yield part if copies is None else LayerWeights._make(None if t is None else copies(t) for t in part)
+        weights = layer.weights()
+        whole = iter(gather(model, [w for w in weights if w is not None]))
+        part = LayerWeights._make(w if w is None else next(whole) for w in weights).shard(split)
+        yield part if copies is None else LayerWeights._make(None if t is None else copies(t) for t in part)
 
 
 def own_vocabulary(model: Model, split: Split, copies: Copies | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,14 +47,12 @@ def own_vocabulary(model: Model, split: Split, copies: Copies | None) -> tuple[T
     """
     rows = -(-model.shape.vocab_size // split.size)
     mine = slice(split.rank * rows, (split.rank + 1) * rows)
-    with gathered(model):
-        embedding, head, norm = (t.detach() for t in (model.embed.weight, model.head_weight, model.norm.weight))
-        if copies is None:
-            return embedding, head[mine], norm
-        own = [
-            copies(F.pad(t[mine], (0, 0, 0, rows - len(t[mine])))) for t in (embedding, head)[: 2 - model.shape.tied]
-        ]
-        return own[0], own[-1], copies(norm)
+    heads = [] if model.head is None else [model.head.weight]
+    norm, *tables = (t.detach() for t in gather(model, [model.norm.weight, model.embed.weight, *heads]))
+    if copies is None:
+        return tables[0], tables[-1][mine], norm
+    own = [copies(F.pad(t[mine], (0, 0, 0, rows - len(t[mine])))) for t in tables]
+    return own[0], own[-1], copies(norm)
 
 
 def num_own_elements(shape: ModelShape, size: int) -> int:

@@ -115,7 +115,8 @@ def what_is_copied(world: World) -> None:
         model = random_model(family)
         plain = replace(CONFIG, prepack=False)
         engine = Engine(model, plain, SamplingConfig(), [7], parallel=tp_groups[1], sizes=(1, 2, 4))
-        rows = [layer.shard(replace(layer.split, rank=world.rank, size=4)).qkv for layer in model.layers]
+        split = replace(model.layers[0].split, rank=world.rank, size=4)
+        rows = [layer.weights().shard(split).qkv for layer in model.layers]
         biases = 0 if family == "qwen3" else sum(r.shape[0] * r.element_size() for r in rows)
         copies = 0 if kv_heads == 4 else sum(r.nbytes for r in rows) + biases
         for size, moved in ((2, 0), (4, copies), (1, 0), (4, copies)):

@@ -69,9 +69,9 @@ CONFIG = RolloutConfig(max_prompt_tokens=20, max_response_tokens=24, max_running
 def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
     model = random_model(family)
     tp = TensorParallel(world, size)
-    assert (tp.shared is not None) == (size > 1)
+    assert (tp.world.shared is not None) == (size > 1)
     if not shared:
-        tp.shared = None
+        tp.world = replace(tp.world, shared=None)
     for temperature, kind in ((0.0, Engine), (1.0, Engine), (1.0, FusedEngine)):
         sampling = SamplingConfig(temperature)
         whole = generate(Engine(model, CONFIG, sampling, [7]))
@@ -125,6 +125,7 @@ def many_rounds(world: World) -> None:
             torch.randn(200, 200)  # ranks drift apart
         assert torch.equal(tp.gather(mine.T), torch.cat(list(parts.to(dtype).transpose(1, 2)), -1))
     large = torch.ones(SharedMemory.SLOT_BYTES // 4 + 1)
+    assert tp.gather(large[:, None] * world.rank)[-1].tolist() == [0, 1, 2]
     assert tp.reduce(large)[0] == world.size
 
 
