@@ -162,11 +162,13 @@ class Round:
     def _launch(self, prompts: Sequence[Visit], expected: Sequence[float] = ()) -> None:
         ids = [visit.id for visit in prompts]
         self.prompts.update(zip(ids, prompts, strict=True))
-        shares = self.placement.launch(ids, self.plan.num_responses, expected)
+        shares = self.placement.launch(ids, self.plan.num_responses, expected, self.config.placement == "spread")
+        mine = {*shares[self.engine.parallel.replica]}
         limits = self.engine.config.max_response_tokens, self.engine.config.stop
-        for i in shares[self.engine.parallel.replica]:
-            for sequence in sequences_for(prompts[i], self.plan.num_responses, self.seed, *limits):
-                self.engine.add(sequence)
+        for visit in prompts:
+            for sequence in sequences_for(visit, self.plan.num_responses, self.seed, *limits):
+                if sequence.id in mine:
+                    self.engine.add(sequence)
 
     def grade(self, sample: Sample) -> None:
         """Have a finished sample graded, beside whatever comes next."""

@@ -308,6 +308,12 @@ class SchedulerConfig:
     window_iterations: int = option(
         16, "engine steps between two exchanges of events; a larger number waits less and aborts later", min=1
     )
+    placement: str = option(
+        "together",
+        "the responses to a prompt: together on one replica, where they share its prefill, or spread over replicas, "
+        "which balances long prompts (ROLL Flash's prompt replication)",
+        choices=("together", "spread"),
+    )
     migrate: bool = option(
         False, "replicas without work take sequences from others; gains little, and only if the tail is long"
     )

@@ -173,13 +173,13 @@ class SimulatedRound:
     def _launch(self, prompts: Sequence[Visit], expected: Sequence[float] = ()) -> None:
         ids, count = [visit.id for visit in prompts], self.plan.num_responses
         self.prompts.update({visit.id: visit.prompt for visit in prompts})
-        for replica, share in zip(self.replicas, self.placement.launch(ids, count, expected), strict=True):
-            for i in share:
-                size = len(prompts[i].prompt.token_ids)
-                lengths = self.run.workload.lengths(ids[i], count, self.step)
-                self.drawn += lengths
-                for r, length in enumerate(lengths):
-                    replica.add(Response(ids[i].sample(r), size, length))
+        lengths = {id: self.run.workload.lengths(id, count, self.step) for id in ids}
+        self.drawn += [length for drawn in lengths.values() for length in drawn]
+        spread = self.run.config.scheduler.placement == "spread"
+        for replica, share in zip(self.replicas, self.placement.launch(ids, count, expected, spread), strict=True):
+            for id in share:
+                size = len(self.prompts[id.visit].token_ids)
+                replica.add(Response(id, size, lengths[id.visit][id.response]))
 
     def decode(self, looks: bool = False, until: float = math.inf) -> list[Finished]:
         """Go on to the end of the first window with an event, or of the next. They begin together on all replicas.

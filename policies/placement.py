@@ -41,18 +41,24 @@ class Placement:
     def num_live(self) -> int:
         return sum(map(len, self.live))
 
-    def launch(self, ids: Sequence[VisitId], num_responses: int, expected: Sequence[float] = ()) -> list[list[int]]:
-        """Return the positions in `ids` that each replica starts, in their order.
+    def launch(
+        self, ids: Sequence[VisitId], num_responses: int, expected: Sequence[float] = (), spread: bool = False
+    ) -> list[list[SampleId]]:
+        """Return the responses to `ids` that each replica starts, in their order.
 
         `expected`, tokens of a response by prompt, balances the replicas; without it, all are like those that run. A
-        prompt's responses stay together: they share its prefill.
+        prompt's responses stay together, since they share its prefill, or are `spread`, which balances long prompts.
         """
         held = [sum(live.values()) for live in self.live]
         expected = expected or [sum(held) / self.num_live if self.num_live else 1.0] * len(ids)
-        shares = [sorted(share) for share in assign_by_load([e * num_responses for e in expected], len(held), held)]
-        for live, share in zip(self.live, shares, strict=True):
-            live.update({ids[i].sample(r): expected[i] for i in share for r in range(num_responses)})
-        return shares
+        tokens = {id.sample(r): e for id, e in zip(ids, expected, strict=True) for r in range(num_responses)}
+        samples, size = list(tokens), 1 if spread else num_responses
+        parts = [samples[i : i + size] for i in range(0, len(samples), size)]
+        shares = assign_by_load([tokens[part[0]] * size for part in parts], len(held), held)
+        started = [[id for i in sorted(share) for id in parts[i]] for share in shares]
+        for live, ids_here in zip(self.live, started, strict=True):
+            live.update({id: tokens[id] for id in ids_here})
+        return started
 
     def deal(self, tokens: Mapping[SampleId, float]) -> list[list[SampleId]]:
         """Return the sequences that each replica continues, as new replicas do; `tokens` so far of each."""

@@ -50,25 +50,37 @@ def test_what_ranks_hold_already_counts() -> None:
 # ---- sequences on replicas ---------------------------------------------------------------------------------------
 
 
+def prompts_of(shares: list[list[SampleId]]) -> list[list[int]]:
+    return [list(dict.fromkeys(id.prompt for id in share)) for share in shares]
+
+
 def test_groups_stay_together_and_expected_lengths_balance_but_do_not_order() -> None:
     placement = Placement(2)
     ids = [VisitId(0, i) for i in range(5)]
     shares = placement.launch(ids, 3, [1.0, 9.0, 4.0, 5.0, 7.0])
-    assert shares == [[1, 2], [0, 3, 4]]
-    assert list(placement.live[0]) == [(0, i, r) for i in (1, 2) for r in range(3)]
-    assert placement.launch([VisitId(0, 9)], 3, [1.0]) == [[0], []]  # as loads 39 and 39 are equal
-    assert placement.launch([VisitId(1, 9)], 3, [1.0]) == [[], [0]]
+    assert shares == [[(0, i, r) for i in share for r in range(3)] for share in ([1, 2], [0, 3, 4])]
+    assert [list(live) for live in placement.live] == shares
+    assert placement.launch([VisitId(0, 9)], 3, [1.0]) == [[(0, 9, r) for r in range(3)], []]  # as loads 39 = 39
+    assert placement.launch([VisitId(1, 9)], 3, [1.0]) == [[], [(1, 9, r) for r in range(3)]]
+
+
+def test_responses_are_spread_where_prompts_would_leave_replicas_without_work() -> None:
+    placement = Placement(3)
+    shares = placement.launch([VisitId(0, 0), VisitId(0, 1)], 3, [5.0, 1.0], spread=True)
+    assert shares == [[(0, 0, 0), (0, 1, 0)], [(0, 0, 1), (0, 1, 1)], [(0, 0, 2), (0, 1, 2)]]
+    assert [sum(live.values()) for live in placement.live] == [6.0, 6.0, 6.0]
 
 
 def test_newcomers_of_unknown_length_are_spread_like_the_others() -> None:
     placement = Placement(2)
     placement.launch([VisitId(0, i) for i in range(4)], 2, [100.0] * 4)
     placement.remove([SampleId(0, 0, 0), SampleId(0, 0, 1)])
-    assert placement.launch([VisitId(0, i) for i in range(5, 10)], 2) == [[0, 1, 3], [2, 4]]
+    assert prompts_of(placement.launch([VisitId(0, i) for i in range(5, 10)], 2)) == [[5, 6, 8], [7, 9]]
 
 
 def test_with_nothing_known_prompts_are_dealt_in_turn() -> None:
-    assert Placement(3).launch([VisitId(0, i) for i in range(7)], 4) == [[0, 3, 6], [1, 4], [2, 5]]
+    shares = Placement(3).launch([VisitId(0, i) for i in range(7)], 4)
+    assert prompts_of(shares) == [[0, 3, 6], [1, 4], [2, 5]]
 
 
 def test_sequences_are_dealt_anew_over_replicas_by_their_tokens() -> None:

@@ -120,18 +120,20 @@ RACE = dict(
 )
 
 
-def test_migration_and_the_number_of_ranks_change_no_trajectory(settings, run_ranks, tmp_path):
-    """Without migration: tests/test_golden.py."""
+def test_migration_placement_and_the_number_of_ranks_change_no_trajectory(settings, run_ranks, tmp_path):
+    """Without migration, prompts together: tests/test_golden.py."""
     moves = RACE | dict(scheduler__migrate="true")
     assert train.main(settings("ranks1", **moves)) == 0
-    run_ranks(4, train_runs, settings("ranks4", **moves))
+    spread = settings("spread4", **RACE, scheduler__placement="spread")
+    run_ranks(4, train_runs, settings("ranks4", **moves), spread)
     alone, rounds = trajectory(tmp_path / "ranks1"), rounds_of(tmp_path / "ranks1")
     assert any(abs(row[3]) > 1e-3 for row in alone), "a loss of zero would compare nothing"
     assert [row[0] for row in rounds] == ["short", "short", "long", "short"]
     assert all(row[2] > 10 for row in rounds if row[0] == "short"), rounds
-    for mine, theirs in zip(alone, trajectory(tmp_path / "ranks4"), strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-5)
-    assert rounds_of(tmp_path / "ranks4") == rounds
+    for other in ("ranks4", "spread4"):
+        for mine, theirs in zip(alone, trajectory(tmp_path / other), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+        assert rounds_of(tmp_path / other) == rounds
     records = steps_of(tmp_path / "ranks4")
     assert all(record["train"]["logprob_diff_max"] < 1e-4 for record in records)
     assert sum(record["round"]["migrated"] for record in records) > 0
