@@ -288,9 +288,13 @@ class Simulation:
         refuse_within_round(config.planner, config.stream.policy)
         o = config.overlap
         if o.depth or o.train_ranks:
-            check_overlap(o, config.scheduler)
-        if o.depth and config.planner.rule != "fixed":
-            raise ConfigError(f"overlap.depth = {o.depth:g} leaves no rounds to planner.rule = {config.planner.rule}")
+            check_overlap(o, POLICIES[config.scheduler.policy](config.scheduler).config)
+        for rule, is_on in (
+            (f"planner.rule = {config.planner.rule}", config.planner.rule != "fixed"),
+            ("scheduler.dynamic_sampling = true", config.scheduler.dynamic_sampling),
+        ):
+            if o.depth and is_on:
+                raise ConfigError(f"overlap.depth = {o.depth:g} leaves no rounds to {rule}")
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
         c = config.cluster
         self.workload = workload or Drawn(model.lengths, c.seed)

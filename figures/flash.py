@@ -16,7 +16,7 @@ from simulate import EndlessSimulation, ModelFile, Simulation, simulate
 MODELS = {"Think": "qwen3-8b-think", "Base": "qwen3-8b-base"}
 PAPER = "arXiv 2510.11345"
 ALPHA = 2
-STEPS, EDGE = 14, 3  # simulated steps; the first and the last that are no steady state
+STEPS, EDGE = 15, 3  # simulated steps; the first and the last that are no steady state
 SYNCHRONOUS_STEPS = 4
 WINDOW = 1024  # engine steps: replicas wait for the slowest at its end, so short ones cost more
 

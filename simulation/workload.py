@@ -93,7 +93,7 @@ class Recorded:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: not a run folder of train.py ({error!r})") from None
         self.limit = max(max(lengths) for lengths in self.groups.values())
-        parts["stream"] = saved.get("stream", {"policy": "off"})
+        parts |= {"stream": saved.get("stream", {"policy": "off"}), "overlap": saved.get("overlap", {})}
         self.settings = [f"--{s}.{k}={_text(v)}" for s, values in parts.items() for k, v in values.items()]
 
     def _add(self, group: dict) -> None:

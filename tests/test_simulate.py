@@ -521,6 +521,7 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
     told = replace(Config(), scheduler=SchedulerConfig("synchronous", num_prompts=4, num_responses=2))
     (tmp_path / "config.toml").write_text(dump_toml(told))
     recorded = Recorded(tmp_path)
+    assert {"--stream.policy=off", "--overlap.depth=0.0", "--overlap.late=wait"} <= {*recorded.settings}
     assert recorded.lengths(VisitId(0, 5), 2, 0) == trained[0, 5]
     again = recorded.lengths(VisitId(1, 5), 3, 0)  # in another epoch, with one response more
     assert sorted(again[:2]) == sorted(trained[0, 5])
