@@ -519,6 +519,7 @@ class EndlessSimulation(Simulation):
         self._take_weights()
         seconds = {"rollout" if self.in_turns else "wait": ready - start, "train": trained - ready}
         seconds["sync"] = rollout.seconds - trained
+        self.events = sum(replica.events + rollout.turns for replica in rollout.replicas)
         self.trained.append(ids)
         self.records.append(
             {

@@ -204,7 +204,7 @@ def test_the_command_plays_an_endless_rollout(capsys) -> None:
     overlap = ["--overlap.depth=1", "--overlap.bound=4"]
     assert main([*cluster, *even, *overlap, "--overlap.train_ranks=2"]) == 0
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert {*records[0]["seconds"]} == {"step", "wait", "train", "sync"} and last["lag_max"] <= 4
+    assert {*records[0]["seconds"]} == {"step", "wait", "train", "sync"} and last["lag_max"] <= 4 and last["events"]
     assert main([*cluster, *overlap, "--overlap.train_ranks=4"]) == 2
     assert "overlap.train_ranks = 4 leaves none of 4 GPUs to decode" in capsys.readouterr().err
     assert main([*cluster, "--overlap.train_ranks=2"]) == 2
