@@ -148,6 +148,8 @@ class SharedMemory:
     def __init__(self, path: str, rank: int, size: int, timeout_seconds: float):
         """`path`: a file of `make_file`; it can go as soon as all ranks are here."""
         self.rank, self.size, self.timeout_seconds, self.round = rank, size, timeout_seconds, 0
+        # Looks at the counters before a rank gives its core away: none where ranks outnumber cores, for others need it.
+        self.patience = 1000 if size <= len(os.sched_getaffinity(0)) else 0
         memory = torch.from_file(path, shared=True, size=self.num_bytes(size), dtype=torch.uint8)
         self.counters = memory[: 64 * size].view(torch.int64).numpy()[::8]  # a cache line each
         self.slots = memory[64 * size :].view(2, size, self.SLOT_BYTES)
@@ -180,8 +182,8 @@ class SharedMemory:
         spins = 0
         while self.counters.min() < self.round:
             spins += 1
-            if spins > 1000:  # a rank is far behind, perhaps for want of a core
-                if spins == 1001:
+            if spins > self.patience:  # a rank is far behind, perhaps for want of a core
+                if spins == self.patience + 1:
                     deadline = time.monotonic() + self.timeout_seconds
                 os.sched_yield()
                 if time.monotonic() > deadline:
