@@ -284,10 +284,9 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
     tp, prompts = c.rollout.tensor_parallel, c.scheduler.num_prompts
     check_group_size(tp, world_size, own_node_size(world_size))
-    decoding = max(world_size - c.overlap.train_ranks, 1)
-    if prompts % (replicas := max(decoding // tp, 1)):
+    if not c.overlap.depth and prompts % (replicas := world_size // tp):
         raise ConfigError(
-            f"scheduler.num_prompts = {prompts} is not a multiple of the {replicas} replicas ({decoding} ranks / "
+            f"scheduler.num_prompts = {prompts} is not a multiple of the {replicas} replicas ({world_size} ranks / "
             f"tensor_parallel {tp}); take {max(prompts // replicas, 1) * replicas} prompts, or another number of ranks"
         )
     if (training := c.overlap.train_ranks or world_size) % c.trainer.shard:

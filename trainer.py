@@ -73,8 +73,8 @@ class NonFiniteError(RuntimeError):
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
-TOKEN_MEANS = ("entropy", "clip_fraction", "kl", "logprob_diff_mean")
-SUMS = ("loss", "count", "tokens", *TOKEN_MEANS)
+TOKEN_MEANS = ("entropy", "clip_fraction", "kl")
+SUMS = ("loss", "count", "tokens", *TOKEN_MEANS, "newest", "difference")  # newest: tokens of the weights of this step
 
 
 class Trainer:
@@ -213,8 +213,10 @@ class Trainer:
         total, count = weighted_sum(values, tokens, self.loss.normalisation, self.max_response_tokens)
         total.backward()
         with torch.no_grad():
-            difference = (logprobs - rollout).abs()
-            parts = total, torch.tensor(count), *(x.sum() for x in (lengths, entropy, clipped, kl, difference))
+            # Tokens of older weights differ for another reason than that rollout and trainer disagree.
+            newest = sampled_by(batch, self.num_updates // self.config.updates_per_step).to(device)
+            difference = (logprobs - rollout).abs() * newest
+            parts = total, torch.tensor(count), *map(torch.sum, (lengths, entropy, clipped, kl, newest, difference))
             self.sums += torch.stack([part.detach().to(device).double() for part in parts])
             self.worst_diff = torch.maximum(self.worst_diff, difference.max().double())
 
@@ -291,6 +293,7 @@ class Trainer:
         stats = {
             "loss": sums["loss"] / count,
             **{name: sums[name] / tokens for name in TOKEN_MEANS},
+            "logprob_diff_mean": sums["difference"] / max(sums["newest"], 1.0),
             "logprob_diff_max": self.worst_diff.item(),
             "grad_norm": norm,
             "lr": self.lr_at(self.num_updates),
@@ -383,6 +386,13 @@ def _add_to(gradient: Tensor) -> Callable[[Tensor], None]:
         param.grad = None
 
     return hook
+
+
+def sampled_by(batch: Sequence[Example], version: int) -> Tensor:
+    """Return which of the sampled tokens this version of the weights drew, [T] bool."""
+    spans = [span for e in batch for span in e.spans]
+    lengths, flags = zip(*((len(span), span.version == version) for span in spans), strict=True)
+    return torch.repeat_interleave(torch.tensor(flags), torch.tensor(lengths))
 
 
 def join(batch: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
