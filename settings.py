@@ -431,7 +431,9 @@ def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
     depth = f"overlap.depth = {c.overlap.depth:g}"
     if not c.overlap.depth:
         if c.overlap != OverlapConfig():
-            raise ConfigError(f"{depth}: the rollout ends before training, and other overlap settings have no effect")
+            raise ConfigError(
+                f"{depth}: the rollout ends before training, and other overlap settings have no effect; take 1"
+            )
         return
     check_overlap(c.overlap, POLICIES[c.scheduler.policy](c.scheduler).config)
     for key, value, is_wrong, reason in (

@@ -89,6 +89,13 @@ BENCHMARKS = {
         "on the default task, whole steps {step_speedup_task:.1f} x; same prompts trained, {prompts_lost} lost, "
         "{prompts_doubled} twice",
     ),
+    "asynchrony": Benchmark(
+        "benchmarks/asynchrony.py",
+        (*ROUND, *TRAINING, "overlap/endless.py", "overlap/pools.py", "policies/flow.py", *RUN),
+        "rollout that runs a batch ahead of training, on {ranks} ranks, with long-tailed lengths: "
+        "{speedup_depth1:.2f} x the synchronous step in turns, {speedup_split_best:.2f} x with ranks that only train; "
+        "no token older than {max_lag} updates, {samples_lost} samples lost",
+    ),
     "reward": Benchmark(
         "benchmarks/reward.py",
         (*REWARDS, "rounds.py", "benchmarks/texts.py"),

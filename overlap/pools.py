@@ -9,11 +9,13 @@
 Both lines are collective over all ranks; between them each pool is a world of its own.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
 
 import parallel
 from core import Elsewhere, Group, Sample
@@ -23,6 +25,7 @@ from parallel import World
 
 POLL_SECONDS = 0.01  # between two looks whether the other pool is ready
 T = TypeVar("T")
+made = itertools.count()  # pools of this process: several jobs may share the ranks
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Pools:
     world: World  # all ranks
     own: World  # of this rank's pool
     num_trainers: int
+    store: Any  # of these pools alone: torch's dist.Store, whose stubs are not complete
 
     @property
     def trains(self) -> bool:
@@ -42,17 +46,17 @@ class Pools:
     def signal(self, event: str) -> None:
         """Tell the other pool of an event, by name. The first rank of a pool speaks for it."""
         if self.own.is_main:
-            self.world.store.set(event, "told")
+            self.store.set(event, "told")
 
     def has(self, event: str) -> bool:
         """Return whether the other pool has told of an event. Ranks of a pool may learn it at different times."""
-        return self.world.store.check([event])
+        return self.store.check([event])
 
     def wait_for(self, event: str, clock: Clock) -> None:
         """Wait for an event of the other pool, for as long as that shows signs of life: `beat`."""
         beats, since = -1, time.monotonic()
         while not self.has(event):
-            if (newest := self.world.store.add("beats", 0)) != beats:
+            if (newest := self.store.add("beats", 0)) != beats:
                 beats, since = newest, time.monotonic()
                 clock.move()
             if time.monotonic() - since > self.world.timeout_seconds:
@@ -63,7 +67,7 @@ class Pools:
     def beat(self) -> None:
         """Show that this pool goes on."""
         if self.own.is_main:
-            self.world.store.add("beats", 1)
+            self.store.add("beats", 1)
 
     # ---- what travels --------------------------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class Pools:
         for i, sample in zip(mine, brought, strict=True):
             dealt[i] = sample
         rest = iter(dealt)
-        return [replace(group, samples=tuple(islice(rest, len(group.samples)))) for group in told], value
+        return [replace(group, samples=tuple(itertools.islice(rest, len(group.samples)))) for group in told], value
 
     def of_decoders(self, value: T) -> T:
         """Return the first decoding rank's value on every rank."""
@@ -114,4 +118,4 @@ def make_pools(world: World, num_trainers: int) -> Pools:
     """Return the pools in which the first `num_trainers` ranks train. Collective."""
     parts = parallel.subsets(world, [range(num_trainers), range(num_trainers, world.size)])
     [own] = [part for part in parts if part is not None]
-    return Pools(world, own, num_trainers)
+    return Pools(world, own, num_trainers, dist.PrefixStore(f"pools {next(made)}", world.store))

@@ -385,9 +385,9 @@ class Silent:
 
 
 def test_a_silent_pool_is_not_waited_for_for_ever() -> None:
-    world = World(0, 2, CPU, store=Silent(), timeout_seconds=0.05)
+    world = World(0, 2, CPU, timeout_seconds=0.05)
     with pytest.raises(TimeoutError, match="rank 0 waited 0.05 s for 'batch 3'"):
-        Pools(world, replace(world, size=1), 1).wait_for("batch 3", Clock())
+        Pools(world, replace(world, size=1), 1, Silent()).wait_for("batch 3", Clock())
 
 
 @pytest.mark.parametrize(
