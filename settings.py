@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from config import ConfigError, flatten, load_config, option
+from config import ConfigError, flatten, load_config, option, toml_text
 from core import ModelShape, Tokenizer
 from data import DataConfig, load_prompts
 from engine.graphs import row_counts
-from engine.memory import CPU_KV_BYTES, KV_SHARE, cache_of, num_pages_for
+from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
 from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
 from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
 from policies.flow import OverlapConfig, check_overlap
-from policies.memory_plan import GIB, Demand, Plan, plan, remedy
+from policies.memory_plan import ENOUGH, GIB, Changes, Demand, Plan, plan, remedy
 from policies.planner import PlannerConfig, refuse_within_round
 from policies.scale_down import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.step_times import PROFILE_NAME, Profile, load_profile
@@ -107,7 +107,15 @@ def planned_device(config: Config) -> torch.device:
 def memory_plan(
     config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device, outside: float = 0.0
 ) -> Plan:
-    """Return the memory plan of each rank. `outside`: bytes of the device that torch cannot have now."""
+    """Return the memory plan of each rank. `outside`: bytes of the device that torch cannot have now.
+
+    Raises ConfigError for weights of the rollout that cannot be sharded.
+    """
+    if config.rollout.weights == "sharded" and config.trainer.shard == 1:
+        raise ConfigError(
+            "rollout.weights = sharded with trainer.shard = 1: every rank has all weights to train, and parts would be "
+            "copies; take trainer.shard over 1, or rollout.weights = auto"
+        )
     c, dtype, is_gpu = config, model_dtype(config, device.type), device.type == "cuda"
     trainer, cache, gpu_bytes = c.trainer.for_device(device.type), cache_of(c.rollout, shape, dtype), 0.0
     if is_gpu:
@@ -132,7 +140,6 @@ def memory_plan(
             entropy=bool(c.loss.entropy_coef),
             scales=c.sampling.temperature != 1.0,
             tensor_parallel=c.rollout.tensor_parallel,
-            sizes=tuple(possible),
             step_tokens=c.rollout.step_tokens,
             graphs=is_gpu * len(tp_sizes) * len(row_counts(cache.max_running)),
             communicators=is_gpu * groups,
@@ -141,7 +148,7 @@ def memory_plan(
             packed=c.rollout.prepack and not is_gpu and dtype == torch.float32,
             device=gpu_bytes,
             kv=c.rollout.kv_gib * GIB or (0 if is_gpu else CPU_KV_BYTES),
-            layout=c.rollout.layout,
+            layout="whole" if c.overlap.train_ranks else c.rollout.weights,  # ranks that only decode have no masters
         )
     )
 
@@ -154,18 +161,59 @@ def _judge_bytes(c: JudgeConfig, dtype: torch.dtype) -> float:
     return shape.vocab_size * shape.hidden_size * dtype.itemsize * (1 if shape.tied else 2)
 
 
-def check_memory(plan: Plan) -> None:
+def check_memory(
+    config: Config, memory: Plan, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device
+) -> None:
     """Raise ConfigError for a plan that cannot work, with the settings that would help."""
-    if plan.fits:
-        return
-    helps = remedy(plan.demand) or (
-        "a smaller model, shorter responses, smaller trainer.tokens_per_microbatch or more ranks"
-    )
-    raise ConfigError(
-        f"a GPU of {plan.demand.device / GIB:.1f} GiB is too small: {plan.worst} this run needs "
-        f"{plan.wanted / GIB:.1f} GiB,"
-        f" and {plan.least_kv / GIB:.2f} for KV pages; take {helps} (--check prints the plan)"
-    )
+    if not memory.fits:
+        helps = find_remedy(config, memory, shape, num_ranks, node_size, device)
+        raise ConfigError(
+            f"a GPU of {memory.demand.device / GIB:.1f} GiB is too small: {memory.worst} this run needs "
+            f"{memory.wanted / GIB:.1f} GiB, and {memory.least_kv / GIB:.2f} for KV pages; "
+            f"take {helps or 'a smaller model, shorter responses or more ranks'} (--check prints the plan)"
+        )
+
+
+def find_remedy(
+    config: Config, memory: Plan, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device
+) -> str:
+    """Return settings that give a plan for a GPU room, and the room, as text; "" if there are none."""
+    d, c = memory.demand, config.rollout
+    sizes = rollout_sizes(config, shape, num_ranks, node_size, elastic=True)
+    options: dict[str, list] = {  # the cheapest first
+        "trainer.recompute": ["on"] * (not d.recompute),
+        "trainer.tokens_per_logits": [1024] * (d.logits_tokens > 1024),
+        "trainer.tokens_per_microbatch": [d.cache.longest] * (d.tokens > d.cache.longest),
+        "rollout.step_tokens": [2048] * (d.step_tokens > 2048),
+        "rollout.kv_gib": [0] * bool(d.kv),
+        "trainer.shard": [n for n in range(d.shard + 1, num_ranks + 1) if num_ranks % n == 0],
+        "rollout.tensor_parallel": [n for n in sizes if n > c.tensor_parallel],
+        "trainer.offload_optimizer": [True] * (not d.offload),
+        "rollout.max_running": [ENOUGH] * (c.max_running > ENOUGH),
+        "rollout.weights": ["sharded"] * (c.weights == "whole"),
+        "stream.policy": ["off"] * (config.stream.policy != "off"),  # which may forbid the others
+    }
+    if config.judge.path:  # is asked for its size once
+        config = replace(config, judge=replace(config.judge, memory_gib=d.judge / GIB))
+
+    def planned(changes: Changes) -> Plan | None:
+        changed = config
+        for key, value in changes.items():
+            section, name = key.split(".")
+            changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
+        try:
+            made = memory_plan(changed, shape, num_ranks, node_size, device, d.outside)
+            if made.fits:
+                check_settings(changed, num_ranks, model_dtype(changed, device.type))
+            return made
+        except ConfigError:
+            return None
+
+    found = remedy({key: values for key, values in options.items() if values}, planned)
+    if not found:
+        return ""
+    texts = (f"{key} = {toml_text(value).strip(chr(34))}" for key, value in found[0].items())
+    return f"{' and '.join(texts)}, which leaves pages for {found[1].sequences:.1f} of the longest sequences"
 
 
 def with_kv_memory(config: Config, shape: ModelShape, world: World) -> Config:
@@ -181,24 +229,16 @@ def with_kv_memory(config: Config, shape: ModelShape, world: World) -> Config:
         raise ConfigError(
             f"run.device_gib = {config.run.device_gib} is about GPUs, but the run is on a CPU; leave it out"
         )
-    own = memory_plan(config, shape, world.size, world.node_size, world.device, outside)
-    plans = gather_objects(world, own)
+    given = shape, world.size, world.node_size, world.device
+    plans = gather_objects(world, memory_plan(config, *given, outside))
     for each in plans:
-        check_memory(each)
+        check_memory(config, each, *given)
     return replace(config, rollout=replace(config.rollout, kv_gib=min(each.kv for each in plans) / GIB))
 
 
 def with_layout(config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device) -> Config:
     """Return the settings with `rollout.weights` decided: whole or sharded. Raises ConfigError when it cannot be."""
-    layout, is_sharded = config.rollout.layout, config.trainer.shard > 1
-    if layout == "sharded" and not is_sharded:
-        raise ConfigError(
-            "rollout.weights = sharded with trainer.shard = 1: every rank has all weights to train, and parts would be "
-            "copies; take trainer.shard over 1, or rollout.weights = auto"
-        )
-    if config.rollout.weights == "auto" and is_sharded and device.type == "cuda":
-        whole = memory_plan(config, shape, num_ranks, node_size, device)
-        layout = "whole" if whole.fits and whole.wanted <= (1 - KV_SHARE) * whole.demand.device else "sharded"
+    layout = memory_plan(config, shape, num_ranks, node_size, device).layout
     return replace(config, rollout=replace(config.rollout, weights=layout))
 
 
@@ -264,13 +304,15 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     check_loggers(config.log)
     check_run_folder(config, resume)
     given = shape_of(config), world_size, node_size, device
-    config = with_layout(config, *given)
     memory = memory_plan(config, *given)
     if prints_plan and is_main:
         print(memory.table(), flush=True)
-    check_memory(memory)
+    check_memory(config, memory, *given)
+    if is_main and not memory.has_room:
+        helps = find_remedy(config, memory, *given) or "a smaller model, shorter responses or more ranks"
+        print(f"few sequences can decode together: KV pages hold {memory.sequences:.1f} of the longest; take {helps}")
     shape, tokenizer = check_source(config)
-    planned = replace(config, rollout=replace(config.rollout, kv_gib=memory.kv / GIB))
+    planned = replace(config, rollout=replace(config.rollout, kv_gib=memory.kv / GIB, weights=memory.layout))
     sizes = rollout_sizes(config, shape, world_size, node_size, config.planner.rule != "fixed")
     sizes = sizes_with_room(planned, shape, device, sizes)
     if is_main and (device.type == "cpu" or torch.cuda.is_available()):

@@ -14,7 +14,6 @@ from host import upload
 from model import empty_model
 
 CPU_KV_BYTES = 2**28
-KV_SHARE = 0.25  # of a GPU's memory, for KV pages: with less beside whole weights, `auto` shards them
 
 
 @dataclass(frozen=True)

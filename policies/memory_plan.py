@@ -5,9 +5,9 @@ memory. h: hidden size, I: intermediate size, q: all heads' queries, T: tokens o
 number in the model's dtype; masters, gradient sums and optimizer state are fp32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 
 from core import ModelShape
 from engine.pages import Cache
@@ -19,6 +19,8 @@ COMMUNICATOR = GIB // 2  # of NCCL, for each group of ranks (544 to 688 MB in nc
 GRAPH_LAYER = 2**18  # of a captured decode step, for each layer
 FREE = 0.03  # share of a GPU that stays free: blocks of freed memory do not fit every tensor
 BUCKET = 64 * 2**20  # of gradients that are summed over ranks at a time
+KV_SHARE = 0.25  # of a GPU's memory, for KV pages: with less beside whole weights, `auto` shards them
+ENOUGH = 32  # of the longest sequences, in the pages of a replica: with fewer a decode step is as slow, for less
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,7 @@ class Demand:
     entropy: bool = False  # has a gradient
     scales: bool = False  # temperature is not 1
     tensor_parallel: int = 1
-    sizes: tuple[int, ...] = ()  # of tensor-parallel groups that ranks and model allow
-    layout: str = "whole"  # of the rollout's weights over the ranks of a replica
+    layout: str = "whole"  # of the rollout's weights over the ranks of a replica, or auto
     step_tokens: int = 8192  # of one forward of the rollout
     graphs: int = 0  # CUDA graphs
     communicators: int = 0
@@ -83,6 +84,7 @@ class Plan:
     demand: Demand
     lasting: Lines
     moments: dict[str, Lines]  # what comes on top of it, one moment at a time
+    layout: str  # of the rollout's weights: whole or sharded
 
     @property
     def worst(self) -> str:
@@ -105,22 +107,38 @@ class Plan:
         return d.kv or d.cache.pages_of_longest * d.cache.page_bytes(d.tensor_parallel)
 
     @property
+    def num_pages(self) -> int:
+        """Pages that there are, and that the rollout can fill."""
+        return self.demand.cache.num_pages(self.kv, self.demand.tensor_parallel)
+
+    @property
+    def sequences(self) -> float:
+        """The longest sequences whose pages there are at a time in a replica."""
+        return self.num_pages / self.demand.cache.pages_of_longest
+
+    @property
     def total(self) -> float:
-        """Bytes at the worst moment, with the pages that the rollout can fill."""
-        cache, size = self.demand.cache, self.demand.tensor_parallel
-        return self.wanted + cache.num_pages(self.kv, size) * cache.page_bytes(size)
+        """Bytes at the worst moment, with the pages."""
+        return self.wanted + self.num_pages * self.demand.cache.page_bytes(self.demand.tensor_parallel)
 
     @property
     def fits(self) -> bool:
         """Whether a GPU holds it all. A CPU is not asked."""
         return not self.demand.device or self.wanted + self.least_kv <= self.demand.device
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits with as many pages as were asked for, else with enough for decoding to be worth it."""
+        enough = min(ENOUGH, self.demand.cache.max_running)
+        return self.fits and (not self.demand.device or bool(self.demand.kv) or self.sequences >= enough)
+
     def table(self) -> str:
         """Return the plan as lines of text, in GiB."""
         d = self.demand
-        pages = f"KV pages{'' if d.kv else ', from the rest'}: {d.cache.num_pages(self.kv, d.tensor_parallel)} of "
-        lasting = self.lasting | {f"{pages}{d.cache.page_size} tokens": self.total - self.wanted}
+        pages = f"KV pages{'' if d.kv else ', from the rest'}: {self.num_pages} of {d.cache.page_size} tokens, "
+        lasting = self.lasting | {f"{pages}{self.sequences:.1f} longest sequences": self.total - self.wanted}
         lines = [f"planned memory of a rank in GiB{f', of {d.device / GIB:.1f} that the GPU has' * bool(d.device)}"]
+        lines += [f"(rollout.weights = {d.layout}{f': {self.layout}' * (d.layout == 'auto')})"]
         lines += _rows(lasting) + [f"and at the worst moment, {self.worst}"]
         return "\n".join(lines + _rows(self.moments[self.worst] | {"sum": self.total}))
 
@@ -131,6 +149,11 @@ def _rows(lines: Lines) -> list[str]:
 
 def plan(d: Demand) -> Plan:
     """Return what a rank holds. Each line has its reason beside it."""
+    if d.layout == "auto":
+        whole = plan(replace(d, layout="whole"))
+        is_short = not whole.fits or whole.wanted > (1 - KV_SHARE) * d.device
+        shards = d.device and d.shard > 1 and is_short
+        return replace(plan(replace(d, layout="sharded")) if shards else whole, demand=d)
     s, b, rows, state = d.shape, d.itemsize, d.cache.max_running, 8 * d.numbers / d.shard  # two moments of AdamW
     head_only = d.numbers - (0 if s.tied else d.embedding_numbers)
     graphs = d.graphs * GRAPH_LAYER * s.num_layers + rows * s.vocab_size * (b + 4) * (d.graphs > 0)  # with their logits
@@ -148,7 +171,8 @@ def plan(d: Demand) -> Plan:
         f"CUDA context, {d.communicators} communicators, other programs": max(around, d.outside),
         "left free": FREE * d.device,
     }
-    return Plan(d, lasting, _training(d) | _updating(d, state) | {"while the rollout prefills": _prefill(d)})
+    moments = _training(d) | _updating(d, state) | {"while the rollout prefills": _prefill(d)}
+    return Plan(d, lasting, moments, d.layout)
 
 
 def layer_bytes(d: Demand) -> float:
@@ -228,22 +252,24 @@ def _prefill(d: Demand) -> Lines:
     }
 
 
-def remedy(d: Demand) -> str:
-    """Return the fewest settings that would make a plan fit, as text; "" if none would."""
-    shards = [n for n in range(d.shard, d.num_ranks + 1) if d.num_ranks % n == 0]
-    settings = (  # the last are tried first
-        [("rollout.weights = sharded", {"layout": "sharded"})],
-        [("trainer.offload_optimizer = true", {"offload": True})],
-        [(f"rollout.tensor_parallel = {n}", {"tensor_parallel": n}) for n in d.sizes],
-        [(f"trainer.shard = {n}", {"shard": n}) for n in shards],
-        [("rollout.kv_gib = 0", {"kv": 0.0})],
-        [("trainer.tokens_per_logits = 1024", {"logits_tokens": 1024})],
-        [("trainer.recompute = on", {"recompute": True})],
-    )
-    choices: Iterable[tuple] = product(*([None, *values] for values in settings))
-    for picked in sorted(([pick for pick in choice if pick] for choice in choices), key=len):
-        changes = {field: value for _, change in picked for field, value in change.items()}
-        changed = replace(d, **changes)
-        if (changed.layout == "whole" or changed.shard > 1) and plan(changed).fits:
-            return " and ".join(text for text, _ in picked)
-    return ""
+Changes = dict[str, object]  # values by setting
+
+
+def remedy(
+    options: Mapping[str, Sequence[object]], planned: Callable[[Changes], Plan | None]
+) -> tuple[Changes, Plan] | None:
+    """Return the fewest changes of settings that give a plan room for enough sequences, and that plan.
+
+    If none do, the changes that fit: the fewest, and of those the most pages; None if none fit. `options`: values to
+    try, by setting, the cheapest setting first. `planned` returns the plan with changes, or None if they are refused.
+    """
+    fitting: list[tuple[Changes, Plan]] = []
+    for count in range(1, len(options) + 1):
+        for keys in combinations(options, count):
+            for values in product(*(options[key] for key in keys)):
+                changes = dict(zip(keys, values, strict=True))
+                if (made := planned(changes)) and made.has_room:
+                    return changes, made
+                if made and made.fits:
+                    fitting.append((changes, made))
+    return min(fitting, key=lambda found: (len(found[0]), -found[1].sequences), default=None)

@@ -1,7 +1,7 @@
 """The memory plan: its arithmetic, what a run makes of it, and that a run holds what it plans."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,13 +16,12 @@ from torch.utils.checkpoint import checkpoint
 import train
 from attention import PackedAttention
 from config import ConfigError, load_config
-from engine.pages import LAYOUTS
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
-from policies.memory_plan import FREE, GIB, Plan, layer_bytes, plan, remedy
+from policies.memory_plan import GIB, Plan, layer_bytes, plan
 from sampling import SamplingConfig, score
-from settings import Config, check_memory, memory_plan, with_kv_memory, with_layout
+from settings import Config, check_memory, find_remedy, memory_plan, with_kv_memory, with_layout
 from trainer import Trainer, TrainerConfig
 
 CUDA = torch.device("cuda", 0)
@@ -91,30 +90,60 @@ def test_a_7b_model_on_eight_gpus_of_80_gb() -> None:
     assert together(plan(longest)) == pytest.approx(73, rel=0.02)
 
 
-def test_a_plan_that_cannot_work_is_refused_with_the_settings_that_would_help() -> None:
-    for settings, helps in (
-        ((), "take trainer.shard = 4 ("),
-        (("trainer.recompute=off",), "take trainer.shard = 4 and trainer.recompute = on ("),
-        (
-            ("trainer.shard=8", "run.device_gib=60", "trainer.tokens_per_logits=9216"),
-            "take trainer.tokens_per_logits = 1024 (",
-        ),
-        (("trainer.shard=8", "rollout.kv_gib=60"), "take rollout.kv_gib = 0 ("),
-        (("trainer.shard=8", "run.device_gib=20"), "take a smaller model"),
-    ):
-        made = planned(*settings)
+@pytest.fixture
+def advice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What is said to settings that do not fit, or leave little room, on machines of eight GPUs."""
+
+    def said(*settings: str, model: dict = QWEN_7B, ranks: int = 8) -> str:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
+        config, given = configured(*settings), (parse_shape(model, "test"), ranks, min(ranks, 8), CUDA)
+        made = memory_plan(config, *given)
+        if made.has_room:
+            return ""
+        if made.fits:
+            check_memory(config, made, *given)
+            return find_remedy(config, made, *given)
         with pytest.raises(ConfigError) as refused:
-            check_memory(made)
-        assert helps in str(refused.value), settings
-    check_memory(planned("trainer.shard=4"))
-    check_memory(planned(model=QWEN_1B))
+            check_memory(config, made, *given)
+        return str(refused.value).partition("; take ")[2]
+
+    return said
 
 
-def test_a_larger_size_is_advised_where_a_sequence_does_not_fit() -> None:
-    least = replace(planned("trainer.shard=8").demand, offload=True, logits_tokens=512, device=1e-9)
-    spare = plan(least).least_kv / 3  # bytes of a third of a sequence's pages
-    few = replace(least, device=(plan(least).wanted + spare) / (1 - FREE))
-    assert not plan(few).fits and remedy(few) == "rollout.tensor_parallel = 4"
+def test_a_plan_that_cannot_work_is_refused_with_the_settings_that_would_help(advice) -> None:
+    shard, small = "trainer.shard=8", "run.device_gib=40"
+    for settings, helps in (
+        ((), "trainer.shard = 4, which"),
+        (("trainer.recompute=off",), "trainer.recompute = on and trainer.shard = 4, which"),
+        ((shard, "run.device_gib=60", "trainer.tokens_per_logits=9216"), "trainer.tokens_per_logits = 1024, which"),
+        ((shard, "rollout.kv_gib=60"), "rollout.kv_gib = 0, which"),
+        ((shard, "rollout.step_tokens=1000000"), "rollout.step_tokens = 2048, which"),
+        ((shard, "trainer.tokens_per_microbatch=300000"), "trainer.tokens_per_microbatch = 9216, which"),
+        ((shard, "run.device_gib=20"), "a smaller model"),
+        ((small,), "trainer.shard = 8 and rollout.tensor_parallel = 4, which"),
+        # Halves of the replicas have no whole groups of eight ranks.
+        ((small, "stream.policy=paper"), "trainer.shard = 8 and rollout.tensor_parallel = 4 and stream.policy = off"),
+        (("run.device_gib=60", "stream.policy=paper"), "trainer.shard = 4 and rollout.tensor_parallel = 2, which"),
+    ):
+        assert advice(*settings).startswith(helps), (settings, advice(*settings))
+    assert not advice("trainer.shard=4") and not advice(model=QWEN_1B)
+
+
+def test_settings_that_leave_room_for_many_sequences_are_advised_before_others(advice) -> None:
+    """The rest of these GPUs would hold 4, 3 and 1 of the longest sequences after changes that only fit."""
+    sharded = "trainer.shard = 8 and rollout.tensor_parallel = 4, which leaves pages for 71.9"
+    assert advice("run.device_gib=141", model=QWEN_32B).startswith(sharded)  # auto shards the rollout's weights then
+    assert advice("run.device_gib=141", ranks=2).startswith("trainer.shard = 2, which leaves pages for 107.4")
+    assert "tensor_parallel = 4, which leaves pages for 32.1" in advice("run.device_gib=48", ranks=4)
+    assert "for 16.7" in advice("run.device_gib=141", ranks=1)  # nothing gives more
+    few = "trainer.shard=8", "rollout.weights=whole", "run.device_gib=44"
+    assert planned(*few).fits and planned(*few).sequences < 10  # warned of
+    assert advice(*few).startswith("rollout.tensor_parallel = 2 and trainer.offload_optimizer = true, which")
+
+
+def test_sharded_weights_are_advised_where_nothing_less_helps(advice) -> None:
+    settings = "trainer.shard=64", "rollout.tensor_parallel=4", "trainer.offload_optimizer=true"
+    assert advice(*settings, "rollout.weights=whole", model=QWEN_32B, ranks=64).startswith("rollout.weights = sharded,")
 
 
 def test_weights_are_sharded_where_whole_ones_leave_pages_too_little() -> None:
@@ -129,16 +158,11 @@ def test_weights_are_sharded_where_whole_ones_leave_pages_too_little() -> None:
         layout(QWEN_7B, "rollout.weights=sharded")
 
 
-def test_sharded_weights_are_advised_where_nothing_less_helps() -> None:
-    settings = "trainer.shard=64", "rollout.tensor_parallel=4"
-    whole, sharded = (planned(*settings, f"rollout.weights={x}", model=QWEN_32B, ranks=64) for x in LAYOUTS)
-    assert not whole.fits and sharded.fits and remedy(whole.demand) == "rollout.weights = sharded"
-
-
 def test_pages_get_the_rest_and_the_table_adds_up() -> None:
     made = planned("trainer.shard=8")
     assert made.wanted + made.kv == 79.6 * GIB and made.total <= 79.6 * GIB
-    *_, last = made.table().splitlines()
+    _, layout, *_, last = made.table().splitlines()
+    assert layout == "(rollout.weights = auto: whole)" and f"{made.sequences:.1f} longest sequences" in made.table()
     assert last.split() == ["sum", f"{made.total / GIB:.3f}"]
     lines = [line.rsplit(maxsplit=1) for line in made.table().splitlines()[1:-1] if line.startswith("  ")]
     assert sum(float(size) for _, size in lines) == pytest.approx(made.total / GIB, abs=0.01)
@@ -177,6 +201,9 @@ def test_check_prints_the_plan_of_a_gpu_from_a_config_alone(alone, tmp_path: Pat
     assert train.main([*command, "--trainer.shard=8"]) == 2
     said = capsys.readouterr()
     assert said.out.strip() == planned("trainer.shard=8").table() and "model.safetensors" in said.err  # after the plan
+    assert train.main([*command, "--trainer.shard=8", "--run.device_gib=50"]) == 2
+    said = capsys.readouterr().out
+    assert "(rollout.weights = auto: sharded)" in said and "KV pages hold 14.5 of the longest" in said
     assert train.main(command) == 2
     said = capsys.readouterr()
     assert "sum" in said.out and "a GPU of 79.6 GiB is too small" in said.err
