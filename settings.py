@@ -519,12 +519,16 @@ def check_pools(c: Config, world_size: int) -> None:
         )
 
 
-# `--resume` takes other values of these: they change no trajectory. (Rows stay, whatever names data.graders adds.)
+# `--resume` takes other values of these: they change no trajectory. (Rows stay, whatever names data.graders adds.) The
+# last three lines change it by rounding only; as another number of ranks does, those of the rollout may decide who
+# waits where rows or pages are short, and so which samples a race trains.
 FREE_TO_CHANGE = (
     *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device_gib")),
     *("run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),
     *(f"reward.{key}" for key in ("num_workers", "max_failures", "max_queue", "concurrency", "worker_gib")),
-    *("rollout.weights", "trainer.shard", "trainer.recompute", "trainer.offload_optimizer"),
+    *(f"rollout.{key}" for key in ("weights", "tensor_parallel", "kv_gib", "step_tokens", "max_running")),
+    *("trainer.shard", "trainer.recompute", "trainer.offload_optimizer"),
+    *("trainer.tokens_per_logits", "trainer.tokens_per_microbatch"),
 )
 
 

@@ -300,7 +300,9 @@ def test_a_run_that_is_killed_restarted_stopped_by_a_signal_and_resumed_loses_no
 def train_until(world: World, settings: list[str], step: int) -> None:
     """Begin or resume, and stop after `step` as on a signal. Every rank learns a time limit before each step."""
     config, take_step = load_config(Config, None, settings), train.take_step
-    check_run(config, world.size, resume=True, is_main=world.is_main)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(world.size))
+        check_run(config, world.size, resume=True, is_main=world.is_main)
     if world.is_main:
         Path(config.run.dir).mkdir(exist_ok=True)
         write_settings(config, Path(config.run.dir))
@@ -323,8 +325,10 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_then_alone(settings, run_ranks
     overrides = RACE | dict(run__checkpoint_every=0, run__dump_rollouts="true")
     assert train.main(settings("straight", **overrides)) == 0
     own = settings("elastic", **overrides)
-    run_ranks(4, train_until, [*own, "--trainer.shard=2", "--rollout.weights=sharded"], 1)  # weights in parts, too
-    run_ranks(2, train_until, own, 2)
+    parts = "--trainer.shard=2", "--rollout.weights=sharded", "--rollout.tensor_parallel=2"  # weights in parts, too
+    run_ranks(4, train_until, [*own, *parts], 1)
+    smaller = "--trainer.tokens_per_microbatch=64", "--trainer.tokens_per_logits=16", "--rollout.kv_gib=0.1"
+    run_ranks(2, train_until, [*own, *smaller, "--rollout.step_tokens=4096", "--rollout.max_running=128"], 2)
     train_until(ALONE, own, 4)
     straight, elastic = tmp_path / "straight", tmp_path / "elastic"
     assert [record["round"]["queue"] for record in steps_of(elastic)][:2] == [4, 8], "carried over both restarts"
