@@ -493,9 +493,17 @@ def damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str:
     if (folder / "state.pt").exists():
         return f"{folder}: an earlier version has written it; this one can start a new run with model.path={folder}"
     try:
-        known = sorted(json.loads((folder / CHECKSUMS).read_text(encoding="utf-8")).items())
-        changed = (folder / name for name, value in known[rank::num_ranks] if _checksum(folder / name) != value)
-        wrong = next((f"{path}: damaged since it was written" for path in changed), "")
+        known = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        read = {
+            STATE,
+            *(str(path.relative_to(folder)) for end in (".json", SUFFIX) for path in folder.rglob(f"*{end}")),
+        }
+        if unknown := read - known.keys() - {CHECKSUMS}:
+            wrong = f"{folder / CHECKSUMS}: has no checksum of {min(unknown)}"
+        else:
+            own = sorted(known.items())[rank::num_ranks]
+            changed = (folder / name for name, value in own if _checksum(folder / name) != value)
+            wrong = next((f"{path}: damaged since it was written" for path in changed), "")
     except (OSError, ValueError, AttributeError) as error:
         wrong = f"{folder}: cannot be read ({error})"
     return wrong and f"{wrong}; remove {folder} to resume from the checkpoint before it"
@@ -508,17 +516,26 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def load_state(folder: Path) -> dict:
-    """Return the `state` of a checkpoint that is not damaged."""
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    """Return the `state` of a checkpoint that is not damaged. A key that it lacks raises ConfigError."""
+
+    class State(dict):
+        def __missing__(self, key: str) -> None:
+            raise ConfigError(f"{folder / STATE}: has no {key!r}; remove {folder} to resume from the one before it")
+
+    return json.loads((folder / STATE).read_text(encoding="utf-8"), object_hook=State)
 
 
 def load_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
     """Fill the tensors of a checkpoint by name, DTensors with this rank's part. Collective.
 
-    Raises ConfigError when the checkpoint has others.
+    Raises ConfigError when the checkpoint has others, or files that cannot be read.
     """
     reader = HuggingFaceStorageReader(str(folder / OPTIMIZER))
-    if others := reader.read_metadata().state_dict_metadata.keys() ^ tensors.keys():
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except SafetensorError as error:
+        raise ConfigError(f"{folder / OPTIMIZER}: {error}; remove {folder} to resume from the one before it") from None
+    if others := stored.keys() ^ tensors.keys():
         raise ConfigError(
             f"{folder}: {min(others)} is only there or only in this run; resume with the same model.dtype"
         )

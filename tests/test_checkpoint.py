@@ -590,6 +590,25 @@ def test_one_wrong_bit_or_a_missing_file_is_seen(tiny_model, tiny_folder, tmp_pa
         assert "cannot be read" in damage(folder) and f"remove {folder}" in damage(folder)
 
 
+@pytest.mark.parametrize("name", [STATE, f"{OPTIMIZER}/shard-00000.safetensors", "model.safetensors", "config.json"])
+def test_checksums_are_of_every_file(tiny_model, tiny_folder, tmp_path, name):
+    folder = save(tmp_path, 3, tiny_model, tiny_folder, keep=1)
+    known = json.loads((folder / CHECKSUMS).read_text())
+    (folder / CHECKSUMS).write_text(json.dumps({key: value for key, value in known.items() if key != name}))
+    assert f"has no checksum of {name}" in damage(folder)
+    (folder / CHECKSUMS).write_text("{}")
+    assert "has no checksum of" in damage(folder)
+
+
+def test_a_state_without_a_key_and_a_cut_file_are_told_in_one_line(tiny_model, tiny_folder, tmp_path):
+    folder = save(tmp_path, 3, tiny_model, tiny_folder, keep=1)
+    with pytest.raises(ConfigError, match=f"has no 'nothing'; remove {folder}"):
+        load_state(folder)["nothing"]
+    cut_in_half(folder / OPTIMIZER / "shard-00000.safetensors")
+    with pytest.raises(ConfigError, match=f"remove {folder}"):
+        load_tensors(folder, {}, ALONE)
+
+
 def test_a_checkpoint_of_an_earlier_version_is_refused_with_the_way_on(tmp_path):
     folder = tmp_path / "checkpoints" / "step_000003"
     folder.mkdir(parents=True)
