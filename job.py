@@ -450,6 +450,10 @@ def build_rollout(
     profile = parallel.broadcast_object(world, profile)
     own = rollout.tensor_parallel
     engine = Engine(model, rollout, config.sampling, ends, tokenizer, tp_groups[own], sizes)
+    if engine.runner.graphs and world.rank >= config.overlap.train_ranks:
+        for size in (*sizes, own):
+            engine.regroup(tp_groups[size])  # captures its graphs, which no round has to wait for
+        engine.stats.take()
     sizes_of = rollout.page_size, rollout.max_running, rollout.max_response_tokens
     limits = EngineLimits(world.size, engine.num_pages, *sizes_of, shares_prompts=engine.pages.shares)
     return {n: tp_groups[n] for n in sizes}, engine, ParallelismPlanner(config.planner, limits, own, profile)

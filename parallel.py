@@ -107,6 +107,8 @@ def own_device(device: str) -> torch.device:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # With such segments NCCL may not register the buffers of CUDA graphs (illegal accesses; Megatron-LM asserts it).
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    # NCCL from 2.22 on would connect, and allocate, at the first call of each algorithm: after pages took the rest.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     torch.cuda.set_device(own)
     return torch.device("cuda", own)
 

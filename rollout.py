@@ -129,7 +129,8 @@ class Engine:
 
         Shards of whole weights are views; those that must be copies (`Shard.copied_bytes`), and those of sharded
         weights, are copied layer by layer, and so are they, without counting, when the size stays but the weights are
-        new. Collective where the model lies over several ranks. (RollPacker, section 4.2)
+        new. Graphs of the size that are not there are captured. Collective in the group, and where the model lies over
+        several ranks. (RollPacker, section 4.2)
         """
         assert self.is_idle, "sequences that run hold pages of the old shape"
         assert parallel.size in self.num_pages, f"the engine was made for the sizes {sorted(self.num_pages)}"
@@ -138,6 +139,7 @@ class Engine:
             self._enter(parallel)
             self.stats.regroup_bytes += self.runner.weights.copied_bytes
         self._refresh()
+        self.runner.capture()
 
     def _refresh(self) -> None:
         """Have weights and memory as the next step needs them."""
@@ -149,7 +151,7 @@ class Engine:
     def _enter(self, parallel: TensorParallel) -> None:
         """Take the shards of `parallel` and give the KV memory the shape of their pages."""
         size, runner = parallel.size, self.runner
-        runner.take_memory()
+        runner.memory.take()
         if size in self.shards:
             self.shards[size].refresh()
         else:
@@ -165,18 +167,28 @@ class Engine:
     def _drop_shards(self) -> None:
         self.shards.clear()
         self.runner.shard = None
+        self.forget_graphs()
+
+    def forget_graphs(self) -> None:
+        """Have the graphs captured again, when they are needed next.
+
+        A capture runs the collectives of a step, so ranks that may ever share a replica forget theirs together.
+        """
         if self.runner.graphs:
+            self.flights.land(self.version)
             self.runner.graphs.clear()
 
     def free_memory(self) -> None:
         """Give the memory of the KV pages, and of sharded weights, back until the next step or regroup.
 
-        On a CPU to the process only. Wants an idle engine.
+        On a CPU to the process only. Graphs hold its address: ranks that keep their memory `forget_graphs` before they
+        decode with those that did not. Wants an idle engine.
         """
         assert self.is_idle, "sequences that run have their pages there"
         self.flights.land(self.version)
         if any(self.own_elements.values()):
             self._drop_shards()
+        self.forget_graphs()
         self.runner.memory.free()
         self.is_stale = True
 

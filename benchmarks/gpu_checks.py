@@ -475,12 +475,12 @@ def check_lent_pages(s: Section, model: Model, count: int) -> None:
     """An engine draws the same when training has used the memory of its pages, and has left something there."""
     engine, vocab = make_engine(model, PLAIN), model.shape.vocab_size
     memory, before = engine.runner.memory, tokens_of(drain(engine, make_sequences(count, vocab)))
-    address = memory.address
+    address = memory.kv.data_ptr()
     engine.free_memory()
     left, used = (torch.full((size,), math.nan, device=s.device) for size in (2**20, memory.length // 2))
     del used
     after = tokens_of(drain(engine, make_sequences(count, vocab)))
-    place = "the same address" if memory.address == address else "another address"
+    place = "the same address" if memory.kv.data_ptr() == address else "another address"
     same(s, "pages lent to training", after, before, f", then at {place}", good=bool(left.isnan().all()))
 
 

@@ -27,8 +27,7 @@ def row_counts(max_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """A graph for each of `row_counts`, all captured when their layout is first used: the largest first, so that the
-    others find room in its memory.
+    """A graph for each of `row_counts` of each layout.
 
     `ended` [rows] is 0 for the rows that a step may change. `layout` names what else a step reads, such as the
     shards of one tensor-parallel size.
@@ -48,7 +47,7 @@ class DecodeGraphs:
         self.memory: Any = None  # a handle, shared: graphs never run side by side
 
     def clear(self) -> None:
-        """Forget all graphs: what they read has moved."""
+        """Forget all graphs: what they read has moved or will."""
         self.graphs.clear()
         self.memory = None
 
@@ -58,13 +57,21 @@ class DecodeGraphs:
         rows = self.sent[0][: len(table)].copy_(torch.from_numpy(table))
         self.table[: len(table)].copy_(rows, non_blocking=True)
 
+    def capture(self, step: Callable[[int], None]) -> None:
+        """Capture the layout's graphs if it has none, the largest first: the others find room in its memory.
+
+        `step(rows)` computes one decode step on fixed tensors. It may have collectives, which run here too: the ranks
+        of a replica capture together.
+        """
+        if self.captures and (self.layout, self.max_rows) not in self.graphs:
+            self.graphs |= {(self.layout, rows): self._capture(step, rows) for rows in row_counts(self.max_rows)}
+
     def run(self, step: Callable[[int], None], n: int) -> None:
-        """Launch one step over at least n rows. `step(rows)` computes one decode step on fixed tensors."""
+        """Launch one step over at least n rows."""
         rows = min(row_bucket(n), self.max_rows)
         if not self.captures:
             return step(rows)
-        if (self.layout, rows) not in self.graphs:
-            self.graphs |= {(self.layout, count): self._capture(step, count) for count in row_counts(self.max_rows)}
+        self.capture(step)
         self.graphs[self.layout, rows].replay()
 
     def _capture(self, step: Callable[[int], None], rows: int) -> torch.cuda.CUDAGraph:

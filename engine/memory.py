@@ -97,7 +97,6 @@ class PageMemory:
 
     def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device):
         self.length, self.dtype, self.device = -(-num_bytes // dtype.itemsize), dtype, device
-        self.address = 0
         self.whole: Tensor | None = None
         self._kv: Tensor | None = None  # `whole` in the shape of pages
 
@@ -108,13 +107,10 @@ class PageMemory:
         return self._kv
 
     @torch.inference_mode(False)  # what is made inside could not be changed outside
-    def take(self) -> bool:
-        """Allocate the memory if it is not there. Returns whether it has another address now."""
-        if self.whole is not None:
-            return False
-        before, self.whole = self.address, torch.zeros(self.length, dtype=self.dtype, device=self.device)
-        self.address = self.whole.data_ptr()
-        return self.address != before
+    def take(self) -> None:
+        """Allocate the memory if it is not there."""
+        if self.whole is None:
+            self.whole = torch.zeros(self.length, dtype=self.dtype, device=self.device)
 
     def shape(self, start: int, shape: tuple[int, ...]) -> None:
         """Give the memory behind its first `start` elements the shape of pages."""

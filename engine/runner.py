@@ -1,5 +1,7 @@
 """The device's part of an engine: it computes what the batcher has decided, and moves rows and pages where it says."""
 
+import torch
+
 from engine.batcher import Batcher, Removed, Started
 from engine.cpu import BatchedPages, PageAttention
 from engine.graphs import DecodeGraphs
@@ -31,10 +33,11 @@ class Runner:
         if self.graphs:
             self.graphs.layout = shard.split.size
 
-    def take_memory(self) -> None:
-        """Have the memory, again where it was given back."""
-        if self.memory.take() and self.graphs:
-            self.graphs.clear()  # they hold the address
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Have the graphs of this shard, on a GPU. Collective in the replica."""
+        if self.graphs:
+            self.graphs.capture(self.decode_step)
 
     # ---- one forward -----------------------------------------------------------------------------------------
 

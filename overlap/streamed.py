@@ -316,6 +316,7 @@ class StreamedRound:
         self.outcome.rest_seconds = time.perf_counter() - self.decided
         run, r, size = self.run, self.round, self.run.engine.parallel.size
         r.world = self.world
+        r.engine.forget_graphs()  # as those that left did
         own = self.missed, list(run.times[size].windows), run.rate, self.outcome, self.buffer.taken
         missed, windows, rates, outcomes, taken = zip(*parallel.gather_objects(self.world, own), strict=True)
         self.buffer.agree(taken)

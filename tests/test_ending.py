@@ -168,14 +168,15 @@ def test_groups_are_made_without_a_bound_device_and_connected_in_order(monkeypat
 
 
 def test_freed_memory_serves_tensors_of_any_size_unless_the_user_says_otherwise(monkeypatch) -> None:
-    """And NCCL registers no buffers of CUDA graphs, which lie in memory that may be taken away."""
+    """And NCCL takes its memory at once, and registers none of CUDA graphs, which may be taken away."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
+    nccl = {"NCCL_GRAPH_REGISTER": "0", "NCCL_RUNTIME_CONNECT": "0"}
+    set_before = {name: "1" for name in nccl}
     old, new = ({name: "max_split_size_mb:64"} for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     for given, found in (
-        ({}, expandable),
-        (old, old | {"NCCL_GRAPH_REGISTER": "0"}),
-        (new | {"NCCL_GRAPH_REGISTER": "1"}, new | {"NCCL_GRAPH_REGISTER": "1"}),
+        ({}, nccl | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (old, old | nccl),
+        (new | set_before, new | set_before),
     ):
         seen: list[dict] = []
         monkeypatch.setattr(os, "environ", dict(given))

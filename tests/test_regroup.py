@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ import profiler
 import train
 from config import ConfigError
 from engine.cpu import Packed
+from engine.graphs import DecodeGraphs
 from engine.memory import num_pages_for, weight_bytes
 from engine.pages import LAYOUTS
 from engine.sequence import Sequence
 from engine.shard import num_own_elements
 from model import Model, parse_shape
-from parallel import World, check_group_size, group_sizes, make_tp_groups
+from parallel import TensorParallel, World, check_group_size, gather_objects, group_sizes, make_tp_groups
 from policies import planner
 from policies.planner import Choice, EngineLimits, Launch, simulate_replica
 from policies.step_times import PROFILE_NAME, FittedTimes
@@ -60,7 +62,7 @@ def same_tokens_at_every_size(
     dist.new_group = refuse
     sampling = SamplingConfig()  # greedy tokens: tests/test_tensor_parallel.py
     engine = kind(source, config, sampling, [7], parallel=tp_groups[1], sizes=(1, 2, 4))
-    address, seen = engine.runner.memory.address, set()
+    address, seen = engine.runner.memory.whole.data_ptr(), set()
     for step, size in enumerate(ORDER):
         with torch.no_grad():  # the weights change between rounds, as in training
             for parameter in {*model.parameters(), *source.parameters()}:
@@ -71,7 +73,7 @@ def same_tokens_at_every_size(
         engine.regroup(tp_groups[size])
         memory, kv, own = engine.runner.memory, engine.runner.memory.kv, engine.own_elements[size]
         assert kv.data_ptr() == memory.whole.data_ptr() + own * kv.itemsize and kv.shape[2] == engine.num_pages[size]
-        assert memory.address == address or step >= 3
+        assert memory.whole.data_ptr() == address or step >= 3
         assert kv.shape[3] == max(model.shape.num_kv_heads // size, 1)
         samples = generate(engine)
         assert samples == generate(Engine(model, CONFIG, sampling, [7]))
@@ -261,6 +263,43 @@ def test_sizes_that_change_within_rounds_leave_the_training_as_it_was(
         for name in ("loss", "grad_norm", "entropy"):
             assert mine["train"][name] == pytest.approx(theirs["train"][name], abs=1e-5), name
         assert mine["train"]["logprob_diff_max"] < 1e-4
+
+
+def train_by_graphs(world: World, run: list[str]) -> None:
+    """Train with stand-ins for CUDA graphs. A capture runs a step's collectives: a replica's ranks capture together."""
+    captured: list[int] = []
+    regroup = Engine.regroup
+
+    def capture(graphs: DecodeGraphs, step, rows: int) -> SimpleNamespace:
+        assert (graphs.ended == 1).all(), "captured between rounds, when no row decodes"
+        captured.append(graphs.layout)
+        return SimpleNamespace(replay=lambda: replay(step, rows))
+
+    def replay(step, rows: int) -> None:
+        assert {1, 2, 4} == {*captured}, "all are captured at the start"
+        step(rows)
+
+    def regroup_alike(engine: Engine, group: TensorParallel) -> None:
+        assert engine.runner.graphs
+        known = gather_objects(group.world, sorted(engine.runner.graphs.graphs))
+        assert known == known[:1] * group.size, "some ranks of a replica would capture, others replay"
+        regroup(engine, group)
+
+    DecodeGraphs.captures, DecodeGraphs._capture = property(lambda _: True, lambda *_: None), capture
+    Engine._is_fused, Engine.regroup = staticmethod(lambda device: True), regroup_alike
+    planner.RULES["paper"] = every_step_another
+    make_tail()
+    train_runs(world, run)
+    assert len(captured) > 3 * 4, "after a scale-down they are captured again"
+
+
+def test_ranks_that_left_a_round_and_those_that_stayed_capture_graphs_together(run_ranks, settings, tmp_path) -> None:
+    tail = dict(scheduler__window_iterations=2, rollout__max_response_tokens=160, rollout__max_running=8)
+    both = dict(stream__policy="fixed", stream__fixed_share=0.2, planner__rule="paper", data__task="match")
+    layout = dict(trainer__shard=2, rollout__weights="sharded", run__steps=2)
+    run_ranks(4, train_by_graphs, settings("run", **tail, **both, **layout, **SYNCHRONOUS))
+    left, together = steps_of(tmp_path / "run")
+    assert left["round"]["stream"]["samples"] and (left["planner"]["size"], together["planner"]["size"]) == (2, 4)
 
 
 def test_a_profile_is_made_and_used_and_one_of_other_ranks_refused(
