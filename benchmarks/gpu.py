@@ -127,16 +127,17 @@ def main() -> int:
         return 0
     torch.backends.cuda.matmul.allow_tf32 = False
     results: list[tuple[str, Row]] = []
-    start = time.perf_counter()
-    for name, (function, seconds) in SECTIONS.items():
-        if name not in options.only:
-            continue
+    start, chosen = time.perf_counter(), {name: SECTIONS[name] for name in SECTIONS if name in options.only}
+    rest = sum(seconds for _, seconds in chosen.values())
+    for name, (function, seconds) in chosen.items():
         left = SECONDS - GRACE - (time.perf_counter() - start)
         if left < 5 and options.device == "cuda":
             results.append((name, Row("section", "the run's time is used up", "skipped")))
             continue
         known = {key: value for _, row in results for key, value in row.metrics.items()}
-        limit = min(seconds, left) if options.device == "cuda" else SECONDS  # small shapes end by themselves
+        # A share of the time that is left, so that every section has some; small shapes end by themselves.
+        limit = seconds * min(1.0, left / rest) if options.device == "cuda" else SECONDS
+        rest -= seconds
         rows = run_section(function, options.device, limit, known)
         if name == "generate":  # how long others compile is not our failure
             rows = [replace(row, state="skipped") if row.case == "time" else row for row in rows]

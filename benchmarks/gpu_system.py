@@ -3,8 +3,10 @@
 As a script it is a rank of such runs: torchrun gpu_system.py DEVICE FOLDER.
 """
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -253,6 +255,9 @@ def next_size(p: ParallelismPlanner, kind: str, launch: Launch, is_first: bool) 
 
 def main(device: str, folder: str) -> int:
     """Train all variants; in one more run rank 1 fails as it learns, while the other waits for it."""
+
+    # PR_SET_PDEATHSIG: torchrun gives each rank a session of its own, so ranks would outlive a torchrun that is killed.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
     def work(world: World) -> None:
         planner.RULES["paper"] = next_size

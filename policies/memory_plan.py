@@ -156,7 +156,9 @@ def plan(d: Demand) -> Plan:
         return replace(plan(replace(d, layout="sharded")) if shards else whole, demand=d)
     s, b, rows, state = d.shape, d.itemsize, d.cache.max_running, 8 * d.numbers / d.shard  # two moments of AdamW
     head_only = d.numbers - (0 if s.tied else d.embedding_numbers)
-    graphs = d.graphs * GRAPH_LAYER * s.num_layers + rows * s.vocab_size * (b + 4) * (d.graphs > 0)  # with their logits
+    # With their logits; a filter, log_softmax and exp make fp32 tensors of that size.
+    drawing = rows * s.vocab_size * (b + 4 + 8 * d.filters)
+    graphs = d.graphs * GRAPH_LAYER * s.num_layers + drawing * (d.graphs > 0)
     around = (CONTEXT + d.communicators * COMMUNICATOR) * (d.device > 0)
     lasting = {
         "weights of the rollout": d.weights / (d.tensor_parallel if d.layout == "sharded" else 1),

@@ -178,6 +178,9 @@ def test_settings_that_take_memory_have_a_line() -> None:
     # Sizes 2 and 4 have groups of ranks, and each size has graphs of its own.
     assert plain.demand.communicators == 1 and more.demand.communicators == 3
     assert more.demand.graphs == 3 * plain.demand.graphs == 3 * 23
+    filters = planned("trainer.shard=8", "sampling.top_p=0.9")
+    logits = plain.demand.cache.max_running * plain.demand.shape.vocab_size
+    assert filters.lasting["CUDA graphs"] - plain.lasting["CUDA graphs"] == 8 * logits
     away = planned("trainer.shard=8", "trainer.offload_optimizer=true")
     assert not away.lasting["optimizer state"]
     assert away.moments["in the update"]["offloaded optimizer state"] == plain.lasting["optimizer state"]
