@@ -8,6 +8,7 @@ import zlib
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -515,14 +516,21 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def load_state(folder: Path) -> dict:
-    """Return the `state` of a checkpoint that is not damaged. A key that it lacks raises ConfigError."""
+class State(dict):
+    """Plain values of a checkpoint. A key that they lack raises ConfigError."""
 
-    class State(dict):
-        def __missing__(self, key: str) -> None:
-            raise ConfigError(f"{folder / STATE}: has no {key!r}; remove {folder} to resume from the one before it")
+    def __init__(self, folder: Path, values: dict):
+        super().__init__(values)
+        self.folder = folder
 
-    return json.loads((folder / STATE).read_text(encoding="utf-8"), object_hook=State)
+    def __missing__(self, key: str) -> None:
+        folder = self.folder
+        raise ConfigError(f"{folder / STATE}: has no {key!r}; remove {folder} to resume from the one before it")
+
+
+def load_state(folder: Path) -> State:
+    """Return the `state` of a checkpoint that is not damaged."""
+    return json.loads((folder / STATE).read_text(encoding="utf-8"), object_hook=partial(State, folder))
 
 
 def load_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> None:

@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from end_to_end import FULL, QUICK, Side, Size, prepare
+from end_to_end import QUICK, Side, Size, prepare
 from tail_batching import PERIOD, TraceEngine, in_turn, on_ranks, progress_bar
 
 import job
@@ -39,6 +39,7 @@ from parallel import World
 from settings import Config
 from train import take_step
 
+FULL = Size(128, 4, 1 / 16, 8, 8)
 DEPTH: dict[str, Any] = {
     "scheduler.policy": "synchronous",
     "overlap.depth": 1,
@@ -148,7 +149,7 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the lengths, one period: under 2 minutes")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the lengths, one period: under 2 minutes")
     parser.add_argument("--ranks", type=int, default=2, help="processes of one thread (default 2)")
     arguments = parser.parse_args()
 

@@ -152,7 +152,7 @@ class Endless:
         for packed, reason, reward in own["samples"] if r.is_first else ():
             id, tokens, logprobs, spans = _unpacked(*packed)
             r.samples[id] = Sample(id.prompt, id.response, id.epoch, tokens, logprobs, reason, spans)
-            r.rewards[id] = Reward(**reward)
+            r.rewards[id] = Reward(**reward | {"parts": dict(reward["parts"])})
 
     def _sequence(self, *packed: Any) -> EngineSequence:
         id, tokens, logprobs, spans = _unpacked(*packed)
