@@ -266,8 +266,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(settings, run_ranks, tmp_pat
 
 def stop_after_three(world: World, settings: list[str]) -> None:
     stops = iter([False] * 3 + [True])
-    train.StopSignal.agreed = lambda *_: next(stops)  # type: ignore[method-assign]
-    train_runs(world, settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.StopSignal, "agreed", lambda *_: next(stops))
+        train_runs(world, settings)
 
 
 CHOICES = {
