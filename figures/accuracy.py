@@ -11,9 +11,9 @@ nohup python benchmarks/results.py run accuracy > accuracy.log 2>&1 &
 """
 
 import argparse
-import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_runs import CONFIG, ROOT, of_run, refuse_mixed, run
+from training_runs import CONFIG, command_line, make, of_run, run
 
 from metrics import read_records
 
@@ -125,24 +125,9 @@ def compare(points: list[dict]) -> dict:
     return {"name": "accuracy", "seeds": len(seeds), "curves": rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
-    parser.add_argument("--draw", action="store_true", help="only draw, from figures/accuracy.json")
-    parser.add_argument("--quick", action="store_true", help="a few steps of one seed, drawn in runs/quick")
-    args = parser.parse_args()
-    out = ROOT / "runs" / "quick" if args.quick else HERE
-    out.mkdir(parents=True, exist_ok=True)
-    data, seeds = out / "accuracy.json", range(1 if args.quick else args.seeds)
-    if not args.draw:
-        points = [p for seed in seeds for curve in CURVES for p in evaluations(curve, seed, args.quick)]
-        refuse_mixed(points)
-        data.write_text(json.dumps(points, indent=1), encoding="utf-8")
-    points = json.loads(data.read_text(encoding="utf-8"))
-    refuse_mixed(points)
-    draw(points, out / "accuracy.png")
-    print(json.dumps(compare(points)))
+def train(args: argparse.Namespace, seeds: Sequence[int]) -> list[dict]:
+    return [point for seed in seeds for curve in CURVES for point in evaluations(curve, seed, args.quick)]
 
 
 if __name__ == "__main__":
-    main()
+    make("accuracy", command_line(__doc__, "accuracy").parse_args(), train, draw, compare)

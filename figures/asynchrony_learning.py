@@ -7,13 +7,14 @@ python figures/asynchrony_learning.py --seeds 1 --losses ppo tis --alphas 2     
 
 alpha is the paper's asynchronous ratio, here `overlap.depth` and with it `overlap.bound`. At alpha 0 the weights that
 sampled a batch are those that it trains, so all losses have the same gradient: one run of each seed, whose range is the
-band of every panel. (ROLL Flash, arXiv 2510.11345, Figure 7)
+band of every panel. Each run has one rank, so that several fit on a machine: on the clock of steps, the default, tokens
+are the same on any number. (ROLL Flash, arXiv 2510.11345, Figure 7)
 """
 
 import argparse
-import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -25,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from run import moving
-from training_runs import CONFIG, ROOT, of_run, refuse_mixed, run
+from training_runs import CONFIG, command_line, make, of_run, run
 
 from metrics import read_records
 
@@ -44,7 +45,7 @@ def trained(loss: str, alpha: int, seed: int, quick: bool) -> dict:
     """Return the rewards of all steps of a run, its evaluations, and the mean lag of its samples."""
     settings = [f"run.seed={seed}", f"warm_start.seed={seed}", "scheduler.policy=synchronous"]
     settings += [f"loss.name={loss}", *LOSSES[loss][1], *([f"overlap.depth={alpha}"] if alpha else [])]
-    folder = run(f"asynchrony-{loss}-{alpha}-seed{seed}", *settings, quick=quick)
+    folder = run(f"asynchrony-{loss}-{alpha}-seed{seed}", *settings, ranks=1, quick=quick)
     records = read_records(folder / "steps.jsonl")
     steps = [r for r in records if r["step"]]
     return {
@@ -124,28 +125,17 @@ def compare(rows: list[dict]) -> dict:
     return {"name": "asynchrony_learning", "seeds": len(seeds), "synchronous": spread, "worst": worst, "rows": table}
 
 
+def train(args: argparse.Namespace, seeds: Sequence[int]) -> list[dict]:
+    alphas = args.alphas[:1] if args.quick else args.alphas
+    kinds = [SYNCHRONOUS, *((loss, alpha) for loss in args.losses for alpha in alphas)]
+    return [trained(*kind, seed, args.quick) for seed in seeds for kind in kinds]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    parser = command_line(__doc__, "asynchrony_learning")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=[*LOSSES])
     parser.add_argument("--alphas", nargs="+", type=int, default=ALPHAS)
-    parser.add_argument("--draw", action="store_true", help="only draw, from figures/asynchrony_learning.json")
-    parser.add_argument("--quick", action="store_true", help="a few steps of one seed, drawn in runs/quick")
-    args = parser.parse_args()
-    out = ROOT / "runs" / "quick" if args.quick else HERE
-    out.mkdir(parents=True, exist_ok=True)
-    data, seeds, alphas = out / "asynchrony_learning.json", range(args.seeds), args.alphas
-    if args.quick:
-        seeds, alphas = range(1), alphas[:1]
-    if not args.draw:
-        kinds = [SYNCHRONOUS, *((loss, alpha) for loss in args.losses for alpha in alphas)]
-        rows = [trained(*kind, seed, args.quick) for seed in seeds for kind in kinds]
-        refuse_mixed(rows)
-        data.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    rows = json.loads(data.read_text(encoding="utf-8"))
-    refuse_mixed(rows)
-    draw(rows, out / "asynchrony_learning.png")
-    print(json.dumps(compare(rows)))
+    make("asynchrony_learning", parser.parse_args(), train, draw, compare)
 
 
 if __name__ == "__main__":

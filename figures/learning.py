@@ -8,8 +8,8 @@ The default run is configs/tiny.toml as it is; only the seeds of warm start and 
 """
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_runs import CONFIG, ROOT, of_run, refuse_mixed, run
+from training_runs import CONFIG, command_line, make, of_run, run
 
 from metrics import read_records
 
@@ -76,24 +76,9 @@ def summary(points: list[dict]) -> dict:
     return {"name": "learning", "seeds": len(seeds), "steps": max(p["step"] for p in points), **gained}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
-    parser.add_argument("--draw", action="store_true", help="only draw, from figures/learning.json")
-    parser.add_argument("--quick", action="store_true", help="a few steps of one seed, drawn in runs/quick")
-    args = parser.parse_args()
-    out = ROOT / "runs" / "quick" if args.quick else HERE
-    out.mkdir(parents=True, exist_ok=True)
-    data = out / "learning.json"
-    if not args.draw:
-        points = [point for seed in range(1 if args.quick else args.seeds) for point in run_seed(seed, args.quick)]
-        refuse_mixed(points)
-        data.write_text(json.dumps(points, indent=1), encoding="utf-8")
-    points = json.loads(data.read_text(encoding="utf-8"))
-    refuse_mixed(points)
-    draw(points, out / "learning.png")
-    print(json.dumps(summary(points)))
+def train(args: argparse.Namespace, seeds: Sequence[int]) -> list[dict]:
+    return [point for seed in seeds for point in run_seed(seed, args.quick)]
 
 
 if __name__ == "__main__":
-    main()
+    make("learning", command_line(__doc__, "learning").parse_args(), train, draw, summary)

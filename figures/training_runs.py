@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,36 @@ def refuse_mixed(points: Sequence[dict[str, Any]]) -> None:
     if len({point["code"] for point in points}) > 1:
         runs = sorted({f"{point['commit'][:7]} of {point['date']}" for point in points})
         raise SystemExit(f"error: the points come from runs of different code ({', '.join(runs)}): train them again")
+
+
+def command_line(doc: str, name: str) -> argparse.ArgumentParser:
+    """Return the arguments of a figure that several seeds are trained for."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    parser.add_argument("--draw", action="store_true", help=f"only draw, from figures/{name}.json")
+    parser.add_argument("--quick", action="store_true", help="a few steps of one seed, drawn in runs/quick")
+    return parser
+
+
+def make(
+    name: str,
+    arguments: argparse.Namespace,
+    train: Callable[[argparse.Namespace, Sequence[int]], list[dict]],
+    draw: Callable[[list[dict], Path], None],
+    summary: Callable[[list[dict]], dict],
+) -> None:
+    """Train what is missing, keep the rows that `train` returns, draw them and print their summary in JSON."""
+    out = ROOT / "runs" / "quick" if arguments.quick else ROOT / "figures"
+    out.mkdir(parents=True, exist_ok=True)
+    data = out / f"{name}.json"
+    if not arguments.draw:
+        rows = train(arguments, range(1 if arguments.quick else arguments.seeds))
+        refuse_mixed(rows)
+        data.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    rows = json.loads(data.read_text(encoding="utf-8"))
+    refuse_mixed(rows)
+    draw(rows, out / f"{name}.png")
+    print(json.dumps(summary(rows)))
 
 
 def launch(ranks: int, script: str, *arguments: str) -> None:
