@@ -108,7 +108,7 @@ class Flow:
         self._reset()
 
     def _reset(self) -> None:
-        self.dropped = self.wasted_tokens = self.waited = 0
+        self.dropped = self.wasted_tokens = 0
 
     @property
     def plan(self) -> RoundPlan:
@@ -120,6 +120,7 @@ class Flow:
 
     def begin(self) -> Decision:
         """Return what to stop and to launch at the start and after an update, and whether a batch is there already."""
+        self.waited = 0  # no batch waits in windows beside an update
         abort = self._drop() if self.config.late == "drop" else []
         room = min(self.capacity, (self.steps - self.version) * self.scheduler.num_prompts) - len(self.open)
         old, self.again = self.again[:room], self.again[room:]

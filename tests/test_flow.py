@@ -148,6 +148,9 @@ def test_waiting_starts_before_it_is_too_late() -> None:
     [newest] = [visit.id for visit in flow.begin().launch]
     assert not finish(newest) and flow.waited == 1
     assert finish(launched[2]) and flow.accepted_ids()[0].visit == launched[2]
+    assert flow.advance().waited == 1
+    assert not flow.observe([]).done  # a window beside the update
+    assert not flow.begin().done and flow.waited == 1
 
 
 def test_the_oldest_are_trained_first() -> None:
