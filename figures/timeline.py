@@ -38,9 +38,12 @@ COLORS = {  # of a trace's spans; those that enclose others are left out
     "reward": ("#8d6a4f", "reward"),
     "stream_train": ("#b5d99c", "train what is complete"),
     "stream_wait": ("#d9d9d9", "wait for complete groups"),
+    "wait_batch": ("#d9d9d9", "wait for complete groups"),
+    "publish": ("#222222", "new weights travel"),
     "train": ("#66a182", "train"),
     "sync": ("#66a182", "train"),
 }
+WAITS = ("idle", "window_wait", "stream_wait", "wait_batch")
 Span = tuple[int, str, float, float, int]  # replica, name, start, end, step
 
 
@@ -77,12 +80,13 @@ def draw(timelines: dict[str, list[Span]], path: Path, caption: str) -> None:
         end = max(e for _, _, _, e, _ in spans)
         for step in sorted({span[4] for span in spans}):
             axes.axvline(min(s for _, _, s, _, n in spans if n == step), color="0.2", linewidth=0.8)
-        busy = sum(e - s for _, n, s, e, _ in spans if n not in ("idle", "window_wait", "stream_wait")) / (end * count)
+        busy = sum(e - s for _, n, s, e, _ in spans if n not in WAITS) / (end * count)
         axes.set(title=f"{title}: {end:.1f} s, replicas busy {busy:.0%}", ylim=(count - 0.4, -0.6))
         axes.set(yticks=range(count), yticklabels=[f"replica {r}" for r in range(count)])
         axes.grid(False)
     panels[-1, 0].set(xlabel="seconds; a line where a step begins", xlim=(0, None))
-    labels = {label: color for color, label in COLORS.values()}
+    drawn = {span[1] for spans in timelines.values() for span in spans}
+    labels = {label: color for name, (color, label) in COLORS.items() if name in drawn}
     figure.legend(
         handles=[Patch(color=color, label=label) for label, color in labels.items()],
         loc="outside lower center",

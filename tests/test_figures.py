@@ -42,9 +42,9 @@ def test_help_draws_nothing(name: str, load, capsys: pytest.CaptureFixture, monk
     assert "usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["accuracy", "bias", "timeline", "stream"])
+@pytest.mark.parametrize("name", ["accuracy", "bias", "timeline", "timeline_asynchrony", "stream"])
 def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
-    caption = ("caption",) if name in ("timeline", "stream") else ()
+    caption = ("caption",) if name.startswith(("timeline", "stream")) else ()
     load(name).draw(committed(name), tmp_path / "out.png", *caption)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
@@ -165,6 +165,19 @@ def test_a_timeline_reads_what_a_run_wrote(ended: bool, load, tmp_path: Path) ->
     assert [s[:4] for s in spans[:2]] == [(0, "decode", 0.0, 0.5), (0, "idle", 0.5, 1.0)]
     assert {s[4] for s in spans} == {2, 3} and {s[0] for s in spans} == {0, 1} and len(spans) == 8
     assert len(timeline.read_trace(tmp_path / "trace.json")) == 12
+
+
+def test_a_timeline_of_an_asynchronous_run_has_the_versions_that_drew_each_batch(load, tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", 0)
+    windows = [(1.0, 1.5), (1.501, 2.0), (2.5, 3.0)]  # the second begins at once
+    decoding = [Period("decode", *window) for window in windows] + [Period("window_wait", 2.0, 2.5)]
+    trace.write(1, [([Period("wait_batch", 1.0, 3.0), Period("train", 3.0, 4.0)], []), (decoding, [])])
+    trace.close()
+    record = {"step": 5, "round": {"lag": {"tokens": {"0": 10, "3": 30}}}}
+    (tmp_path / "steps.jsonl").write_text(json.dumps({"step": 0, "eval": {}}) + "\n" + json.dumps(record))
+    made = load("timeline_asynchrony").read(tmp_path, 1)
+    assert made["tokens"] == {5: {4: 10, 1: 30}}, "the weights of step 5 are version 4"
+    assert made["spans"] == [(0, "train", 2.0, 3.0, 1), (1, "decode", 0.0, 1.0, 1), (1, "decode", 1.5, 2.0, 1)]
 
 
 def test_the_mean_of_an_audit_weighs_rounds_by_their_responses(load) -> None:
