@@ -355,7 +355,8 @@ class Checkpoints:
         writer = _Writer(self.folder, self.keep, weights, others | {STATE: json.dumps(state).encode()})
         names = list(tensors)
         shares = assign_by_load([tensors[name].nbytes for name in names], self.num_replicas)
-        own = {names[i]: tensors[names[i]] for i in shares[self.replica]} if tensors else {}
+        mine = shares[self.replica] if self.replica < self.num_replicas else []  # ranks that only decode have none
+        own = {names[i]: tensors[names[i]] for i in mine}
         group, alone = self.world.objects, self.world.size == 1
         self.under_way = cast(Future, dcp.async_save(own, storage_writer=writer, process_group=group, no_dist=alone))
 

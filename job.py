@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -80,7 +79,7 @@ class Job:
         self.folder, self.step = Path(config.run.dir), 0
         self.choice: Choice | None = None  # of the newest round
         self.is_released = False
-        self.pools = make_pools(world, config.overlap.train_ranks) if config.overlap.train_ranks else None
+        self.pools = make_pools(world, config.overlap.train_ranks, self.clock) if config.overlap.train_ranks else None
         self.trains, self.decodes = (True, True) if not self.pools else (self.pools.trains, not self.pools.trains)
         saved = newest_checkpoint(self.folder, world) if resume else None
         # The folder whose config and tokenizer checkpoints carry on.
@@ -125,7 +124,7 @@ class Job:
     def _open_endless(self, state: dict) -> Endless:
         """Begin the endless rollout, or go on with the one of a checkpoint's state."""
         flow = Flow(self.config.overlap, self.policy.config, self.cursor.take, self.config.run.steps)
-        endless = Endless(self._round(self.clock), flow, *([self.pools.beat] if self.pools else []))
+        endless = Endless(self._round(self.clock), flow)
         if state:
             endless.load_state_dict(state["endless"], self.cursor.prompts)
         return endless
@@ -189,7 +188,7 @@ class Job:
                 groups, record = self.endless.next_batch()
         if self.pools:
             with self.clock.span("wait_batch"):
-                self.pools.wait_for(event, self.clock) if self.trains else self.pools.signal(event)
+                self.pools.wait_for(event) if self.trains else self.pools.signal(event)
                 groups, record = self.pools.hand_over(groups, record, readers=self.pools.num_trainers)
         record["lag"] = lag_record(groups, self.step)
         return Rollout(groups, SampleBuffer(len(groups)), record={"round": record})
@@ -212,13 +211,15 @@ class Job:
         if self.trains:
             with self.clock.span("train"):
                 put_groups(rollout.buffer, rollout.groups, advantages, c.loss.mask_truncated)
-                updates = learn(self.trainer, rollout.buffer)
+                updates = learn(self.trainer, rollout.buffer, self.clock.move)
         if self.pools:
             if self.trains:
                 self.pools.signal(event)
             elif self.endless:
                 with self.clock.span("rollout"):
-                    self.endless.decode_on(partial(self.pools.has, event))
+                    self.endless.decode_on(self.pools.watch(event))
+                with self.clock.span("wait_update"):
+                    self.pools.wait_for(event)
             with self.clock.span("publish"):
                 updates = self.pools.publish(self.trainer.model, updates)
         return advantages, updates
@@ -287,7 +288,7 @@ class Job:
         self.engine.stats.take()  # the next step counts from zero
         if self.pools:
             event = f"evaluation {self.step}"
-            self.pools.wait_for(event, self.clock) if self.trains else self.pools.signal(event)
+            self.pools.wait_for(event) if self.trains else self.pools.signal(event)
             groups, _ = self.pools.hand_over(groups, None, readers=1)
         else:
             groups = bring_to_main(self.world, groups)
@@ -431,8 +432,7 @@ def bring_to_main(world: World, groups: Sequence[Group]) -> list[Group]:
     """Return groups with the tokens of all samples on rank 0, as they are on the others. Collective."""
     samples = [sample for group in groups for sample in group.samples]
     brought = parallel.bring_tokens(world, samples if world.is_main else (), samples)
-    rest = iter(brought or samples)
-    return [replace(group, samples=tuple(islice(rest, len(group.samples)))) for group in groups]
+    return parallel.with_samples(groups, brought or samples)
 
 
 def build_rollout(
@@ -440,9 +440,8 @@ def build_rollout(
 ) -> tuple[parallel.TPGroups, Engine, ParallelismPlanner]:
     """Make the engine, all groups that it may ever decode in, and the planner that chooses among them."""
     sizes = rollout_sizes(config, model.shape, world.size, world.node_size, config.planner.rule != "fixed")
-    tp_groups = parallel.make_tp_groups(
-        world, sizes, config.overlap.train_ranks
-    )  # first: NCCL takes memory for each, and pages get the rest
+    # First: NCCL takes memory for each, and pages get the rest.
+    tp_groups = parallel.make_tp_groups(world, sizes, config.overlap.train_ranks)
     config = with_kv_memory(config, model.shape, world)
     rollout, sizes = config.rollout, sizes_with_room(config, model.shape, world.device, sizes)
     # One rank reads it: on other machines there may be none, or another, and all must choose the same.

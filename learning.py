@@ -1,7 +1,7 @@
 """From graded groups to updates: advantages, what there is to learn, and the rest of the buffer on all ranks."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -51,8 +51,11 @@ def put_groups(buffer: SampleBuffer, groups: Sequence[Group], advantages: torch.
         buffer.put(group.visit, examples_of(group.prompt, group.samples, row, mask_truncated))
 
 
-def learn(trainer: Trainer, buffer: SampleBuffer) -> list[dict]:
-    """Train all that waits in the buffer, in `updates_per_step` updates; return the statistics of each. Collective."""
+def learn(trainer: Trainer, buffer: SampleBuffer, progress: Callable[[], None] = lambda: None) -> list[dict]:
+    """Train all that waits in the buffer, in `updates_per_step` updates; return the statistics of each. Collective.
+
+    `progress` is called after each micro-batch.
+    """
     world, num_updates = trainer.world, trainer.config.updates_per_step
     assert not buffer.taken or num_updates == 1, "gradients of later updates were taken with the weights of the first"
     shares = [
@@ -63,6 +66,6 @@ def learn(trainer: Trainer, buffer: SampleBuffer) -> list[dict]:
         shares = [trainer.with_old_logprobs(share) for share in shares]
     updates = []
     for share in shares:
-        trainer.accumulate(share)
+        trainer.accumulate(share, progress)
         updates.append(trainer.update())
     return updates

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,8 @@ class Count:
 class Clock:
     """Adds up the seconds of named stages; with `trace`, also keeps when each stage was.
 
-    For the watchdog: the open `stages`, the innermost last, `step`, and `moves`, which changes as work goes on.
+    For the watchdog: the open `stages`, the innermost last, `step`, and `moves`, which changes as work goes on; for
+    ranks that wait for this one: `on_move`, which is called then.
     """
 
     def __init__(self, trace: bool = False, parent: "Clock | None" = None) -> None:
@@ -64,6 +65,7 @@ class Clock:
         self.moves = self.step = 0
         self.failed_in = ""  # the innermost stage that an exception has left
         self.parent = parent
+        self.on_move: Callable[[], None] | None = None
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -81,6 +83,8 @@ class Clock:
 
     def move(self) -> None:
         self.moves += 1
+        if self.on_move:
+            self.on_move()
         if self.parent:
             self.parent.move()
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import ConfigError
-from core import Elsewhere, Example, Sample, SampleId
+from core import Elsewhere, Example, Group, Sample, SampleId
 from engine.cpu import SharedMemory, keep_memory
 from policies.placement import group_sizes
 
@@ -318,6 +318,12 @@ def header_of(sample: Sample, rank: int) -> Sample:
     """Return a sample without its tokens, which are on `rank`."""
     there = Elsewhere(len(sample.token_ids), rank)
     return replace(sample, token_ids=there, logprobs=there)
+
+
+def with_samples(groups: Iterable[Group], samples: Iterable[Sample]) -> list[Group]:
+    """Return groups with other samples, one after the other, in the place of theirs."""
+    rest = iter(samples)
+    return [replace(group, samples=tuple(itertools.islice(rest, len(group.samples)))) for group in groups]
 
 
 class Parcel(NamedTuple):

@@ -153,14 +153,12 @@ class Trainer:
 
     # ---- gradient sums ---------------------------------------------------------------------------------------
 
-    def accumulate(self, examples: Sequence[Example]) -> None:
+    def accumulate(self, examples: Sequence[Example], progress: Callable[[], None] = lambda: None) -> None:
         """Add the gradient sums of `examples`, this rank's share. No update. Collective in a shard group, else not."""
         start = time.perf_counter()
         for batch in self._batches(examples):
-            if batch:
-                self._add_gradients(batch)
-            else:
-                self._nothing().backward()
+            self._add_gradients(batch) if batch else self._nothing().backward()
+            progress()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()  # so that the time is that of the work
         self.seconds += time.perf_counter() - start

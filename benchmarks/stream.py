@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,9 @@ class CountingTrainer(Trainer):
 
     added = 0
 
-    def accumulate(self, examples: Sequence) -> None:
+    def accumulate(self, examples: Sequence, *progress: Callable[[], None]) -> None:
         self.added += len(examples)
-        super().accumulate(examples)
+        super().accumulate(examples, *progress)
 
 
 def make_sides(shape: Shape, engine: TraceEngine, world: World) -> tuple[list[Side], CountingTrainer]:

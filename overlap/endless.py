@@ -27,9 +27,8 @@ IDLE_SECONDS = 0.01  # between two windows in which nothing is decoded
 class Endless:
     """What lasts from update to update: sequences under way, finished samples, and the policy that picks batches."""
 
-    def __init__(self, round: Round, flow: Flow, beat: Callable[[], None] = lambda: None):
-        """`beat`: is called after each window."""
-        self.round, self.flow, self.beat = round, flow, beat
+    def __init__(self, round: Round, flow: Flow):
+        self.round, self.flow = round, flow
         self.interrupted: list[EngineSequence] = []  # not in the engine now
         self.is_out = True  # all sequences are out of the engine, if there are any
         round.begin(flow.plan, flow)
@@ -60,7 +59,7 @@ class Endless:
 
         On the steps' clock for `update_iterations` engine steps, else until `is_due` on some rank. Nothing is launched.
         """
-        r, config, began = self.round, self.flow.config, time.monotonic()
+        r, config = self.round, self.flow.config
         end, over = r.iteration + config.update_iterations, False
         while not over:
             over = self._play_window(is_due())
@@ -68,13 +67,10 @@ class Endless:
                 over = r.iteration >= end
             elif r.engine.is_idle:
                 time.sleep(IDLE_SECONDS)
-            if not over and config.clock == "time" and time.monotonic() - began > r.world.timeout_seconds:
-                raise TimeoutError(f"rank {r.world.rank} waited {r.world.timeout_seconds:g} s for an update")
 
     def _play_window(self, note: bool) -> bool:
         """Decode a window and carry out what the policy says; return whether any rank had the note."""
         _, notes = self.round.exchange(self._decode(), note)
-        self.beat()
         return any(notes)
 
     def _go_on(self) -> None:

@@ -9,10 +9,12 @@
 Both lines are collective over all ranks; between them each pool is a world of its own.
 """
 
+import contextlib
 import itertools
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -28,14 +30,16 @@ T = TypeVar("T")
 made = itertools.count()  # pools of this process: several jobs may share the ranks
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pools:
-    """The pools of a run, on one of its ranks. All methods but `signal` and `has` are collective over all ranks."""
+    """The pools of a run, on one of its ranks. What travels is collective over all ranks."""
 
     world: World  # all ranks
     own: World  # of this rank's pool
     num_trainers: int
     store: Any  # of these pools alone: torch's dist.Store, whose stubs are not complete
+    clock: Clock  # of this rank
+    shown: float = -math.inf  # when this pool showed its newest sign of life
 
     @property
     def trains(self) -> bool:
@@ -48,26 +52,44 @@ class Pools:
         if self.own.is_main:
             self.store.set(event, "told")
 
-    def has(self, event: str) -> bool:
-        """Return whether the other pool has told of an event. Ranks of a pool may learn it at different times."""
-        return self.store.check([event])
+    def watch(self, event: str) -> Callable[[], bool]:
+        """Return a function that says whether the other pool has told of an event.
 
-    def wait_for(self, event: str, clock: Clock) -> None:
-        """Wait for an event of the other pool, for as long as that shows signs of life: `beat`."""
-        beats, since = -1, time.monotonic()
-        while not self.has(event):
-            if (newest := self.store.add("beats", 0)) != beats:
-                beats, since = newest, time.monotonic()
-                clock.move()
+        Ranks of a pool may learn it at different times. The function raises TimeoutError when the other pool has shown
+        no sign of life for the world's time-out.
+        """
+        seen, since = 0, time.monotonic()
+
+        def has_come() -> bool:
+            nonlocal seen, since
+            if self.store.check([event]):
+                return True
+            if (newest := self.store.add(f"signs {not self.trains}", 0)) != seen:
+                seen, since = newest, time.monotonic()
+                self.clock.moves += 1  # without `move`: waiting is no sign of life
             if time.monotonic() - since > self.world.timeout_seconds:
-                waited = f"rank {self.world.rank} waited {self.world.timeout_seconds:g} s"
-                raise TimeoutError(f"{waited} for {event!r} and a sign of life of the other pool's ranks")
+                who, seconds = "decode" if self.trains else "train", self.world.timeout_seconds
+                raise TimeoutError(
+                    f"rank {self.world.rank} waited for {event!r} and saw no sign of life of the ranks that {who} for "
+                    f"run.timeout_seconds = {seconds:g}"
+                )
+            return False
+
+        return has_come
+
+    def wait_for(self, event: str) -> None:
+        """Wait for an event of the other pool; errors as those of `watch`."""
+        has_come = self.watch(event)
+        while not has_come():
             time.sleep(POLL_SECONDS)
 
-    def beat(self) -> None:
-        """Show that this pool goes on."""
-        if self.own.is_main:
-            self.store.add("beats", 1)
+    def show_life(self) -> None:
+        """Tell the other pool that this one goes on, whenever its first rank's clock moves."""
+        now = time.monotonic()
+        if self.own.is_main and now > self.shown + min(1.0, self.world.timeout_seconds / 20):
+            self.shown = now
+            with contextlib.suppress(RuntimeError):  # the store is gone with its rank: the next collective tells
+                self.store.add(f"signs {self.trains}", 1)
 
     # ---- what travels --------------------------------------------------------------------------------------------
 
@@ -77,21 +99,16 @@ class Pools:
         The tokens of the samples are brought to the first `readers` ranks, in turns. What training ranks give is not
         looked at.
         """
-        rank, first = self.world.rank, self.num_trainers
-        told = [_at(group, [_owner(s, self.own.rank) + first for s in group.samples]) for group in groups]
-        told, value = self.of_decoders((told, value))
+        rank, samples = self.world.rank, [sample for group in groups for sample in group.samples]
+        headers = [parallel.header_of(sample, _owner(sample, self.own.rank) + self.num_trainers) for sample in samples]
+        headers, (told, value) = self.of_decoders((headers, (parallel.with_samples(groups, headers), value)))
         if not self.trains:
-            samples = [sample for group in groups for sample in group.samples]
             parallel.bring_tokens(self.world, (), [s for s in samples if not isinstance(s.token_ids, Elsewhere)])
             return list(groups), value
-        headers = [sample for group in told for sample in group.samples]
-        mine = [i for i in range(len(headers)) if i % readers == rank]
-        brought = parallel.bring_tokens(self.world, [headers[i] for i in mine], ())
         dealt = [parallel.header_of(sample, i % readers) for i, sample in enumerate(headers)]
-        for i, sample in zip(mine, brought, strict=True):
-            dealt[i] = sample
-        rest = iter(dealt)
-        return [replace(group, samples=tuple(itertools.islice(rest, len(group.samples)))) for group in told], value
+        mine = slice(rank, None, readers) if rank < readers else slice(0)
+        dealt[mine] = parallel.bring_tokens(self.world, headers[mine], ())
+        return parallel.with_samples(told, dealt), value
 
     def of_decoders(self, value: T) -> T:
         """Return the first decoding rank's value on every rank."""
@@ -108,14 +125,10 @@ def _owner(sample: Sample, here: int) -> int:
     return sample.token_ids.rank if isinstance(sample.token_ids, Elsewhere) else here
 
 
-def _at(group: Group, ranks: Sequence[int]) -> Group:
-    """Return a group without tokens, which are on `ranks`."""
-    headers = (parallel.header_of(sample, rank) for sample, rank in zip(group.samples, ranks, strict=True))
-    return replace(group, samples=tuple(headers))
-
-
-def make_pools(world: World, num_trainers: int) -> Pools:
-    """Return the pools in which the first `num_trainers` ranks train. Collective."""
+def make_pools(world: World, num_trainers: int, clock: Clock) -> Pools:
+    """Return the pools in which the first `num_trainers` ranks train; `clock` times this rank's work. Collective."""
     parts = parallel.subsets(world, [range(num_trainers), range(num_trainers, world.size)])
     [own] = [part for part in parts if part is not None]
-    return Pools(world, own, num_trainers, dist.PrefixStore(f"pools {next(made)}", world.store))
+    pools = Pools(world, own, num_trainers, dist.PrefixStore(f"pools {next(made)}", world.store), clock)
+    clock.on_move = pools.show_life
+    return pools

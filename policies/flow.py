@@ -47,7 +47,6 @@ class OverlapConfig:
         "of ranks; time: prefill and decode together, which is faster",
         choices=("steps", "time"),
     )
-
     train_ranks: int = option(
         0, "the first so many ranks only train while the others decode; 0: all ranks do both, in turns", min=0
     )

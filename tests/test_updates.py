@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ALONE, ROOT, FusedEngine, steps_of, train_runs
 from test_rollout import drain, full_logits, generate, make_engine, make_sequences
 from torch.multiprocessing.spawn import ProcessException
@@ -375,20 +376,30 @@ def test_pools_on_measured_time_train_each_prompt_once(settings, run_ranks, tmp_
         assert all(np.isfinite(losses(tmp_path / name)).ravel())
 
 
-class Silent:
-    """A store in which the other pool never writes."""
-
-    def check(self, keys) -> bool:
-        return False
-
-    def add(self, key: str, count: int) -> int:
-        return 0
-
-
-def test_a_silent_pool_is_not_waited_for_for_ever() -> None:
-    world = World(0, 2, CPU, timeout_seconds=0.05)
-    with pytest.raises(TimeoutError, match="rank 0 waited 0.05 s for 'batch 3'"):
-        Pools(world, replace(world, size=1), 1, Silent()).wait_for("batch 3", Clock())
+def test_a_pool_is_waited_for_as_long_as_it_shows_signs_of_life(monkeypatch) -> None:
+    now, store = [0.0], dist.HashStore()
+    monkeypatch.setattr("overlap.pools.time.monotonic", lambda: now[0])
+    world = World(0, 2, CPU, timeout_seconds=10.0)
+    trainer, decoder = (
+        Pools(replace(world, rank=rank), replace(world, size=1), 1, store, Clock()) for rank in range(2)
+    )
+    for pool in (trainer, decoder):
+        pool.clock.on_move = pool.show_life
+    has_come, moves = trainer.watch("batch 3"), trainer.clock.moves
+    for now[0] in (9.0, 18.0, 27.0):
+        Clock(parent=decoder.clock).move()  # an evaluation's
+        assert not has_come()
+    assert trainer.clock.moves == moves + 3  # its own watchdog sees it
+    decoder_sees = decoder.watch("update 3")
+    assert not decoder_sees()
+    now[0] = 37.5  # the trainer has only waited meanwhile: no sign of life
+    for watching, whom in ((has_come, "decode"), (decoder_sees, "train")):
+        with pytest.raises(
+            TimeoutError, match=f"no sign of life of the ranks that {whom} for run.timeout_seconds = 10"
+        ):
+            watching()
+    decoder.signal("batch 3")
+    assert has_come()
 
 
 @pytest.mark.parametrize(
