@@ -82,8 +82,7 @@ class Job:
         self.pools = make_pools(world, config.overlap.train_ranks, self.clock) if config.overlap.train_ranks else None
         self.trains, self.decodes = (True, True) if not self.pools else (self.pools.trains, not self.pools.trains)
         saved = newest_checkpoint(self.folder, world) if resume else None
-        # The folder whose config and tokenizer checkpoints carry on.
-        self.source = Path(config.model.path)
+        self.source = Path(config.model.path)  # whose config and tokenizer checkpoints carry on
         if not config.model.path:
             self.source = ensure_model(config.warm_start, config.data.train, MODELS, world)
         self.tokenizer = checkpoint.load_tokenizer(self.source)

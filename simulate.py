@@ -488,6 +488,7 @@ class EndlessSimulation(Simulation):
     """
 
     training = 0.0  # seconds in which the trainers trained
+    is_filled = False  # the next batch is complete
 
     @cached_property
     def flow(self) -> Flow:
@@ -504,14 +505,12 @@ class EndlessSimulation(Simulation):
     def step(self, step: int) -> None:
         """Wait for a batch, train it, take the new weights into the rollout."""
         rollout, flow, start = self.rollout, self.flow, self.rollout.seconds
-        rollout.step = step  # responses to prompts that are launched again are drawn anew
-        decision = flow.begin()
-        rollout.carry_out(decision)
-        while not decision.done:
-            decision = self._decode()
-        ready, ids, stats = rollout.seconds, flow.accepted_ids(), flow.advance()
+        self._fill(step)
+        ready, ids, stats, self.is_filled = rollout.seconds, flow.accepted_ids(), flow.advance(), False
         lengths = [rollout.lengths[id] for id in ids]
         train = self._train_seconds([n + len(rollout.prompts[id.visit].token_ids) for id, n in zip(ids, lengths)])
+        if flow.config.sync == "with_batch" and flow.version < flow.steps:
+            self._fill(step + 1)
         while not self.in_turns and rollout.seconds < ready + train and rollout.placement.num_live:
             self._decode(ready + train)
         rollout.wait(ready + train)
@@ -531,6 +530,17 @@ class EndlessSimulation(Simulation):
                 "overlap": asdict(stats),
             }
         )
+
+    def _fill(self, step: int) -> None:
+        """Launch prompts and decode until a batch is there, unless it is."""
+        if self.is_filled:
+            return
+        self.rollout.step = step  # responses to prompts that are launched again are drawn anew
+        decision = self.flow.begin()
+        self.rollout.carry_out(decision)
+        while not decision.done:
+            decision = self._decode()
+        self.is_filled = True
 
     def _decode(self, until: float = math.inf) -> Decision:
         finished = self.rollout.decode(until=until)

@@ -31,17 +31,14 @@ class Endless:
         self.round, self.flow = round, flow
         self.interrupted: list[EngineSequence] = []  # not in the engine now
         self.is_out = True  # all sequences are out of the engine, if there are any
+        self.is_filled = False  # the next batch is complete
         round.begin(flow.plan, flow)
 
     def next_batch(self) -> tuple[list[Group], Record]:
         """Decode until a batch is there; return its groups, on every rank the same, and the record. Collective."""
         r = self.round
-        self._go_on()
-        decision = self.flow.begin()
-        self._forget({visit.id for visit in decision.launch})
-        r.carry_out(decision)
-        while not r.decision.done:
-            self._play_window(False)
+        self.fill()
+        self.is_filled = False
         with r.clock.span("reward"):
             r.rewards.update(r.graders.wait(id for id in self.flow.accepted_ids() if id in r.samples))
         groups, aborted = r.collect(), sum(r.aborted.values())
@@ -54,13 +51,30 @@ class Endless:
         r.aborted, r.windows, r.migrated = {}, 0, 0
         return groups, record
 
+    def fill(self) -> None:
+        """Launch prompts and decode until a batch is there, unless it is. Collective."""
+        if self.is_filled:
+            return
+        self._go_on()
+        decision = self.flow.begin()
+        self._forget({visit.id for visit in decision.launch})
+        self.round.carry_out(decision)
+        while not self.round.decision.done:
+            self._play_window(False)
+        self.is_filled = True
+
     def decode_on(self, is_due: Callable[[], bool]) -> None:
         """Decode while other ranks train. Collective among those that decode.
 
-        On the steps' clock for `update_iterations` engine steps, else until `is_due` on some rank. Nothing is launched.
+        With `sync` = with_batch the next batch is launched and completed. Else nothing is launched: on the steps' clock
+        this takes `update_iterations` engine steps. On measured time it ends when `is_due` on some rank.
         """
         r, config = self.round, self.flow.config
         end, over = r.iteration + config.update_iterations, False
+        if config.sync == "with_batch":
+            if self.flow.version < self.flow.steps:
+                self.fill()
+            over = config.clock == "steps"
         while not over:
             over = self._play_window(is_due())
             if config.clock == "steps":

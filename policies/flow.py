@@ -50,13 +50,24 @@ class OverlapConfig:
     train_ranks: int = option(
         0, "the first so many ranks only train while the others decode; 0: all ranks do both, in turns", min=0
     )
+    sync: str = option(
+        "at_once",
+        "with train_ranks, when the others take new weights: at_once (as soon as the update is ready) or with_batch ("
+        "once the next batch is complete, the paper's order; the batch that is trained then counts as one of depth)",
+        choices=("at_once", "with_batch"),
+    )
     update_iterations: int = option(
-        64, "with train_ranks and clock = steps: engine steps that the others take during an update", min=1
+        64, "with train_ranks, clock = steps, sync = at_once: engine steps that the others take during an update", min=1
     )
 
     @property
     def largest_age(self) -> int:
         return self.bound or math.ceil(self.depth)
+
+    @property
+    def lag(self) -> int:
+        """Batches that are complete before new weights are taken, and so the age of a group that is trained next."""
+        return int(self.sync == "with_batch")
 
 
 @dataclass(slots=True)
@@ -98,7 +109,8 @@ class Flow:
         self.config, self.scheduler, self.take, self.steps = config, scheduler, take, steps
         self.num_responses = num_launched(scheduler.num_responses, scheduler.eta_responses)
         #: Groups that may be open at a time: the batch, those ahead of it, and `eta_prompts`' surplus.
-        self.capacity = math.ceil((config.depth + scheduler.eta_prompts) * scheduler.num_prompts - 1e-9)
+        ahead = config.depth - config.lag + scheduler.eta_prompts
+        self.capacity = math.ceil(ahead * scheduler.num_prompts - 1e-9)
         self.version = 0
         self.open: dict[VisitId, OpenGroup] = {}  # in the order of their launch, so the oldest first
         self.complete: list[VisitId] = []  # in the order of completion
@@ -126,7 +138,7 @@ class Flow:
         launch = [*old, *self.take(room - len(old))]
         for visit in launch:
             live = {visit.id.sample(r) for r in range(self.num_responses)}
-            self.open[visit.id] = OpenGroup(visit, self.version, live)
+            self.open[visit.id] = OpenGroup(visit, max(self.version - self.config.lag, 0), live)
         return Decision(tuple(abort), tuple(launch), done=self._decide())
 
     def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float] | None = None) -> Decision:
@@ -202,8 +214,7 @@ class Flow:
 
     def state_dict(self) -> dict:
         """Return plain values: the state between two updates."""
-        assert not self.batch, "a batch is being trained"
-        return {
+        return {  # without `batch`: `begin` decides it again
             "version": self.version,
             "groups": [
                 (*id, g.start, sorted(s.response for s in g.live), [s.response for s in g.kept], g.tokens)
@@ -233,6 +244,15 @@ def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:
     """Raise ConfigError on a bound that the depth itself breaks, and on ranks that train beside no rollout."""
     if config.train_ranks and not config.depth:
         raise ConfigError(f"overlap.train_ranks = {config.train_ranks} needs overlap.depth > 0 (it is 0)")
+    if config.lag and not config.train_ranks:
+        raise ConfigError(
+            "overlap.sync = with_batch needs overlap.train_ranks > 0: ranks in turns have no next batch yet"
+        )
+    if config.lag and config.depth < 1:
+        raise ConfigError(
+            f"overlap.sync = with_batch needs overlap.depth >= 1 (it is {config.depth:g}): the others decode the next "
+            "batch while one is trained"
+        )
     ahead = config.depth + scheduler.eta_prompts - 1
     if config.late == "wait" and ahead > config.largest_age:
         raise ConfigError(

@@ -49,6 +49,7 @@ def test_every_prompt_is_trained_once_within_its_bound(seed: int, train: int) ->
         depth=depth,
         bound=rng.choice([0, 4]),
         flight=rng.choice(["recompute", "keep", "finish"]),
+        sync=rng.choice(["at_once", "with_batch"]) if train and depth >= 1 else "at_once",
     )
     run = endless(given)
     assert set(Counter(id for ids in run.trained for id in ids).values()) == {1}

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -20,6 +20,10 @@ SETTINGS = [
     (OverlapConfig(depth=3, bound=4), SchedulerConfig(num_prompts=1, num_responses=2, eta_prompts=1, eta_responses=1)),
     (OverlapConfig(depth=0.5), SchedulerConfig(num_prompts=3, num_responses=2, eta_prompts=1, eta_responses=1.5)),
     (OverlapConfig(depth=1, bound=2), SchedulerConfig(num_prompts=4, num_responses=2, eta_responses=1.25)),
+    (
+        OverlapConfig(depth=2, sync="with_batch", train_ranks=1),
+        SchedulerConfig(num_prompts=3, num_responses=2, eta_prompts=1, eta_responses=1),
+    ),
 ]
 LATE = ["wait", "drop", "keep"]
 
@@ -77,7 +81,7 @@ def toy(overlap: OverlapConfig, scheduler: SchedulerConfig, seed: int = 0, steps
 
 
 def with_late(config: OverlapConfig, late: str) -> OverlapConfig:
-    return OverlapConfig(config.depth, config.bound, late)
+    return replace(config, late=late)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -125,7 +129,7 @@ def test_the_rollout_is_never_further_ahead_than_its_depth(overlap: OverlapConfi
 
     played.carry_out = carry_out  # type: ignore[method-assign]
     played.run()
-    ahead = overlap.depth + scheduler.eta_prompts - 1
+    ahead = overlap.depth - overlap.lag + scheduler.eta_prompts - 1
     assert most == played.flow.capacity and scheduler.num_prompts * ahead <= most - scheduler.num_prompts < (
         scheduler.num_prompts * ahead + 1
     )

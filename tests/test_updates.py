@@ -352,10 +352,10 @@ def test_pools_of_any_size_train_the_same(settings, run_ranks, tmp_path: Path) -
     assert set(versions) == {0, 1, 2, 3}, "new weights reach the ranks that decode"
 
 
-def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path) -> None:
-    make = partial(
-        settings, run__checkpoint_every=2, run__eval_every=3, data__eval_prompts=4, **APART | dict(run__steps=5)
-    )
+@pytest.mark.parametrize("sync", ["at_once", "with_batch"])
+def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path, sync: str) -> None:
+    often = dict(run__checkpoint_every=2, run__eval_every=3, data__eval_prompts=4, run__steps=5)
+    make = partial(settings, **APART | often | dict(overlap__sync=sync, overlap__depth=2))
     run_ranks(2, train_runs, make("straight"))
     with pytest.raises((ProcessError, ProcessException)):
         run_ranks(2, train_and_be_killed, make("killed"))
@@ -364,6 +364,13 @@ def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path) -> None:
     assert tokens_of(tmp_path / "killed") == tokens_of(tmp_path / "straight")
     scores = [[r["eval"]["avg@4"] for r in steps_of(tmp_path / name) if "eval" in r] for name in ("killed", "straight")]
     assert scores[0] == scores[1] and len(scores[0]) == 2
+    newest = [
+        max(span["version"] for row in step for s in row["samples"] for span in s["spans"])
+        for step in trained(tmp_path / "straight")
+    ]
+    lag = 1 if sync == "with_batch" else 0  # the next batch is complete before the others have new weights
+    assert newest == [max(step - lag, 0) for step in range(5)]
+    assert max(ages(tmp_path / "straight")) <= 3
 
 
 def test_pools_on_measured_time_train_each_prompt_once(settings, run_ranks, tmp_path: Path) -> None:
@@ -410,6 +417,7 @@ def test_a_pool_is_waited_for_as_long_as_it_shows_signs_of_life(monkeypatch) -> 
         (dict(scheduler__dynamic_sampling="true"), ["scheduler.dynamic_sampling = true has no place"]),
         (dict(overlap__depth=2, overlap__bound=1), ["overlap.bound = 1", "take overlap.bound = 2"]),
         (dict(overlap__depth=0), ["overlap.depth = 0", "have no effect"]),
+        (dict(overlap__sync="with_batch"), ["overlap.sync = with_batch needs overlap.train_ranks > 0"]),
         (dict(overlap__train_ranks=1), ["overlap.train_ranks = 1 leaves none of 1 ranks to decode"]),
         (dict(loss__old_logprobs="trainer"), ["loss.name = ppo with", "take loss.name = decoupled"]),
     ],
