@@ -1,7 +1,7 @@
 """The data types that cross rooms. Frozen values, no logic beyond properties."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
@@ -177,6 +177,17 @@ class Reward:
     error: str = ""
     cases: tuple[tuple[float, bool, bool], ...] = ()  # test cases that ran: seconds, passed, timed out
     parts: dict[str, float] = field(default_factory=dict)  # of the value, before weights
+
+
+class Reply(NamedTuple):
+    """The answer of an environment to a turn: the text that the model reads next, and the turn's reward."""
+
+    text: str
+    reward: float = 0.0
+
+
+Turns = Generator[str | Reply, str, float | None]  # yields texts, is sent the text of each turn, returns a reward
+Environment = Callable[[dict, int], Turns]  # of the data row and a seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,13 +75,13 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         train, held_out = ([row for row in rows if row.held_out == flag] for flag in (False, True))
         held_out = _spread(held_out, config.eval_prompts)
     else:
-        train = _read_jsonl(config.train, "data.train", config)
+        train = read_jsonl(config.train, "data.train", config)
         if not config.eval and config.eval_prompts:
             held_out = _spread(train, min(config.eval_prompts, len(train) // 10))
             chosen = {repr(row.fields["prompt"]) for row in held_out}  # by content: a file may repeat a prompt
             train = [row for row in train if repr(row.fields["prompt"]) not in chosen]
     if config.eval:
-        held_out = _read_jsonl(config.eval, "data.eval", config)[: config.eval_prompts]
+        held_out = read_jsonl(config.eval, "data.eval", config)[: config.eval_prompts]
     encoder = _Encoder(config, tokenizer, max_prompt_tokens)
     return encoder.prompts(train), encoder.prompts(held_out)
 
@@ -104,7 +104,7 @@ def _task_rows(name: str) -> list[_Row]:
     ]
 
 
-def _read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
+def read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
     graders = _graders(config)
     try:
         with open(regular(path), encoding="utf-8-sig") as file:  # skips a byte order mark

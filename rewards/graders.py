@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import logging
 import math
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 from config import ConfigError
 from core import Prompt, Reward
 from reward import LARGEST_REWARD, LARGEST_WEIGHT, RewardConfig, by_grader, reward_number
-from rewards import grader_files, remote, sandbox
+from rewards import remote, sandbox, user_files
 
 # (response, answer, every field of the data row) -> a number, several by name, which are added up, or a Reward
 Grader = Callable[[str, str, dict], float | dict[str, float] | Reward]
@@ -97,24 +96,14 @@ TASK_OF_JUDGE = "judge"  # rows that name it are graded by a language model (rew
 def resolve_grader(name: str) -> Grader:
     """Return the table's grader or a user's: `package.module:function` or `path/to/file.py:function`.
 
-    Modules and paths start from the working directory. For workers: it enters the grader's folder (grader_files.py).
+    Modules and paths start from the working directory. For workers: it enters the grader's folder (user_files.py).
     Raises ConfigError if the name leads to no function.
     """
     check_grader(name)
     if name in GRADERS:
-        grader_files.enter("")
+        user_files.enter("")
         return GRADERS[name]
-    source, _, function = name.rpartition(":")
-    try:
-        found = getattr(grader_files.load_module(source), function, None)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"grader {name!r}: cannot import {source} from {os.getcwd()}: {type(error).__name__}: {error}; "
-            "correct the name, or the code that fails"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"grader {name!r}: {source} has no such function; define {function}(response, answer, row)")
-    return found
+    return user_files.load_function("grader", name, "(response, answer, row)")
 
 
 def check_grader(name: str) -> None:
@@ -133,15 +122,8 @@ def check_grader(name: str) -> None:
                 f"grader {name!r} is not a valid address; write http://host:port/path, and escape other characters of "
                 "the path, such as %20 and %C3%A9"
             )
-        return
-    source, _, function = name.rpartition(":")
-    if name not in GRADERS and not (source and function):
-        raise ConfigError(
-            f"grader {name!r} is not built in; take one of {', '.join(GRADERS)}, or name your own function "
-            "as package.module:function or path/to/file.py:function, or the http address of a service"
-        )
-    if source.endswith(".py") and not os.path.isfile(source):
-        raise ConfigError(f"grader {name!r}: there is no file {os.path.abspath(source)}; correct the path")
+    elif name not in GRADERS:
+        user_files.check_name("grader", name, GRADERS, ", or the http address of a service")
 
 
 def check_rewards(config: RewardConfig, prompts: Iterable[Prompt]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import astuple
 
 sys.path[0] = os.path.dirname(sys.path[0])  # not rewards/, where Python starts this file
 from core import Reward
-from rewards import box, grader_files, leftovers, sandbox, walls
+from rewards import box, leftovers, sandbox, user_files, walls
 from rewards.graders import WARM_UP, grade, resolve_grader
 
 
@@ -81,7 +81,7 @@ def work(tasks: list[str]) -> None:
     graders, folders, error = {}, {}, ""
     try:
         for task in tasks:
-            graders[task], folders[task] = resolve_grader(task), grader_files.entered
+            graders[task], folders[task] = resolve_grader(task), user_files.entered
             if task in WARM_UP:
                 WARM_UP[task]()
     except (Exception, SystemExit) as raised:
@@ -89,7 +89,7 @@ def work(tasks: list[str]) -> None:
     reply(0, Reward(0.0, error=error))
     for line in requests:
         id, task, response, answer, row = json.loads(line)
-        grader_files.enter(folders[task])
+        user_files.enter(folders[task])
         reply(id, grade(graders[task], response, answer, row))
 
 

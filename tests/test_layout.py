@@ -13,14 +13,15 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("engine", "overlap", "policies", "process", "rewards", "simulation")
+FOLDERS = ("engine", "envs", "overlap", "policies", "process", "rewards", "simulation")
 ROOMS = {path.stem: path for path in ROOT.glob("*.py")}  # by the name that imports give them
 ROOMS |= {f"{folder}.{path.stem}": path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")}
 SCRIPTS = ("benchmarks", "docs", "examples", "figures")
 FILES = [*ROOMS.values(), *(path for folder in (*SCRIPTS, "tests") for path in ROOT.glob(f"{folder}/*.py"))]
 OPTIONAL = {"wandb", "datasets"}  # imported when they are asked for, as is TRL, which a benchmark is named like
 NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "buffer", "engine.pages", "engine.batcher", "simulate"]
-NO_TORCH += [room for room in ROOMS if room.startswith(("policies.", "simulation."))]
+NO_TORCH += ["data", "environments"]
+NO_TORCH += [room for room in ROOMS if room.startswith(("envs.", "policies.", "simulation."))]
 NO_TORCH += [room for room in ROOMS if room.startswith("rewards.") and room not in ("rewards.judge", "rewards.offload")]
 NO_TORCH.remove("rewards.worker")  # a script
 LIMITS = {ast.ClassDef: 300, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}  # lines; a function fits a screen

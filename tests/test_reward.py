@@ -19,7 +19,7 @@ import reward
 from config import ConfigError
 from core import Prompt, Reward
 from reward import RewardConfig, overlong_penalty
-from rewards import grader_files, graders, leftovers
+from rewards import graders, leftovers, user_files
 from rewards.graders import GRADERS, INLINE, check_grader, check_rewards, math_answer, resolve_grader
 from rewards.pool import WORKER, GraderError, RewardPool, try_graders
 
@@ -146,7 +146,7 @@ def user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     yield "mine/graders.py:"
-    grader_files.enter("")
+    user_files.enter("")
     for name in ("mine", "mine.graders", "broken"):  # the next test's are in another folder
         sys.modules.pop(name, None)
 

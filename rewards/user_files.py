@@ -1,6 +1,6 @@
-"""Lets graders of several folders import their neighbours, even where two folders have modules of the same name.
+"""Users' graders and environments: each file imports its neighbours, also where two folders have modules of one name.
 
-Python keeps one module for each name. So a folder is entered before its graders are loaded or called: it comes first
+Python keeps one module for each name. So a folder is entered before its functions are loaded or called: it comes first
 on the path, and its modules replace others of the same names until another folder is entered.
 """
 
@@ -8,8 +8,11 @@ import ast
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
+
+from config import ConfigError
 
 entered = ""  # the folder whose modules imports find now; "": none
 _modules: dict[str, dict[str, ModuleType]] = {}  # modules of each folder that is not entered now
@@ -42,6 +45,36 @@ def enter(folder: str) -> None:
         sys.modules.update(_modules.get(folder, {}))
 
 
+def check_name(kind: str, name: str, built_in: Iterable[str], others: str = "") -> None:
+    """Raise ConfigError if `name` cannot be that of a user's function, a `kind` such as "grader". Imports nothing."""
+    source, _, function = name.rpartition(":")
+    if not source or not function:
+        raise ConfigError(
+            f"{kind} {name!r} is not built in; take one of {', '.join(built_in)}, or name your own function "
+            f"as package.module:function or path/to/file.py:function{others}"
+        )
+    if source.endswith(".py") and not os.path.isfile(source):
+        raise ConfigError(f"{kind} {name!r}: there is no file {os.path.abspath(source)}; correct the path")
+
+
+def load_function(kind: str, name: str, arguments: str) -> Callable:
+    """Return the function that `name` leads to, and stay in its folder. Raises ConfigError if there is none.
+
+    Modules and paths start from the working directory.
+    """
+    source, _, function = name.rpartition(":")
+    try:
+        found = getattr(load_module(source), function, None)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{kind} {name!r}: cannot import {source} from {os.getcwd()}: {type(error).__name__}: {error}; "
+            "correct the name, or the code that fails"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{kind} {name!r}: {source} has no such function; define {function}{arguments}")
+    return found
+
+
 def load_module(source: str) -> ModuleType:
     """Enter the folder of a file, or for a module the working directory, and import it.
 
@@ -57,7 +90,7 @@ def load_module(source: str) -> ModuleType:
     file = Path(source).absolute()
     enter(str(file.parent))
     check_names(file, file.parent)
-    name = f"grader:{source}"  # no import statement can spell it, so it hides no other module
+    name = f"user:{source}"  # no import statement can spell it, so it hides no other module
     spec = importlib.util.spec_from_file_location(name, source)
     assert spec and spec.loader, f"{source} ends in .py"
     sys.modules[name] = importlib.util.module_from_spec(spec)

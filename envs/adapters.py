@@ -1,0 +1,80 @@
+"""Environments made of other things: a class in the style of Gymnasium, functions that the model calls as tools."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+
+from core import Environment, Reply, Turns
+from rewards.graders import Grader, grade
+
+CALL = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
+MAX_BAD = 3  # calls that fail in a row
+
+
+def from_gym(make: Callable) -> Environment:
+    """Return the environment of a class in the style of Gymnasium or GEM, whose observations and actions are text.
+
+    `make()` has `reset(seed=...)`, which gets the data row as `options` if it takes them, and `step(action)`, which
+    returns (observation, reward, terminated, truncated, info), or (observation, reward, done) with or without an info.
+    """
+
+    def environment(row: dict, seed: int) -> Turns:
+        env = make()
+        try:
+            takes_row = "options" in inspect.signature(env.reset).parameters
+            text = env.reset(seed=seed, options=row) if takes_row else env.reset(seed=seed)
+            reply = Reply(text[0] if isinstance(text, tuple) else text)
+            while True:
+                text, reward, *ends = env.step((yield reply))
+                if any(ends[:2] if len(ends) == 3 else ends[:1]):
+                    return reward
+                reply = Reply(text, reward)
+        finally:
+            getattr(env, "close", lambda: None)()
+
+    return environment
+
+
+def tools(*functions: Callable, answer: Grader) -> Environment:
+    """Return an environment in which a turn calls a function, as <name>arguments</name>, and reads the result.
+
+    The arguments are the text of the only parameter, or JSON: a list, or an object of names. The model first reads each
+    function's signature and docstring. A turn without a call is the answer, which `answer` grades, as a grader does a
+    response. A call that fails gets its error as text; the third in a row ends the episode with a reward of 0.
+    """
+    by_name = {function.__name__: function for function in functions}
+    usage = [f"<{name}>..</{name}>: {name}{inspect.signature(f)}: {inspect.getdoc(f)}" for name, f in by_name.items()]
+
+    def environment(row: dict, seed: int) -> Turns:
+        text, bad = "\n".join(usage) + "\n", 0
+        while bad < MAX_BAD:
+            action = yield text
+            if not (call := CALL.search(action)):
+                graded = grade(answer, action, row["answer"], row)
+                if graded.error:
+                    raise RuntimeError(graded.error)
+                return graded.value
+            try:
+                text, bad = _result(by_name, *call.groups()), 0
+            except Exception as error:
+                text, bad = f"{type(error).__name__}: {error}", bad + 1
+        return 0.0
+
+    return environment
+
+
+def _result(by_name: dict[str, Callable], name: str, text: str) -> str:
+    """Return the result of a call. Raises an error that says how to call."""
+    if name not in by_name:
+        raise NameError(f"there is no {name}, only {', '.join(by_name)}")
+    function = by_name[name]
+    signature = inspect.signature(function)
+    if len(signature.parameters) == 1:
+        return str(function(text))
+    try:
+        values = json.loads(text)
+        bound = signature.bind(**values) if isinstance(values, dict) else signature.bind(*values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"write <{name}>[..]</{name}> with the JSON of {signature} ({error})") from None
+    return str(function(*bound.args, **bound.kwargs))

@@ -1,0 +1,433 @@
+"""Environments: what an episode is, what a bad environment costs, adapters, the built-in games, the player."""
+
+import json
+from collections.abc import Callable
+from random import Random
+from statistics import mean
+
+import pytest
+from conftest import ROOT
+
+import environments
+from core import Environment, Reply
+from environments import EnvConfig, Episode, EpisodeError, reply_tokens, resolve
+from envs.adapters import from_gym, tools
+from envs.games import ENVIRONMENTS, Player
+from rewards.graders import exact_match
+from tasks import is_held_out
+from warm_start import byte_tokenizer
+
+MAX_TURNS = EnvConfig.max_turns
+EVERY = pytest.mark.parametrize("name", ENVIRONMENTS)
+
+
+def played(environment: Environment, row: dict, player: Player, seed: int = 0, max_turns: int = MAX_TURNS) -> Episode:
+    episode, rng = Episode(environment, row, seed, max_turns), Random(seed)
+    while not episode.end:
+        episode.act(player(row, episode.texts, episode.actions, rng))
+    return episode
+
+
+def after(environment: Environment, actions: str, row: dict | None = None, max_turns: int = MAX_TURNS) -> Episode:
+    """Return an episode after these actions of a character each."""
+    episode = Episode(environment, row or {}, 0, max_turns)
+    for action in actions:
+        episode.act(action)
+    return episode
+
+
+# ---- an episode --------------------------------------------------------------------------------------------------
+
+
+def count(row, seed):
+    """Reward each "1" with a tenth, and the end with what the row says."""
+    text, reward = f"seed {seed}", 0.0
+    for turn in range(3):
+        action = yield Reply(text, reward)
+        text, reward = f"{turn}{action}", 0.1 * (action == "1")
+    return reward + row.get("bonus", 0)
+
+
+def test_an_episode_keeps_texts_actions_and_a_reward_of_each_turn() -> None:
+    episode = after(count, "12")
+    assert (episode.texts, episode.actions, episode.end) == (["seed 0", "01", "12"], ["1", "2"], "")
+    assert episode.rewards == [0.1, 0.0]
+    episode.act("1")
+    assert (episode.texts, episode.rewards, episode.end) == (["seed 0", "01", "12"], [0.1, 0.0, 0.1], "stop")
+    assert episode.reward == pytest.approx(0.2)
+    given, written = [("seed 0", False), ("01", False), ("12", False)], [("1", True), ("2", True), ("1", True)]
+    assert episode.transcript() == [given[0], written[0], given[1], written[1], given[2], written[2]]
+
+
+def test_the_transcript_has_empty_turns_of_the_model_but_no_empty_texts() -> None:
+    def silent(row, seed):
+        yield ""
+        yield ""
+
+    episode = Episode(silent, {}, 0, MAX_TURNS)
+    assert episode.transcript() == []
+    episode.act("")
+    episode.act("x")
+    assert episode.transcript() == [("", True), ("x", True)] and episode.reward == 0.0
+
+
+@pytest.mark.parametrize("max_turns, end", [(1, "turns"), (2, "turns"), (3, "stop"), (4, "stop")])
+def test_the_last_allowed_turn_is_rewarded_and_its_reply_is_not_read(max_turns: int, end: str) -> None:
+    turns = min(max_turns, 3)
+    episode = after(count, "1" * turns, max_turns=max_turns)
+    assert episode.end == end and episode.rewards == [0.1] * turns and len(episode.texts) == turns
+    with pytest.raises(AssertionError):
+        episode.act("1")
+
+
+def test_an_environment_that_is_ended_early_cleans_up() -> None:
+    ended = []
+
+    def careful(row, seed):
+        try:
+            while True:
+                yield "go on"
+        finally:
+            ended.append(seed)
+            yield "one more word"
+
+    assert after(careful, "123", max_turns=3).end == "turns" and ended == [0]
+
+
+def test_replay_rebuilds_an_episode_in_the_middle_and_notices_a_difference() -> None:
+    before = after(count, "12")
+    again = Episode(count, {}, 0, MAX_TURNS)
+    again.catch_up(before.texts, before.actions, before.rewards)
+    again.act("1")
+    before.act("1")
+    assert (again.texts, again.rewards, again.end) == (before.texts, before.rewards, before.end)
+    with pytest.raises(EpisodeError, match="turn 0: a replay gives the text 'seed 1', and gave 'seed 0' before"):
+        Episode(count, {}, 1, MAX_TURNS).catch_up(before.texts, before.actions, before.rewards)
+    with pytest.raises(EpisodeError, match="gives the rewards"):
+        Episode(count, {"bonus": 1}, 0, MAX_TURNS).catch_up(before.texts, before.actions, before.rewards)
+    with pytest.raises(EpisodeError, match="turn 2: a replay gives the text None"):
+        Episode(count, {}, 0, 2).catch_up(before.texts, before.actions, before.rewards)
+
+
+# ---- environments that misbehave ---------------------------------------------------------------------------------
+
+
+class Nameless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no name")
+
+    __repr__ = __str__
+
+
+def ends(value: object) -> Environment:
+    def environment(row, seed):
+        yield ""
+        return value
+
+    return environment
+
+
+def says(*replies: object) -> Environment:
+    def environment(row, seed):
+        yield ""
+        for reply in replies:
+            _ = yield reply
+
+    return environment
+
+
+def raises(error: BaseException) -> Environment:
+    def environment(row, seed):
+        yield ""
+        raise error
+
+    return environment
+
+
+def early(row, seed):
+    if False:
+        yield ""
+
+
+BAD = {
+    "a number": (says(5), "yields 5, which is not text"),
+    "nothing": (says(None), "yields None, which is not text"),
+    "bytes": (says(b"x"), "yields b'x', which is not text"),
+    "half a character": (says("\ud800"), "UnicodeEncodeError"),
+    "three values": (says(("x", 1.0, 2)), "TypeError"),
+    "a nameless text": (says(Nameless()), "no name"),
+    "nan": (ends(float("nan")), "the reward nan is not a finite number"),
+    "infinity for a turn": (says(("x", float("inf"))), "the reward inf is not a finite number"),
+    "a text as reward": (ends("1"), "the reward '1' is not a finite number"),
+    "too large": (ends(1e10), "the reward 10000000000.0 is not a finite number of at most 1e"),
+    "too large together": (says(*[("x", 6e8)] * 2), "the reward 600000000.0 is not"),
+    "an error": (raises(KeyError("field")), "KeyError: 'field' (" + __file__),
+    "an error without a text": (raises(Nameless()), "Nameless: <exception str() failed>"),
+    "an exit": (raises(SystemExit(3)), "SystemExit: 3"),
+    "an exit of the generator": (raises(GeneratorExit()), "GeneratorExit"),
+    "an end": (raises(StopIteration()), "generator raised StopIteration"),
+    "no end of calls": (lambda row, seed: raise_recursion(), "RecursionError"),
+    "no generator": (lambda row, seed: 1.0, "nothing in it yields"),
+    "no turn": (early, "before its first turn"),
+    "a reward for no turn": (lambda row, seed: (reply for reply in [("x", 1.0)]), "before its first turn"),
+}
+
+
+def raise_recursion():
+    return raise_recursion()
+
+
+@pytest.mark.parametrize("environment, said", BAD.values(), ids=BAD)
+def test_a_failed_environment_says_how_and_has_no_reward(environment: Environment, said: str) -> None:
+    with pytest.raises(EpisodeError) as failure:
+        after(environment, "ab")
+    assert said in str(failure.value) and str(failure.value).startswith("turn ") and len(str(failure.value)) < 500
+
+
+def test_rows_are_copies_and_prints_do_no_harm(capsys) -> None:
+    def changes(row, seed):
+        print("[1, 2]")
+        row["list"].append(row.pop("answer"))
+        yield ""
+        return len(row["list"])
+
+    row: dict = {"answer": "7", "list": []}
+    assert [after(changes, "a", row).reward for _ in range(2)] == [1.0, 1.0] and row == {"answer": "7", "list": []}
+
+
+@pytest.mark.parametrize("length, is_cut", [(99, False), (100, False), (101, True), (10**6, True)])
+def test_a_long_reply_loses_its_middle_and_says_so(length: int, is_cut: bool) -> None:
+    tokenizer = byte_tokenizer()
+    text = "".join(chr(97 + i % 26) for i in range(length))
+    ids = reply_tokens(text, tokenizer, 100)
+    assert len(ids) == min(length, 100)
+    cut = tokenizer.decode(ids)
+    assert (cut != text) == is_cut and cut[:20] == text[:20] and cut[-20:] == text[-20:]
+    assert not is_cut or f"[... cut: {length} tokens ...]" in cut
+
+
+# ---- adapters ----------------------------------------------------------------------------------------------------
+
+
+class Corridor:
+    """Three steps to the right; as Gymnasium has it."""
+
+    closed = 0
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        self.place = int((options or {}).get("place", seed))
+        return f"at {self.place}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.place += action == "r"
+        return f"at {self.place}", 0.25, self.place == 3, action == "stop", {}
+
+    def close(self) -> None:
+        Corridor.closed += 1
+
+
+class Plain:
+    """The same with as little as possible."""
+
+    def reset(self, seed: int) -> str:
+        self.inner = Corridor()
+        return self.inner.reset(seed=seed)[0]
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return self.inner.step(action)[:3]
+
+
+def test_a_class_as_gymnasium_has_them_is_an_environment() -> None:
+    environment = from_gym(Corridor)
+    Corridor.closed = 0
+    episode = after(environment, "rrr")
+    assert (episode.texts, episode.rewards, episode.end) == (["at 0", "at 1", "at 2"], [0.25] * 3, "stop")
+    assert after(environment, "r", {"place": 2}).end == "stop"
+    stopped = Episode(environment, {}, 0, MAX_TURNS)
+    stopped.act("stop")
+    assert stopped.end == "stop" and Corridor.closed == 3
+    assert after(environment, "lll", max_turns=3).end == "turns" and Corridor.closed == 4
+    assert after(from_gym(Plain), "rrr").rewards == [0.25] * 3
+
+
+def calc(expression: str) -> int:
+    """Add and multiply."""
+    return eval(expression)
+
+
+def power(base: int, exponent: int = 2) -> int:
+    """Raise a number."""
+    return base**exponent
+
+
+def test_tools_are_called_and_their_errors_are_texts() -> None:
+    environment = tools(calc, power, answer=exact_match)
+    calls = {
+        "so <calc>6*7</calc> it is": "42",
+        "<power>[3]</power>": "9",
+        '<power>{"base": 2, "exponent": 5}</power>': "32",
+        "<search>6</search>": "NameError: there is no search, only calc, power",
+        "<power>3</power>": "ValueError: write <power>[..]</power> with the JSON of (base: int, exp",
+        "<calc>6*8</calc>": "48",
+        "<power>[1, 2, 3]</power>": "ValueError: write",
+        "<calc>1/0</calc>": "ZeroDivisionError: division by zero",
+    }
+    episode = Episode(environment, {"answer": "42"}, 0, MAX_TURNS)
+    assert "<calc>..</calc>: calc(expression: str) -> int: Add and multiply.\n" in episode.texts[0]
+    for call, result in calls.items():
+        episode.act(call)
+        assert episode.texts[-1].startswith(result) and not episode.end
+    episode.act(" 42 ")
+    assert episode.end == "stop" and episode.reward == 1.0
+
+
+def test_the_third_bad_call_in_a_row_ends_the_episode() -> None:
+    episode = Episode(tools(calc, answer=exact_match), {"answer": "42"}, 0, MAX_TURNS)
+    for end in ("", "", "stop"):
+        episode.act("<calc>(</calc>")
+        assert episode.end == end
+    assert episode.reward == 0.0
+
+
+# ---- the built-in environments -----------------------------------------------------------------------------------
+
+
+def rewards_of(name: str, player: str | Player, episodes: int) -> list[float]:
+    game = ENVIRONMENTS[name]
+    numbers = game.numbers()
+    act = game.players[player] if isinstance(player, str) else player
+    rows = [game.row(numbers[i * len(numbers) // episodes]) for i in range(episodes)]
+    return [played(game.environment, row, act, seed).reward for seed, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    "name, player, reward",
+    [
+        ("guess", "random", 0.07),
+        ("guess", "teacher", 0.51),
+        ("guess", "expert", 1.0),
+        ("relay", "random", 0.0),
+        ("relay", "expert", 1.0),
+        ("relay", ENVIRONMENTS["relay"].sloppy(0.02), 0.56),
+        ("lake", "random", 0.011),
+        ("lake", "teacher", 0.87),
+        ("lake", "expert", 1.0),
+        ("lake", ENVIRONMENTS["lake"].sloppy(0.15), 0.72),
+        ("bandit", "random", 0.5),
+        ("bandit", "expert", 0.64),
+        ("bandit", lambda row, texts, actions, rng: row["answer"], 0.8),
+    ],
+)
+def test_players_get_the_reward_that_they_should(name: str, player: str | Player, reward: float) -> None:
+    rewards = rewards_of(name, player, 2000)
+    error = 4 * (reward * (1 - reward) / len(rewards)) ** 0.5  # of a mean of zeros and ones
+    assert mean(rewards) == pytest.approx(reward, abs=error + 0.005)
+
+
+@EVERY
+def test_games_hold_problems_out_and_repeat_themselves(name: str) -> None:
+    game = ENVIRONMENTS[name]
+    numbers = game.numbers()
+    assert len(set(numbers)) == len(numbers) and 0.1 < mean(map(is_held_out, numbers)) < 0.3
+    for seed, n in enumerate(numbers[:: len(numbers) // 20]):
+        row = game.row(n)
+        assert row == game.row(n) == json.loads(json.dumps(row)) and row["prompt"] and isinstance(row["answer"], str)
+        for player in (*game.players.values(), game.sloppy(0.3), environments.write_anything):
+            episode = played(game.environment, row, player, seed)
+            again = Episode(game.environment, row, seed, MAX_TURNS)
+            again.catch_up(episode.texts, episode.actions, episode.rewards)
+            assert again.end == episode.end
+
+
+def test_the_relay_has_a_long_tail_of_turns() -> None:
+    game = ENVIRONMENTS["relay"]
+    turns = sorted(len(played(game.environment, game.row(n), game.players["expert"]).actions) for n in game.numbers())
+    assert [turns[len(turns) * share // 100] for share in (50, 75, 90, 99)] == [3, 8, 13, 37] and turns[-1] == 96
+
+
+def test_the_relay_reads_what_it_must_and_no_more() -> None:
+    relay, row = ENVIRONMENTS["relay"].environment, {"prompt": "70000?", "answer": "50000"}
+    actions = ["3n+1 of 70000", "n/2 of 22000", "n/2 of 2200", "3n+1 of 99999", "n/2 of 11000"]
+    episode = Episode(relay, row, 0, MAX_TURNS)
+    for action in actions:
+        episode.act(action)
+    assert episode.texts == ["", "22000", "11000", "?", "?"] and (episode.end, episode.reward) == ("stop", 1.0)
+    assert after(relay, "???", row).end == "stop" and after(relay, "??", row).end == ""
+
+
+# ---- loading and playing -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> Callable[[str], list[str]]:
+    """Write mine.py and rows into a working directory; give the command line that plays `mine.py:name`."""
+    (tmp_path / "helper.py").write_text("LIMIT = 2")
+    (tmp_path / "mine.py").write_text(
+        "import random\nfrom core import Reply\nfrom helper import LIMIT\n"
+        "def fine(row, seed):\n    for _ in range(LIMIT):\n        action = yield Reply('a\\nb')\n    return 0.5\n"
+        "def fails(row, seed):\n    yield ''\n    return row['nothing']\n"
+        "def rolls(row, seed):\n    yield str(random.random())\n"
+        "def player(row, texts, actions, rng):\n    return f'my {len(texts)}'\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Play!", "answer": "7"}\n' * 3)
+    monkeypatch.chdir(tmp_path)
+    return lambda name: [f"mine.py:{name}", "--data=rows.jsonl"]
+
+
+def test_the_player_plays_with_a_person_a_script_and_at_random(own, capsys, monkeypatch) -> None:
+    assert environments.main([*own("fine"), "--by=mine.py:player"]) == 0
+    lines = ["prompt  | Play!", "given   | a", "        | b", "turn 1  | my 1", "given   | a", "        | b"]
+    assert capsys.readouterr().out.splitlines() == [*lines, "turn 2  | my 2", "reward 0.5 after 2 turns (stop)"]
+    answers = iter(["50", "25"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    assert environments.main(["guess", "--env.max_turns=2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("after 2 turns (turns)")
+    assert environments.main(["relay", "--by=expert", "--seed=1"]) == 0
+    first = capsys.readouterr().out
+    assert environments.main(["relay", "--by=expert", "--seed=1"]) == 0
+    assert capsys.readouterr().out == first and "reward 1 after" in first
+
+
+def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(own, capsys) -> None:
+    assert environments.main([*own("fine"), "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "mean 0.5, from 0.5 to 0.5" in said and "median 2, at most 2" in said and "fine      100 of 100" in said
+    assert environments.main([*own("fails"), "--check"]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "fine      0 of 100" in said and "failed    100 x turn 1: KeyError: 'nothing'" in said and "mine.py:10" in said
+    )
+    assert environments.main([*own("rolls"), "--check"]) == 1
+    assert "a replay gives the text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["chess"], "environment 'chess' is not built in; take one of guess, relay"),
+        (["nowhere.py:f"], "there is no file"),
+        (["mine.py:g"], "define g(row, seed)"),
+        (["mine.py:fine"], "--data: give the rows"),
+        (["mine.py:fine", "--data=none.jsonl"], "cannot read this file"),
+        (["guess", "--by=nobody"], "player 'nobody' is not built in; take one of human, random, expert"),
+        (["guess", "--by=mine.py:nobody"], "define nobody(row, texts, actions, rng)"),
+        (["guess", "--env.max_turns=0"], "too small"),
+        (["guess", "--what"], "cannot read '--what'"),
+    ],
+)
+def test_a_mistake_gets_one_line(own, capsys, arguments: list[str], said: str) -> None:
+    assert environments.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_the_example_is_an_environment_and_the_tutorial_shows_it() -> None:
+    path = ROOT / "examples" / "own_environment.py"
+    retry = resolve(f"{path}:retry")
+    answers = ["1 2=2", "1=3", "4=7"]
+    rewards = [
+        played(retry, {"answer": answer}, lambda row, texts, *_: answers[len(texts) - 1]).reward for answer in "2378"
+    ]
+    assert rewards == [1.0, 0.75, 0.5, 0.0]
+    code = path.read_text().partition("\n\n\n")[2]
+    assert f"```python\n{code}```" in (ROOT / "docs" / "tutorial.md").read_text()
