@@ -333,8 +333,8 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         )
     if (training := c.overlap.train_ranks or world_size) % c.trainer.shard:
         raise ConfigError(
-            f"trainer.shard = {c.trainer.shard} does not divide the {training} ranks that train; possible here: "
-            f"{[n for n in range(1, training + 1) if training % n == 0]}"
+            f"trainer.shard = {c.trainer.shard} does not divide the number of ranks that train, {training}; possible "
+            f"here: {[n for n in range(1, training + 1) if training % n == 0]}"
         )
     check_scheduler(c.scheduler)
     check_stream(c, world_size)
@@ -469,15 +469,11 @@ def check_stream(c: Config, num_ranks: int) -> None:
 
 
 def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
-    """Refuse combinations that an endless rollout has no place for, and settings of one that there is not."""
-    depth = f"overlap.depth = {c.overlap.depth:g}"
-    if not c.overlap.depth:
-        if c.overlap != OverlapConfig():
-            raise ConfigError(
-                f"{depth}: the rollout ends before training, and other overlap settings have no effect; take 1"
-            )
-        return
+    """Refuse combinations that an endless rollout has no place for."""
     check_overlap(c.overlap, POLICIES[c.scheduler.policy](c.scheduler).config)
+    if not c.overlap.depth:
+        return
+    depth = f"overlap.depth = {c.overlap.depth:g}"
     for key, value, is_wrong, reason in (
         ("stream.policy", c.stream.policy, c.stream.policy != "off", "no round waits for its longest responses"),
         ("planner.rule", c.planner.rule, c.planner.rule != "fixed", "there is no moment without sequences under way"),
@@ -507,11 +503,14 @@ def check_pools(c: Config, world_size: int) -> None:
         raise ConfigError(f"overlap.train_ranks = {n} leaves none of {world_size} ranks to decode; take fewer")
     if n and (n % tp or (world_size - n) % tp):
         raise ConfigError(
-            f"rollout.tensor_parallel = {tp} does not divide the {n} ranks that train and the {world_size - n} that "
-            "decode (overlap.train_ranks); take another of the two"
+            f"rollout.tensor_parallel = {tp} does not divide both pools of overlap.train_ranks = {n}: {n} of "
+            f"{world_size} ranks train and {world_size - n} decode; take another of the two"
         )
     if n and shard not in (1, n):
-        raise ConfigError(f"trainer.shard = {shard} with overlap.train_ranks = {n}: take 1, or {n}")
+        raise ConfigError(
+            f"trainer.shard = {shard} with overlap.train_ranks = {n}: ranks that train make no smaller groups; take "
+            f"1 (each has everything) or {n}"
+        )
     if n and c.rollout.weights == "sharded":
         raise ConfigError(
             f"rollout.weights = sharded with overlap.train_ranks = {n}: ranks that decode have whole weights of their "

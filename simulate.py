@@ -287,8 +287,7 @@ class Simulation:
         refuse_dynamic_sampling(config.stream, config.scheduler.dynamic_sampling)
         refuse_within_round(config.planner, config.stream.policy)
         o = config.overlap
-        if o.depth or o.train_ranks:
-            check_overlap(o, POLICIES[config.scheduler.policy](config.scheduler).config)
+        check_overlap(o, POLICIES[config.scheduler.policy](config.scheduler).config)
         for rule, is_on in (
             (f"planner.rule = {config.planner.rule}", config.planner.rule != "fixed"),
             ("scheduler.dynamic_sampling = true", config.scheduler.dynamic_sampling),

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from end_to_end import QUICK, Side, Size, prepare
-from tail_batching import PERIOD, TraceEngine, in_turn, on_ranks, progress_bar
+from tail_batching import PERIOD, TraceEngine, in_turn, on_ranks, progress_bar, trained
 
 import job
 import parallel
@@ -100,9 +100,7 @@ def play(size: Size, steps: int, world: World) -> list[Side]:
                 side.seconds.append(max(parallel.gather_objects(world, time.perf_counter() - start)))
                 bar.update()
         for side in sides if world.is_main else ():
-            for path in (side.job.folder / "rollouts").glob("*.jsonl"):
-                rows = map(json.loads, path.read_text().splitlines())
-                side.trained.update((row["epoch"], row["prompt"]["index"]) for row in rows)
+            side.trained = trained(side.job.folder)
         parallel.barrier(world)  # before rank 0 removes the folder
     return sides
 

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import trl
-from tail_batching import PERIOD, Trace, TraceEngine, in_turn, on_ranks, progress_bar
+from tail_batching import PERIOD, Trace, TraceEngine, in_turn, on_ranks, progress_bar, trained
 from texts import Scripted, program
 from tqdm import tqdm
 
@@ -206,9 +206,7 @@ def play(size: Size, periods: int, world: World) -> list[Side]:
                 side.seconds.append(max(took))
                 bar.update()
         for side in sides if world.is_main else ():
-            for path in (side.job.folder / "rollouts").glob("*.jsonl"):
-                rows = map(json.loads, path.read_text().splitlines())
-                side.trained.update((row["epoch"], row["prompt"]["index"]) for row in rows)
+            side.trained = trained(side.job.folder)
         parallel.barrier(world)  # before rank 0 removes the folder
     return sides
 

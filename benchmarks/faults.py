@@ -4,8 +4,11 @@
 
 Each run has a list of faults. After each the ranks that are left must end by themselves with one line of error; then
 all are started again with `--resume`, as torchrun would. In the end the run must have the losses of an undisturbed run,
-bit by bit, and every prompt must have been trained exactly once. Where half of the ranks leave each rollout to train
-(`stream.policy`), losses must be those of a run in which nobody does, but for rounding.
+bit by bit, and every prompt must have been trained exactly once.
+
+    rounds     the rollout ends before training        turns  updates interrupt the rollout (`overlap.depth`)
+    streamed   half of the ranks leave each rollout    pools  one rank trains while the other decodes
+               to train (`stream.policy`): losses must be those of a run in which nobody does, but for rounding
 
     kill       SIGKILL of one rank                            stop      SIGSTOP: a rank that hangs
     cut        one rank's network connections are cut         nan       three losses that are not numbers
@@ -33,7 +36,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from tail_batching import trained  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import checkpoint  # noqa: E402
@@ -50,6 +54,8 @@ import parallel  # noqa: E402
 import train  # noqa: E402
 from job import Job  # noqa: E402
 from metrics import read_records  # noqa: E402
+from overlap.endless import Endless  # noqa: E402
+from overlap.pools import Pools  # noqa: E402
 from overlap.streamed import StreamedRound  # noqa: E402
 from rewards.judge import AllGraders  # noqa: E402
 from rollout import Engine  # noqa: E402
@@ -61,6 +67,9 @@ STEPS, EVERY, TIMEOUT = 12, 2, 8.0  # steps of a run, from checkpoint to checkpo
 PROMPTS = 8  # of a step
 SYNCHRONOUS = "--scheduler.policy=synchronous"
 STREAM = "--stream.policy=fixed", "--stream.fixed_share=0.2", "--scheduler.window_iterations=2"
+AHEAD = SYNCHRONOUS, "--overlap.depth=1", "--overlap.bound=3", "--scheduler.window_iterations=4"
+EVALUATED = "--data.eval_prompts=2", "--run.eval_samples=1", f"--run.eval_every={EVERY}"
+APART = "--overlap.train_ranks=1", "--overlap.update_iterations=8"
 GRADER = "def digits(response, answer, row):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
 # The fault comes when the function is called for the first time in its step, or in the next step that comes by there.
 STAGES = {
@@ -80,13 +89,61 @@ STAGES = {
     "stream feed": (StreamedRound, "_send"),
     "stream train": (StreamedRound, "_train_batch"),
     "stream end": (StreamedRound, "_reunite"),
+    "prefill": (Engine, "prefill"),
+    "new weights": (Endless, "take_weights"),
+    "evaluation": (Job, "evaluate"),
+    "wait for batch": (Pools, "wait_for"),
+    "hand over": (Pools, "hand_over"),
+    "decode on": (Endless, "decode_on"),
+    "publish": (Pools, "publish"),
 }
-STREAMED = ("scale down", "stream feed", "stream train", "stream end")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run, and the stages in which its runs are broken."""
+
+    settings: tuple[str, ...]
+    stages: tuple[str, ...]  # that all ranks come by
+    first_half: tuple[str, ...] = ()  # stages of the first half of the ranks only
+    second_half: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = (2, 4)  # ranks
+    #: Settings of the undisturbed run, where they are others: then losses differ by rounding.
+    plain: tuple[str, ...] = ()
+
+
+WAYS = {
+    "rounds": Way(
+        (),
+        ("rollout", "reward", "window", "exchange", "gradient", "update", "optimizer", "sync", "checkpoint")
+        + ("weights file", "state file", "next step"),
+    ),
+    "streamed": Way(
+        (SYNCHRONOUS, *STREAM),
+        ("scale down", "stream end"),
+        ("stream feed",),
+        ("stream train",),
+        plain=(SYNCHRONOUS,),
+    ),
+    "turns": Way(
+        (*AHEAD, *EVALUATED),
+        ("prefill", "rollout", "window", "exchange", "gradient", "new weights", "evaluation", "checkpoint"),
+        sizes=(2,),
+    ),
+    "pools": Way(
+        (*AHEAD, *EVALUATED, *APART),
+        ("hand over", "publish", "evaluation", "checkpoint"),
+        ("wait for batch", "gradient", "optimizer"),
+        ("rollout", "window", "decode on", "new weights"),
+        sizes=(2,),
+    ),
+}
 ON_MAIN = ("state file",)  # only rank 0 writes it
 AT_CHECKPOINT = ("checkpoint", "weights file", *ON_MAIN)
 ON_DISK = ("truncated", "flipped")
 FINE = ("resumed", "clear error", "recorded")
 ALONE = ("nan", "worker")  # in a run
+SHARE = 17  # of `--quick`
 
 
 @dataclass(frozen=True)
@@ -94,11 +151,8 @@ class Fault:
     kind: str
     stage: str
     rank: int
-    step: int
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.stage in STREAMED
+    way: str = "rounds"
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,22 +164,23 @@ class Outcome:
 
 
 def all_faults(ranks: int) -> list[Fault]:
-    """Return every fault of a run with so many ranks, each at a step of its own within a run."""
-    rows = []
+    """Return every fault of runs with so many ranks; their steps are not decided."""
+    faults, ways = list[Fault](), {name: way for name, way in WAYS.items() if ranks in way.sizes}
     for kind in ("kill", "cut", "stop"):
-        for stage in STAGES:
-            rows += [(kind, stage, rank) for rank in ranks_in(stage, ranks)]
-    rows += [(kind, "weights file", 0) for kind in ("full", "readonly") for _ in range(2)]
-    rows += [(kind, "next step", 0) for kind in ON_DISK for _ in range(4)]
-    rows += [("nan", "gradient", rank) for rank in range(ranks)]
-    rows += [("worker", "reward", rank) for rank in range(ranks)]
-    return [Fault(kind, stage, rank, 0) for kind, stage, rank in rows]
+        for name, way in ways.items():
+            for stage in (*way.stages, *way.first_half, *way.second_half):
+                faults += [Fault(kind, stage, rank, name) for rank in ranks_in(way, stage, ranks)]
+    faults += [Fault(kind, "weights file", 0, name) for kind in ("full", "readonly") for name in ways]
+    faults += [Fault(kind, "next step", 0) for kind in ON_DISK for _ in range(4)]
+    faults += [Fault("nan", "gradient", rank) for rank in range(ranks)]
+    return faults + [Fault("worker", "reward", rank) for rank in range(ranks)]
 
 
-def ranks_in(stage: str, ranks: int) -> range:
+def ranks_in(way: Way, stage: str, ranks: int) -> range:
     """Return the ranks that come by there."""
-    ends = {"stream feed": (0, ranks // 2), "stream train": (ranks // 2, ranks)} | dict.fromkeys(ON_MAIN, (0, 1))
-    return range(*ends.get(stage, (0, ranks)))
+    if stage in ON_MAIN:
+        return range(1)
+    return range(ranks // 2 * (stage in way.second_half), ranks // 2 if stage in way.first_half else ranks)
 
 
 def into_runs(faults: list[Fault]) -> list[list[Fault]]:
@@ -137,10 +192,10 @@ def into_runs(faults: list[Fault]) -> list[list[Fault]]:
         if fault.stage in AT_CHECKPOINT:
             steps = range(EVERY, STEPS, EVERY)
         for run in runs + [[]]:
-            fits = all(f.is_streamed == fault.is_streamed and not {f.kind, fault.kind} & set(ALONE) for f in run)
+            fits = all(f.way == fault.way and not {f.kind, fault.kind} & set(ALONE) for f in run)
             free = [s for s in steps if s not in {f.step for f in run}]
             if free and fits:
-                run.append(Fault(fault.kind, fault.stage, fault.rank, 4 if fault.kind == "nan" else free[0]))
+                run.append(replace(fault, step=4 if fault.kind == "nan" else free[0]))
                 if len(run) == 1:
                     runs.append(run)
                 break
@@ -319,11 +374,6 @@ def same_losses(mine: list[tuple], theirs: list[tuple], but_for_rounding: bool) 
     return len(mine) == len(theirs) and all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-5) for a, b in pairs)
 
 
-def trained(folder: Path) -> Counter:
-    rows = [json.loads(row) for path in (folder / "rollouts").glob("*.jsonl") for row in path.open()]
-    return Counter((row["epoch"], row["prompt"]["index"]) for row in rows)
-
-
 def settings(base: Path, folder: Path, *more: str) -> list[str]:
     return [
         f"--run.dir={folder}",
@@ -352,12 +402,11 @@ def settings(base: Path, folder: Path, *more: str) -> list[str]:
 def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -> None:
     """Play one run with all its faults; put an Outcome for each into `done`, then what the run came to."""
     folder, fired = base / f"run{ranks}_{number}", base / f"fired{ranks}_{number}"
-    streamed = faults[0].is_streamed
-    more = [SYNCHRONOUS, *STREAM] if streamed else []
+    way, straight = WAYS[faults[0].way], base / f"straight{ranks}_{faults[0].way}"
+    more = list(way.settings)
     if faults[0].kind == "nan":
-        more = [f"--run.checkpoint_every={STEPS}"]  # or updates that were skipped would be in a checkpoint
+        more += [f"--run.checkpoint_every={STEPS}"]  # or updates that were skipped would be in a checkpoint
     args, log = settings(base, folder, *more), base / f"run{ranks}_{number}.log"
-    straight = base / f"straight{ranks}{'_synchronous' if streamed else ''}"
     outcomes, clean = [], True
     for turn, fault in enumerate(faults):
         fired.unlink(missing_ok=True)
@@ -391,7 +440,7 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
         outcomes.append(Outcome(fault, ranks, what, seconds))
         done.put(outcomes[-1])
     codes, _, _ = live(ranks, args, None, fired, log)
-    same = same_losses(trajectory(folder), trajectory(straight), streamed)
+    same = same_losses(trajectory(folder), trajectory(straight), but_for_rounding=bool(way.plain))
     expected, found = trained(straight), trained(folder)
     exact = any(f.kind == "worker" for f in faults) or same
     done.put(
@@ -420,7 +469,7 @@ def prepare(base: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="one fault in eleven of 2 ranks: under 2 minutes on 2 cores"
+        "--quick", action="store_true", help=f"one fault in {SHARE} of 2 ranks: under 2 minutes on 2 cores"
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     arguments = parser.parse_args()
@@ -430,10 +479,14 @@ def main() -> int:
     work: list[tuple[Path, int, list[Fault], int, Any]] = []
     done: mp.Queue = mp.Queue()
     for ranks in (2,) if arguments.quick else (2, 4):
-        for name, more in ((f"straight{ranks}", ()), (f"straight{ranks}_synchronous", (SYNCHRONOUS,))):
-            codes, _, _ = live(ranks, settings(base, base / name, *more), None, base / "none", base / f"{name}.log")
-            assert not any(codes), (base / f"{name}.log").read_text()
-        faults = all_faults(ranks)[:: 11 if arguments.quick else 1]
+        for name, way in WAYS.items():
+            if ranks in way.sizes:
+                straight = base / f"straight{ranks}_{name}"
+                args, log = settings(base, straight, *(way.plain or way.settings)), straight.with_suffix(".log")
+                codes, _, _ = live(ranks, args, None, base / "none", log)
+                assert not any(codes), log.read_text()
+                assert set(trained(straight).values()) == {1}, "a prompt was trained twice"
+        faults = all_faults(ranks)[:: SHARE if arguments.quick else 1]
         work += [(base, ranks, run, number, done) for number, run in enumerate(into_runs(faults))]
     outcomes, runs, drivers = list[Outcome](), list[Any](), list[BaseProcess]()
     total = sum(len(run) for _, _, run, _, _ in work)
@@ -471,11 +524,13 @@ def main() -> int:
 def report(outcomes: list[Outcome], runs: list[tuple]) -> None:
     rows: dict[tuple, list[Outcome]] = {}
     for o in outcomes:
-        rows.setdefault((o.fault.kind, o.fault.stage, o.what), []).append(o)
-    print("| fault | in stage | times | seconds until all had ended | outcome |\n|---|---|---|---|---|")
-    for (kind, stage, what), same in sorted(rows.items(), key=lambda row: (list(KINDS).index(row[0][0]), row[0])):
+        rows.setdefault((o.fault.kind, o.fault.way, o.fault.stage, o.what), []).append(o)
+    print(
+        "| fault | in a run of | in stage | times | seconds until all had ended | outcome |\n|---|---|---|---|---|---|"
+    )
+    for (kind, way, stage, what), same in sorted(rows.items(), key=lambda row: (list(KINDS).index(row[0][0]), row[0])):
         seconds = sorted(o.seconds for o in same)
-        print(f"| {kind} | {stage} | {len(same)} | {seconds[0]:.1f} to {seconds[-1]:.1f} | {what} |")
+        print(f"| {kind} | {way} | {stage} | {len(same)} | {seconds[0]:.1f} to {seconds[-1]:.1f} | {what} |")
     for name, codes, exact, lost, doubled in filter(is_bad, runs):
         print(f"{name}: exit codes {codes}, same losses: {exact}, {lost} prompts lost, {doubled} doubled")
 

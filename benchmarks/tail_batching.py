@@ -450,6 +450,12 @@ def on_ranks(count: int, play: Callable[[World], None]) -> int:
     return 0
 
 
+def trained(folder: Path) -> Counter:
+    """Return how often a run has trained each visit, (epoch, index of the prompt): `run.dump_rollouts` tells."""
+    rows = [json.loads(row) for path in (folder / "rollouts").glob("*.jsonl") for row in path.open(encoding="utf-8")]
+    return Counter((row["epoch"], row["prompt"]["index"]) for row in rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer periods and contenders: under 2 minutes on 2 cores")

@@ -14,7 +14,7 @@ longest response is waited for. The paper's asynchronous ratio alpha is both.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from config import ConfigError, option
 from core import Decision, Finished, Prompt, RoundPlan, SampleId, Visit, VisitId
@@ -241,9 +241,15 @@ class Flow:
 
 
 def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:
-    """Raise ConfigError on a bound that the depth itself breaks, and on ranks that train beside no rollout."""
-    if config.train_ranks and not config.depth:
-        raise ConfigError(f"overlap.train_ranks = {config.train_ranks} needs overlap.depth > 0 (it is 0)")
+    """Raise ConfigError on settings without effect, and on a bound that the depth itself breaks."""
+    given = {key: value for key, value in asdict(config).items() if value != getattr(OverlapConfig, key)}
+    if not config.depth:
+        for key, value in given.items():
+            raise ConfigError(
+                f"overlap.{key} = {value} has no effect with overlap.depth = 0: the rollout ends before training; take "
+                "overlap.depth = 1, or leave it out"
+            )
+        return
     if config.lag and not config.train_ranks:
         raise ConfigError(
             "overlap.sync = with_batch needs overlap.train_ranks > 0: ranks in turns have no next batch yet"
@@ -252,6 +258,12 @@ def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:
         raise ConfigError(
             f"overlap.sync = with_batch needs overlap.depth >= 1 (it is {config.depth:g}): the others decode the next "
             "batch while one is trained"
+        )
+    if "update_iterations" in given and not (config.train_ranks and config.clock == "steps" and not config.lag):
+        raise ConfigError(
+            f"overlap.update_iterations = {config.update_iterations} has no effect with overlap.train_ranks = "
+            f"{config.train_ranks}, overlap.clock = {config.clock}, overlap.sync = {config.sync}; it is for ranks "
+            "apart, steps, at_once"
         )
     ahead = config.depth + scheduler.eta_prompts - 1
     if config.late == "wait" and ahead > config.largest_age:

@@ -123,9 +123,16 @@ def test_stream_training_on_the_smallest_shape(run_ranks, tmp_path: Path) -> Non
     assert (1, "stream_train") in names[1] - names[0] and (0, "stream_train") not in names[1]
 
 
-def test_faults_come_at_functions_that_are_there() -> None:
+def test_faults_come_at_functions_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     [faults] = load("faults")
     assert {stage for stage, (owner, name) in faults.STAGES.items() if not hasattr(owner, name)} == set()
+    for ranks in (2, 4):
+        runs = faults.into_runs(faults.all_faults(ranks))
+        assert sum(map(len, runs)) == len(faults.all_faults(ranks))
+        assert all(len({f.step for f in run}) == len(run) and len({f.way for f in run}) == 1 for run in runs)
+    quick = faults.all_faults(2)[:: faults.SHARE]
+    assert {f.way for f in quick} == {*faults.WAYS} and {f.rank for f in quick if f.way == "pools"} == {0, 1}
 
 
 def test_lengths_are_shaped_like_the_papers(tail_batching: ModuleType) -> None:

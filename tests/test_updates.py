@@ -333,11 +333,12 @@ def test_a_released_job_goes_on(settings, tmp_path: Path, monkeypatch) -> None:
 
 # ---- ranks apart -------------------------------------------------------------------------------------------------
 
-APART = dict(overlap__train_ranks=1, overlap__update_iterations=8, scheduler__num_prompts=6, run__steps=4)
+APART = dict(overlap__train_ranks=1, scheduler__num_prompts=6, run__steps=4)
+COUNTED = APART | dict(overlap__update_iterations=8)
 
 
 def test_pools_of_any_size_train_the_same(settings, run_ranks, tmp_path: Path) -> None:
-    make = partial(settings, **APART)
+    make = partial(settings, **COUNTED)
     run_ranks(2, train_runs, make("1 and 1"))
     two = dict(overlap__train_ranks=2)
     runs = {"1 and 3": {}, "2 and 2": two | dict(trainer__shard=2), "by two": two | dict(rollout__tensor_parallel=2)}
@@ -355,7 +356,8 @@ def test_pools_of_any_size_train_the_same(settings, run_ranks, tmp_path: Path) -
 @pytest.mark.parametrize("sync", ["at_once", "with_batch"])
 def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path, sync: str) -> None:
     often = dict(run__checkpoint_every=2, run__eval_every=3, data__eval_prompts=4, run__steps=5)
-    make = partial(settings, **APART | often | dict(overlap__sync=sync, overlap__depth=2))
+    pools = COUNTED if sync == "at_once" else APART
+    make = partial(settings, **pools | often | dict(overlap__sync=sync, overlap__depth=2))
     run_ranks(2, train_runs, make("straight"))
     with pytest.raises((ProcessError, ProcessException)):
         run_ranks(2, train_and_be_killed, make("killed"))
@@ -409,23 +411,68 @@ def test_a_pool_is_waited_for_as_long_as_it_shows_signs_of_life(monkeypatch) -> 
     assert has_come()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (dict(stream__policy="fixed"), ["stream.policy = fixed has no place", "overlap.depth = 1", "leave it out"]),
-        (dict(planner__rule="paper"), ["planner.rule = paper has no place"]),
-        (dict(scheduler__dynamic_sampling="true"), ["scheduler.dynamic_sampling = true has no place"]),
-        (dict(overlap__depth=2, overlap__bound=1), ["overlap.bound = 1", "take overlap.bound = 2"]),
-        (dict(overlap__depth=0), ["overlap.depth = 0", "have no effect"]),
-        (dict(overlap__sync="with_batch"), ["overlap.sync = with_batch needs overlap.train_ranks > 0"]),
-        (dict(overlap__train_ranks=1), ["overlap.train_ranks = 1 leaves none of 1 ranks to decode"]),
-        (dict(loss__old_logprobs="trainer"), ["loss.name = ppo with", "take loss.name = decoupled"]),
-    ],
-)
-def test_combinations_without_a_place_are_refused_in_one_line(settings, capsys, overrides: dict, parts) -> None:
-    assert train.main(settings("refused", **overrides)) == 2
-    said = capsys.readouterr()
-    assert all(part in (said.out + said.err) for part in parts)
+ONE_TRAINS, TWO_TRAIN = dict(overlap__train_ranks=1), dict(overlap__train_ranks=2)
+OFF = dict(overlap__depth=0, overlap__bound=0)
+NO_PLACE = ["has no place in an endless rollout (overlap.depth = 1)", "leave it out"]
+WITHOUT = ["has no effect with overlap.depth = 0", "take overlap.depth = 1, or leave it out"]
+UNCORRECTED = ["trains samples of older weights", "take loss.name = decoupled, or loss.old_logprobs = rollout"]
+OTHERS = dict(bound=3, late="drop", flight="keep", clock="time", train_ranks=1, sync="with_batch", update_iterations=8)
+# How many ranks, the settings, and parts of the line that refuses them.
+REFUSED: list[tuple[int, dict, list[str]]] = [
+    (2, dict(stream__policy="fixed"), ["stream.policy = fixed", *NO_PLACE]),
+    (2, ONE_TRAINS | dict(stream__policy="paper"), ["stream.policy = paper", *NO_PLACE]),
+    (2, dict(planner__rule="paper"), ["planner.rule = paper", *NO_PLACE]),
+    (2, ONE_TRAINS | dict(planner__rule="predict"), ["planner.rule = predict", *NO_PLACE]),
+    (2, dict(scheduler__dynamic_sampling="true"), ["scheduler.dynamic_sampling = true", *NO_PLACE]),
+    (2, dict(scheduler__policy="tail_batching", scheduler__audit=1), ["scheduler.audit = 1", *NO_PLACE]),
+    (2, dict(run__replay=ROOT), ["run.replay = ", *NO_PLACE]),
+    *((2, OFF | {f"overlap__{key}": value}, [f"overlap.{key} = {value} ", *WITHOUT]) for key, value in OTHERS.items()),
+    (2, dict(overlap__update_iterations=8), ["overlap.update_iterations = 8 has no effect", "train_ranks = 0"]),
+    (
+        2,
+        ONE_TRAINS | dict(overlap__update_iterations=8, overlap__clock="time"),
+        ["overlap.update_iterations = 8 has", "= time"],
+    ),
+    (2, dict(overlap__sync="with_batch"), ["overlap.sync = with_batch needs overlap.train_ranks > 0"]),
+    (
+        2,
+        ONE_TRAINS | dict(overlap__sync="with_batch", overlap__depth=0.5),
+        ["with_batch needs overlap.depth >= 1", "0.5"],
+    ),
+    (1, dict(overlap__depth=2, overlap__bound=1), ["overlap.bound = 1", "2 batches ahead", "take overlap.bound = 2"]),
+    (1, dict(scheduler__policy="tail_batching", scheduler__eta_prompts=4), ["eta_prompts = 4", "overlap.bound = 4"]),
+    (1, ONE_TRAINS, ["overlap.train_ranks = 1 leaves none of 1 ranks to decode", "take fewer"]),
+    (4, dict(overlap__train_ranks=3, trainer__shard=2), ["trainer.shard = 2 does not divide", "train, 3", "[1, 3]"]),
+    (8, dict(overlap__train_ranks=4, trainer__shard=2), ["trainer.shard = 2 with overlap.train_ranks = 4", "or 4"]),
+    (
+        4,
+        ONE_TRAINS | dict(rollout__tensor_parallel=2),
+        ["rollout.tensor_parallel = 2", "overlap.train_ranks = 1", "3 decode"],
+    ),
+    (
+        4,
+        TWO_TRAIN | dict(rollout__tensor_parallel=4),
+        ["rollout.tensor_parallel = 4", "overlap.train_ranks = 2", "2 decode"],
+    ),
+    (
+        4,
+        TWO_TRAIN | dict(trainer__shard=2, rollout__weights="sharded"),
+        ["rollout.weights = sharded", "weights = whole"],
+    ),
+    (2, dict(trainer__updates_per_step=5), ["trainer.updates_per_step = 5", "scheduler.num_prompts = 4"]),
+    (2, dict(loss__name="gspo", loss__old_logprobs="trainer"), ["loss.name = gspo with", *UNCORRECTED]),
+    (2, ONE_TRAINS | dict(loss__name="topr", loss__old_logprobs="trainer"), ["loss.name = topr with", *UNCORRECTED]),
+    (2, dict(model__dtype="bfloat16"), ["loss.name = ppo with loss.old_logprobs = trainer", *UNCORRECTED]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "overrides", "parts"), REFUSED)
+def test_combinations_without_a_place_are_refused_in_one_line(
+    settings, alone, capsys, ranks: int, overrides: dict, parts: list[str]
+) -> None:
+    assert train.main([*settings("refused", **overrides), "--check", f"--ranks={ranks}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and all(part in line for part in parts), line
 
 
 def test_a_run_cannot_be_cut_below_what_is_under_way(settings, tmp_path: Path, capsys) -> None:
