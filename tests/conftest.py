@@ -81,10 +81,10 @@ def run_ranks(tmp_path: Path):
     return run
 
 
-def train_runs(world: parallel.World, *runs: list[str], resume: bool = False) -> None:
-    """Train each run, a command line without `--ranks`, one after another on the same ranks."""
+def train_runs(world: parallel.World, *runs: list[str], resume: bool = False, file: str | None = None) -> None:
+    """Train each run, a command line without `--ranks`, one after another on the same ranks. `file`: its --config."""
     for arguments in runs:
-        config = load_config(Config, None, arguments)
+        config = load_config(Config, file, arguments)
         Path(config.run.dir).mkdir(exist_ok=True)
         train.train(config, world, resume)
 

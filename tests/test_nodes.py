@@ -78,7 +78,6 @@ def test_a_lost_machine_comes_back_and_nothing_is_lost(tiny_folder: Path, tmp_pa
         "rollout.max_response_tokens": 64,
         "rollout.kv_gib": 0.01,
         "rollout.tensor_parallel": 2,
-        "scheduler.policy": "synchronous",
         **WAYS[way],
     }
     args = [str(ROOT / "train.py"), *(f"--{key}={value}" for key, value in options.items()), "--resume"]
@@ -100,4 +99,4 @@ def test_a_lost_machine_comes_back_and_nothing_is_lost(tiny_folder: Path, tmp_pa
     trained = Counter((row["epoch"], row["prompt"]["index"]) for row in dumped)
     assert len(trained) == 4 * STEPS and set(trained.values()) == {1}
     newest = max(span["version"] for row in dumped for sample in row["samples"] for span in sample["spans"])
-    assert newest == STEPS - 1, "new weights reach the other machine"
+    assert newest > STEPS / 2, "new weights reach the other machine"

@@ -385,6 +385,40 @@ def test_pools_on_measured_time_train_each_prompt_once(settings, run_ranks, tmp_
         assert all(np.isfinite(losses(tmp_path / name)).ravel())
 
 
+def test_the_shipped_config_with_few_pages(tiny_folder: Path, run_ranks, tmp_path: Path) -> None:
+    """Sequences that lose their pages, between updates and at them, go on; each prompt is trained once."""
+
+    def arguments(name: str, **overrides) -> list[str]:
+        small = dict(
+            run__dir=tmp_path / name,
+            run__steps=4,
+            run__device="cpu",
+            run__dump_rollouts="true",
+            model__path=tiny_folder,
+            data__eval_prompts=2,
+            scheduler__num_prompts=4,
+            scheduler__num_responses=4,
+            rollout__stop=json.dumps([*"ABCDEFGH"]),
+            rollout__max_response_tokens=96,
+            rollout__max_running=6,
+            rollout__page_size=8,
+            rollout__kv_gib=0.00005,  # 26 pages; the longest sequence has 20
+            reward__num_workers=1,
+        )
+        return [f"--{key.replace('__', '.')}={value}" for key, value in (small | overrides).items()]
+
+    file = str(ROOT / "configs" / "rollflash.toml")
+    assert train.main(["--config", file, *arguments("one")]) == 0
+    pools = dict(overlap__train_ranks=1, overlap__update_iterations=8)
+    run_ranks(2, partial(train_runs, file=file), arguments("two"), arguments("pools", **pools))
+    for name in ("one", "two", "pools"):
+        check_each_once(tmp_path / name, 4)
+        steps = steps_of(tmp_path / name)
+        assert sum(r["engine"]["preemptions"] for r in steps) > 0
+        assert all(0 <= r["train"]["logprob_diff_max"] < 1e-4 for r in steps)
+        assert max(len(s["spans"]) for step in trained(tmp_path / name) for row in step for s in row["samples"]) > 1
+
+
 def test_a_pool_is_waited_for_as_long_as_it_shows_signs_of_life(monkeypatch) -> None:
     now, store = [0.0], dist.HashStore()
     monkeypatch.setattr("overlap.pools.time.monotonic", lambda: now[0])
