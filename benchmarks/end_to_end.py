@@ -104,7 +104,6 @@ class Side:
     name: str
     job: Job
     seconds: list[float] = field(default_factory=list)
-    stages: list[dict[str, float]] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     trained: Counter = field(default_factory=Counter)  # prompts
 

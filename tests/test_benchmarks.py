@@ -202,7 +202,7 @@ def test_every_measured_file_is_there_and_every_script_has_a_quick_run(results: 
     missing = {file for b in results.BENCHMARKS.values() for file in b.files if not list(ROOT.glob(file))}
     assert not missing
     scripts = {ROOT / benchmark.files[0] for benchmark in results.BENCHMARKS.values()}
-    assert all('"--quick"' in script.read_text(encoding="utf-8") for script in scripts)
+    assert all("--quick" in script.read_text(encoding="utf-8") for script in scripts)
 
 
 @pytest.fixture
@@ -226,6 +226,9 @@ def house(results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_result_is_kept_and_printed(house: ModuleType, tmp_path: Path) -> None:
     assert house.outdated("one") == ["one.py", "room.py", "a.toml"]  # there is none yet
+    house.write()
+    text = (tmp_path / "README.md").read_text()
+    assert "{ratio} -->not measured yet<!-- end -->" in text and "-->\nNot measured yet.\n<!-- end -->" in text
     house.run("one", quick=True)
     assert not list((tmp_path / house.RESULTS).iterdir())
     house.run("one", quick=False)
