@@ -124,14 +124,27 @@ class Span:
         return self.end - self.start
 
 
-def with_span(spans: tuple[Span, ...], end: int, version: int) -> tuple[Span, ...]:
-    """Return spans that reach to token `end`: this version has sampled all that they lack."""
-    start = spans[-1].end if spans else 0
+def with_span(spans: tuple[Span, ...], end: int, version: int, given: int = 0) -> tuple[Span, ...]:
+    """Return spans that reach to token `end`: this version has sampled all that they lack.
+
+    But for given tokens: the tokens from the last span to token `given`.
+    """
+    start = max(spans[-1].end if spans else 0, given)
     if start == end:
         return spans
-    if spans and spans[-1].version == version:
+    if spans and (spans[-1].end, spans[-1].version) == (start, version):
         return *spans[:-1], Span(spans[-1].start, end, version)
     return *spans, Span(start, end, version)
+
+
+def turns_of(spans: Sequence[Span]) -> list[range]:
+    """Return the places of each turn's tokens: spans that touch are one turn, under several versions."""
+    turns: list[range] = []
+    for span in spans:
+        touches = turns and turns[-1].stop == span.start
+        start = turns.pop().start if touches else span.start
+        turns.append(range(start, span.end))
+    return turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +161,11 @@ class Elsewhere(Sequence):
         raise AssertionError(f"these tokens are on rank {self.rank}")
 
 
+#: stop: an end token, a stop text, or the environment; else the limit that was reached: length (of all tokens), cut (of
+#: one turn's), turns.
+FINISH_REASONS = ("stop", "length", "cut", "turns")
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One finished response to a prompt. Never overwritten: a reward or an advantage makes a new object.
@@ -160,12 +178,20 @@ class Sample:
     epoch: int  # of the prompt's visit
     token_ids: Sequence[int]  # response only, the end token included when there is one
     logprobs: Sequence[float]  # of the distribution that was sampled, one per response token; 0 outside the spans
-    finish_reason: str  # "stop" (end token or stop text) or "length" (limit reached)
+    finish_reason: str  # one of `FINISH_REASONS`
     spans: tuple[Span, ...]  # the tokens that were sampled, in order; the others were given, and are not trained
 
     @property
     def id(self) -> SampleId:
         return SampleId(self.epoch, self.prompt_index, self.response_index)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(map(len, self.spans))
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish_reason != "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +270,7 @@ class Finished:
 
     iteration: int  # engine steps since the round began
     id: SampleId
-    num_tokens: int
+    num_tokens: int  # of the whole transcript, given tokens included
 
 
 @dataclass(frozen=True, slots=True)

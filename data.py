@@ -15,7 +15,7 @@ from typing import TypeVar, get_args, get_origin
 import numpy as np
 
 from config import ConfigError, Dataclass, option, regular
-from core import Group, Prompt, Reward, Sample, Span, Tokenizer, Visit
+from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, Tokenizer, Visit
 from reward import reward_number
 from rewards.graders import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
@@ -344,7 +344,7 @@ def _group(row: dict, vocabulary: int) -> Group:
         places = [*(place for span in sample.spans for place in (span.start, span.end)), len(sample.token_ids)]
         if not sample.spans or not all(map(len, sample.spans)) or places != sorted(places):
             raise ValueError(f"spans = {sample.spans!r:.60} of {len(sample.token_ids)} tokens")
-        if sample.finish_reason not in ("stop", "length"):
+        if sample.finish_reason not in FINISH_REASONS:
             raise ValueError(f"finish_reason = {sample.finish_reason!r:.60}")
     arrays = [replace(s, token_ids=array("i", s.token_ids), logprobs=array("f", s.logprobs)) for s in samples]
     return replace(group, samples=tuple(arrays))

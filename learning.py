@@ -41,7 +41,7 @@ def examples_of(
     return [
         Example(sample.id, prompt.token_ids, sample.token_ids, sample.spans, sample.logprobs, advantage)
         for sample, advantage in zip(samples, advantages, strict=True)
-        if not (mask_truncated and sample.finish_reason == "length")
+        if not (mask_truncated and sample.is_truncated)
     ]
 
 

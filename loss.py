@@ -202,7 +202,7 @@ class LossConfig:
         0.0, "weight of a bonus for the entropy of the sampled distribution; 0 is off", min=0.0, max=1e6
     )
     mask_truncated: bool = option(
-        False, "leave samples cut at the length limit out of the loss and its divisor (DAPO, section 3.4)"
+        False, "leave samples cut at a limit out of the loss and its divisor (DAPO, section 3.4)"
     )
     old_logprobs: str = option(
         "auto",

@@ -61,7 +61,7 @@ def step_record(
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [sample.num_sampled for sample in samples]
     stages = {name for r in reports for name in r.seconds}
     slowest = {name: max(r.seconds.get(name, 0.0) for r in reports) for name in sorted(stages)}
     errors = [f"{g.prompt.where}: {r.error}" for g in groups for r in g.rewards if r.error]
@@ -81,7 +81,7 @@ def step_record(
         "reward_errors": len(errors),
         "first_reward_error": errors[0] if errors else "",
         "mixed_groups": sum(len({r.value for r in g.rewards}) > 1 for g in groups) / len(groups),
-        "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "truncated": sum(s.is_truncated for s in samples) / len(samples),
         "length": quantiles(lengths),
         **({**played, "round": {**played["round"], "window_wait": window_wait}} if played else {}),
         "train": train_record(updates),
@@ -123,7 +123,7 @@ def lag_record(groups: Sequence[Group], version: int) -> Record:
     for sample in (sample for group in groups for sample in group.samples):
         lag = version - sample.spans[0].version
         by_sample[lag] += 1
-        length[lag] += len(sample.token_ids)
+        length[lag] += sample.num_sampled
         for span in sample.spans:
             by_token[version - span.version] += len(span)
     return {
@@ -223,8 +223,8 @@ def evaluation_record(groups: Sequence[Group], seconds: float) -> Record:
         **reward_parts(groups),
         "num_prompts": len(groups),
         "seconds": seconds,
-        "truncated": sum(s.finish_reason == "length" for g in groups for s in g.samples) / rewards.numel(),
-        "length": quantiles([len(s.token_ids) for g in groups for s in g.samples]),
+        "truncated": sum(s.is_truncated for g in groups for s in g.samples) / rewards.numel(),
+        "length": quantiles([s.num_sampled for g in groups for s in g.samples]),
     }
 
 

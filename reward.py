@@ -85,7 +85,7 @@ def shaped_reward(sample: Sample, reward: Reward, limit: int, buffer: int) -> fl
 
     `limit`: most tokens of a response; `buffer`: over so many last tokens the penalty rises (`overlong_penalty`).
     """
-    return reward.value + overlong_penalty(len(sample.token_ids), limit, buffer)
+    return reward.value + overlong_penalty(sample.num_sampled, limit, buffer)
 
 
 def by_grader(key: str, text: str) -> dict[str, float]:

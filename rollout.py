@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from config import check_options
-from core import Sample, SampleId, Tokenizer, Visit, with_span
+from core import Sample, SampleId, Tokenizer, Visit
 from engine.batcher import Batcher
 from engine.cpu import BatchedPages
 from engine.flights import Flights
@@ -120,7 +120,7 @@ class Engine:
         self.flights.evict(prefilling, self.version)
         self.batcher.waiting.extendleft(reversed(prefilling))
         for s in running:
-            s.spans, s.has_old_kv = with_span(s.spans, self.batcher.num_drawn(s), self.version), True
+            s.spans, s.has_old_kv = s.spans_to(self.batcher.num_drawn(s), self.version), True
         self.shards[self.parallel.size].refresh()
         self.version = version
 

@@ -249,12 +249,12 @@ class Round:
 
         They are the same on all ranks but for tokens: each sample's are on the rank that decoded it.
         After this `aborted` holds the tokens of every rank's aborted responses, `record` what the records want, and
-        `audited` the (tokens, shaped reward) of every response when the plan is to be audited.
+        `audited` the (sampled tokens, shaped reward) of every response when the plan is to be audited.
         """
         accepted = self.referee.accepted_ids()
         mine = {id: self.samples[id] for id in accepted if id in self.samples}
         told = {id: (parallel.header_of(sample, self.world.rank), self.rewards[id]) for id, sample in mine.items()}
-        seen = {id: (len(s.token_ids), self.shaped(id)) for id, s in self.samples.items()} if self.plan.audit else {}
+        seen = {id: (s.num_sampled, self.shaped(id)) for id, s in self.samples.items()} if self.plan.audit else {}
         trained: dict[SampleId, tuple[Sample, Reward]] = {}
         for part, aborted, audited in parallel.gather_objects(self.world, (told, self.aborted, seen)):
             trained |= part

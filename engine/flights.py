@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from core import Sample, SampleId, Tokenizer, with_span
+from core import Sample, SampleId, Tokenizer
 from engine.batcher import Batcher
 from engine.rows import stopped_by_text
 from engine.runner import Runner
@@ -82,9 +82,9 @@ class Flights:
         tokens, logprobs = self.runner.rows.read([s.row for s in ended], max(ended.values()) // 2)
         for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
             s.is_taken = False
-            length, reason = flag // 2, "stop" if flag % 2 else "length"
-            spans = with_span(s.spans, length, version)
-            drawn = array("i", ids[:length]), array("f", values[:length]), reason, spans
+            length = flag // 2
+            reason = "stop" if flag % 2 else "length" if length == s.max_new_tokens else "cut"
+            drawn = array("i", ids[:length]), array("f", values[:length]), reason, s.spans_to(length, version)
             self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn))
         self.runner.close(self.batcher.remove(list(ended)), len(self.batcher.running))
 
@@ -95,6 +95,6 @@ class Flights:
         tokens, logprobs = self.runner.rows.read([s.row for s in running], max(counts, default=0))
         for s, count, ids, values in zip(running, counts, tokens, logprobs, strict=True):
             s.token_ids, s.logprobs = array("i", ids[:count]), array("f", values[:count])
-            s.spans, s.has_old_kv = with_span(s.spans, count, version), False
+            s.spans, s.has_old_kv = s.spans_to(count, version), False
         if sequences:
             self.runner.close(self.batcher.evict(sequences), len(self.batcher.running))

@@ -51,7 +51,7 @@ class Rows:
             (self.length, [s.num_tokens - started.is_late for s in sequences]),
             (self.last_token, [s.prompt_ids[-1] for s in sequences]),
             (self.count, [len(s.token_ids) for s in sequences]),
-            (self.limit, [s.max_new_tokens for s in sequences]),
+            (self.limit, [s.limit for s in sequences]),
             (self.key, [s.key for s in sequences]),
             (self.heeds_eos, [not s.ignore_eos for s in sequences]),
             (self.ended, [0] * len(sequences)),
@@ -98,9 +98,9 @@ class Rows:
 
 
 def stopped_by_text(asking: dict[Sequence, int], drawn: Tensor, tokenizer: Tokenizer) -> list[Sequence]:
-    """Return the sequences that have one of their stop texts in their newest tokens.
+    """Return the sequences that have one of their stop texts in the newest tokens of their turn.
 
-    asking: sequences with stop texts, and how many tokens each has drawn; drawn: the tokens of all rows [rows, limit].
+    asking: sequences with stop texts, and how many tokens each has; drawn: the tokens of all rows [rows, limit].
 
     The text is what graders see, without special tokens; only a stop text that names one finds it.
     """
@@ -112,7 +112,9 @@ def stopped_by_text(asking: dict[Sequence, int], drawn: Tensor, tokenizer: Token
     tokens = drawn[rows, upload(columns, drawn.device)].tolist()
     stopped = []
     for (s, count), ids, window in zip(asking.items(), tokens, windows, strict=True):
-        newest, kinds = ids[-min(window, count) :], {names_one[stop] for stop in s.stop}
-        texts = {kind: tokenizer.decode(newest, skip_special_tokens=not kind) for kind in kinds}
-        stopped += [s] if count and any(stop in texts[names_one[stop]] for stop in s.stop) else []
+        if not (own := min(window, count - s.turn_start)):
+            continue
+        kinds = {names_one[stop] for stop in s.stop}
+        texts = {kind: tokenizer.decode(ids[-own:], skip_special_tokens=not kind) for kind in kinds}
+        stopped += [s] if any(stop in texts[names_one[stop]] for stop in s.stop) else []
     return stopped

@@ -11,7 +11,7 @@ import pytest
 
 import data
 from config import ConfigError
-from core import Group, Prompt, Reward, Sample, Span, VisitId
+from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, VisitId
 from data import DataConfig, PromptCursor, dump_groups, load_groups, load_prompts
 from tasks import TASKS, is_held_out
 from warm_start import byte_tokenizer
@@ -358,9 +358,12 @@ DAMAGE = {
 def test_a_dump_is_read_back_as_it_was(tmp_path):
     spans = Span(0, 1, 3), Span(2, 3, 4)
     packed = array("i", [1, 49, 7]), array("f", [-0.1, 0.0, -2.5])
-    samples = tuple(Sample(0, i, 2, *packed, "length", spans) for i in range(2))
+    samples = tuple(Sample(0, i, 2, *packed, reason, spans) for i, reason in enumerate(FINISH_REASONS))
     prompt = Prompt(0, (1,), "é\n", "", "code", {"tests": [1, {"a": None}]}, "rows.jsonl:1")
-    rewards = Reward(0.5, 0.25, "", ((0.1, True, False), (2.0, False, True)), {"a": 1.0}), Reward(0, error="died")
+    rewards = (
+        Reward(0.5, 0.25, "", ((0.1, True, False), (2.0, False, True)), {"a": 1.0}),
+        *[Reward(0, error="died")] * 3,
+    )
     groups = [Group(prompt, 2, samples, rewards)]
     dump_groups(tmp_path, 7, groups, [[0.0, 0.0]])
     assert load_groups(tmp_path, 7, vocabulary=50) == groups
