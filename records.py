@@ -104,9 +104,9 @@ def train_record(updates: Sequence[dict]) -> Record:
 
 def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
     """Return what all replicas did together."""
-    names = "decoded_tokens", "prefilled_tokens", "shared_tokens", "preemptions", "regroup_bytes"
+    tokens = "decoded_tokens", "prefilled_tokens", "shared_tokens", "resumed_tokens", "recomputed_tokens"
     return {
-        **{name: sum(getattr(r.engine, name) for r in reports) for name in names},
+        **{name: sum(getattr(r.engine, name) for r in reports) for name in (*tokens, "preemptions", "regroup_bytes")},
         "decode_steps": max(r.engine.decode_steps for r in reports),
         "peak_pages": max(r.engine.peak_pages for r in reports),
         "pages": reports[0].num_pages,

@@ -110,14 +110,15 @@ class Engine:
     def change_weights(self, version: int) -> None:
         """Decode with the model's new weights from now on; running sequences keep the KV of the older ones.
 
-        (PipelineRL, arXiv 2509.19128.) Contexts in prefill are computed anew. Collective where the model lies over
-        several ranks.
+        (PipelineRL, arXiv 2509.19128.) Contexts in prefill, and parked ones, are computed anew. Collective where the
+        model lies over several ranks.
         """
         self.flights.land(self.version)
         self._refresh()
         running = self.batcher.running
         prefilling = [s for s in self.batcher.admitted if s.row < 0]
         self.flights.evict(prefilling, self.version)
+        self.batcher.forget([*self.batcher.parked])
         self.batcher.waiting.extendleft(reversed(prefilling))
         for s in running:
             s.spans, s.has_old_kv = s.spans_to(self.batcher.num_drawn(s), self.version), True
@@ -189,6 +190,7 @@ class Engine:
         if any(self.own_elements.values()):
             self._drop_shards()
         self.forget_graphs()
+        self.batcher.forget([*self.batcher.parked])
         self.runner.memory.free()
         self.is_stale = True
 

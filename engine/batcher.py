@@ -5,18 +5,21 @@ runs. Sequences with equal contexts, such as a group's responses, follow one lea
 pages over: shared where the attention can read shared pages, copied where it cannot. When pages run out the newest
 leaves, and waits in front.
 
+Between two turns of a sequence its pages are parked, as long as nobody else needs them: then the next turn computes its
+reply only.
+
 The engine does on the device what is decided here: copies of pages, moves of pages and of rows.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from core import SampleId
 from engine.pages import Admission, PageMove, Pages, compact
-from engine.sequence import Chunk, EngineStats, Prefill, Sequence
+from engine.sequence import Chunk, EngineStats, Parked, Prefill, Sequence
 
 PageCopy = tuple[int, int]  # (from, to)
 
@@ -28,6 +31,7 @@ class Started:
     is_late: bool = False  # their pages hold their context but for the last token
     sequences: list[Sequence] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)  # to make before
+    resumed: list[tuple[Parked, Sequence]] = field(default_factory=list)  # prefilled first; have pages again
     predicts: list[int] = field(default_factory=list)  # which token of the chunks draws each one's next
 
 
@@ -49,6 +53,7 @@ class Batcher:
         self.waiting: deque[Sequence] = deque()
         self.prefills: dict[tuple[int, ...], Prefill] = {}  # by context, in order of admission
         self.running: list[Sequence] = []
+        self.parked: dict[SampleId, Parked] = {}  # the longest first
         self.num_admissions = self.num_stops = 0  # num_stops: running sequences that have stop texts
         self.length = np.zeros(max_running, np.int64)  # tokens of a row in the cache
         self.num_pages = np.zeros(max_running, np.int64)  # of a row
@@ -56,7 +61,7 @@ class Batcher:
 
     def use(self, pages: Pages, stats: EngineStats) -> None:
         """Give out these pages from now on, and count there."""
-        self.pages, self.stats = pages, stats
+        self.pages, self.stats, self.parked = pages, stats, {}
         self.admission = Admission(pages.size, pages.page_size, self.max_running, pages.shares)
 
     @property
@@ -80,8 +85,25 @@ class Batcher:
 
     def admit(self) -> Started:
         """Give waiting sequences their pages. Those whose prompt is in the cache already begin to decode at once."""
-        late, given = Started(is_late=True), (self.waiting, len(self.admitted), self.pages.free)
-        for sequence, donor, is_late, shared, own in self.admission.admit(*given, self._computing, self._cached):
+        late = Started(is_late=True)
+        self._admit(late)
+        while self.waiting and self.parked and len(self.admitted) + len(late.sequences) < self.max_running:
+            others = [id for id in self.parked if id != self.waiting[0].id]
+            if not others:
+                break
+            self.forget(others[:1])  # nobody waits for pages that are only kept
+            self._admit(late)
+        self.seat(late)
+        self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
+        return late
+
+    def _admit(self, late: Started) -> None:
+        state, donors = (len(self.admitted) + len(late.sequences), self.pages.free), (self._computing, self._cached)
+        for sequence, donor, is_late, shared, own in self.admission.admit(self.waiting, *state, *donors, self._parked):
+            if parked := None if donor else self._parked(sequence):
+                self.pages.resume(parked, sequence)
+                late.resumed.append((parked, sequence))
+            self.forget([sequence.id])
             for page in donor.pages[:shared] if donor else ():
                 self.pages.share(sequence, page)
             for _ in range(own):
@@ -93,13 +115,13 @@ class Batcher:
             elif donor:
                 self.prefills[context].followers.append(sequence)
             else:
-                self.prefills[context] = Prefill(sequence, context)
+                known = parked.num_tokens if parked else 0
+                self.prefills[context] = Prefill(sequence, context, known)
+                self.stats.resumed_tokens += known
+                self.stats.recomputed_tokens += 0 if parked else sequence.num_computed
             self.stats.shared_tokens += len(context) - is_late if donor else 0
             sequence.admitted = self.num_admissions
             self.num_admissions += 1
-        self.seat(late)
-        self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
-        return late
 
     def _computing(self, sequence: Sequence) -> Sequence | None:
         prefill = self.prefills.get(sequence.context)
@@ -108,6 +130,11 @@ class Batcher:
     def _cached(self, sequence: Sequence) -> Sequence | None:
         running = (s for s in self.running if not s.has_old_kv)
         return next((s for s in running if s.prompt_ids == sequence.prompt_ids), None)
+
+    def _parked(self, sequence: Sequence) -> Parked | None:
+        """Return the parked pages that begin a sequence, unless another computes the same context now."""
+        parked = self.parked.get(sequence.id)
+        return parked if parked and parked.begins(sequence) and sequence.context not in self.prefills else None
 
     def full_rows(self) -> list[Sequence]:
         """Return the sequences whose next token needs a new page."""
@@ -119,6 +146,9 @@ class Batcher:
         """Give a page to every row that has filled its last one. Yields whom the caller must `evict` for that."""
         for sequence in self.full_rows():
             while not self.pages.free and sequence.row >= 0:
+                if self.parked:
+                    self.forget([next(iter(self.parked))])
+                    continue
                 newest = max(self.admitted, key=lambda s: s.admitted)
                 yield newest
                 self.waiting.appendleft(newest)
@@ -176,10 +206,20 @@ class Batcher:
         self.running += started.sequences
 
     def withdraw(self, ids: set[SampleId]) -> list[Sequence]:
-        """Take sequences that wait out of the queue."""
+        """Take sequences that wait out of the queue; forget what is parked of them."""
+        self.forget(ids)
         gone = [s for s in self.waiting if s.id in ids]
         self.waiting = deque(s for s in self.waiting if s.id not in ids)
         return gone
+
+    def park(self, sequence: Sequence, parked: Parked) -> None:
+        """Keep the pages of a sequence whose turn has ended; it is to be removed after this."""
+        self.parked[sequence.id] = parked
+        self.pages.park(sequence, parked)
+
+    def forget(self, ids: Iterable[SampleId]) -> None:
+        """Free what is parked of these sequences: they will be computed again."""
+        self.pages.release([self.parked.pop(id) for id in ids if id in self.parked])
 
     def evict(self, sequences: list[Sequence]) -> Removed:
         """Take admitted sequences out, unfinished. Who followed one through its prefill waits again, in front."""

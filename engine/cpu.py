@@ -30,38 +30,53 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 class BatchedPages(Pages):
-    """Pages in use are always 0 .. used - 1, each with one holder; `release` returns the moves that keep it so."""
+    """Pages of sequences under way are always 0 .. dense - 1, each with one holder: a step reads all of them.
+
+    `release` returns the moves that keep it so. Parked pages count as used, but their keys and values are elsewhere.
+    """
 
     shares = False
+    PARKED = -1  # instead of a page's number
 
     def __init__(self, num_pages: int, page_size: int):
-        self.size, self.page_size, self.used = num_pages, page_size, 0
+        self.size, self.page_size, self.used, self.dense = num_pages, page_size, 0, 0
         self.holder: list[Holder | None] = [None] * num_pages
         self.start = np.zeros(num_pages, np.int64)  # position of the page's first token in its sequence
         self.row = np.zeros(num_pages, np.int64)  # of the holder; -1 while it is prefilled
 
     def take(self, holder: Holder) -> int:
-        page = self.used
-        self.used += 1
+        page = self.dense
+        self.used, self.dense = self.used + 1, self.dense + 1
         self.holder[page], self.start[page] = holder, len(holder.pages) * self.page_size
         self.row[page] = holder.row
         holder.pages.append(page)
         return page
 
     def release(self, holders: Sequence[Holder]) -> list[PageMove]:
-        freed = [page for each in holders for page in each.pages]
+        self.used -= sum(len(each.pages) for each in holders)
+        freed = [page for each in holders for page in each.pages if page != self.PARKED]
         for each in holders:
             each.pages = []
         moves = []
-        for source, target in compact(freed, self.used):
+        for source, target in compact(freed, self.dense):
             holder, place = self.holder[source], int(self.start[source]) // self.page_size
             assert holder, "each page in use has a holder"
             holder.pages[place] = target
             self.holder[target] = holder
             self.start[target], self.row[target] = self.start[source], self.row[source]
             moves.append(PageMove(source, target, holder, place))
-        self.used -= len(freed)
+        self.dense -= len(freed)
         return moves
+
+    def park(self, holder: Holder, parked: Holder) -> None:
+        parked.pages = [self.PARKED] * len(holder.pages)  # the holder's own are released with its row
+        self.used += len(holder.pages)
+
+    def resume(self, parked: Holder, holder: Holder) -> None:
+        count = len(parked.pages)
+        self.release([parked])
+        for _ in range(count):
+            self.take(holder)
 
     def seat(self, holder: Holder, row: int) -> None:
         self.row[holder.pages] = row
@@ -114,7 +129,7 @@ class PageAttention:
         `beside_prefill`: some pages belong to contexts that are computed in the same step.
         """
         # All but the bias on the host, where these small steps cost a third of what they cost as tensors.
-        n, used, page_size = len(length), pages.used, pages.page_size
+        n, used, page_size = len(length), pages.dense, pages.page_size
         owner, position = pages.row[:used], length
         self.write_pages = torch.from_numpy(table[np.arange(n), position // page_size])  # [n], of the new tokens
         if beside_prefill:  # their pages belong to one row too many, whose result is dropped

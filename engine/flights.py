@@ -14,7 +14,7 @@ from core import Sample, SampleId, Tokenizer
 from engine.batcher import Batcher
 from engine.rows import stopped_by_text
 from engine.runner import Runner
-from engine.sequence import Sequence
+from engine.sequence import Parked, Sequence
 
 
 class Flight:
@@ -84,8 +84,13 @@ class Flights:
             s.is_taken = False
             length = flag // 2
             reason = "stop" if flag % 2 else "length" if length == s.max_new_tokens else "cut"
-            drawn = array("i", ids[:length]), array("f", values[:length]), reason, s.spans_to(length, version)
+            token_ids = array("i", ids[:length])
+            drawn = token_ids, array("f", values[:length]), reason, s.spans_to(length, version)
             self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn))
+            if s.has_turns and reason == "stop" and not s.has_old_kv:
+                parked = Parked(s.prompt_ids, token_ids)
+                self.batcher.park(s, parked)
+                self.runner.park(s, parked)
         self.runner.close(self.batcher.remove(list(ended)), len(self.batcher.running))
 
     def evict(self, sequences: list[Sequence], version: int) -> None:

@@ -99,20 +99,21 @@ class Admission:
         free: int,
         computing: Callable[[S], S | None],
         cached: Callable[[S], S | None],
+        parked: Callable[[S], Holder | None] = lambda _: None,
     ) -> Iterator[tuple[S, S | None, bool, int, int]]:
         """Take sequences off `waiting`, in order, while rows and pages last.
 
         Yields (sequence, donor, whether it is late, pages of the donor to share, pages to take). The donor has, or will
         have, the same context in its pages. `computing` returns a sequence that computes the same context in this step,
         `cached` one that has computed the same prompt before, and then the new sequence is late. A resumed sequence's
-        own tokens are in nobody's pages: it is computed again.
+        own tokens are in nobody's pages, but for those that were `parked` for it: it is computed again.
         """
         while waiting and num_admitted < self.max_running:
-            tokens = waiting[0].num_tokens
-            needed, shared = pages_needed(tokens, self.page_size), 0
+            tokens, kept = waiting[0].num_tokens, parked(waiting[0])
+            needed, shared = pages_needed(tokens, self.page_size) - (len(kept.pages) if kept else 0), 0
             if not self.shares_prompts and not has_room(needed, free, self.num_pages, num_admitted):
                 return  # before it looks for a donor, step after step
-            donor, is_late = computing(waiting[0]), False
+            donor, is_late = None if kept else computing(waiting[0]), False
             if not donor and not waiting[0].is_resumed:
                 donor = cached(waiting[0])
                 is_late = donor is not None
@@ -173,6 +174,14 @@ class Pages:
                     self.used -= 1
             holder.pages = []
         return []
+
+    def park(self, holder: Holder, parked: Holder) -> None:
+        """Have `parked` keep the pages of a holder that leaves its row."""
+        parked.pages, holder.pages = holder.pages, []
+
+    def resume(self, parked: Holder, holder: Holder) -> None:
+        """Give a new holder the pages that were parked."""
+        holder.pages, parked.pages = parked.pages, []
 
     def seat(self, holder: Holder, row: int) -> None:
         """Note in which row a holder decodes. Of use to pages that are a batch (engine/cpu.py)."""

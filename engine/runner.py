@@ -9,7 +9,7 @@ from engine.memory import PageMemory
 from engine.paged_attention import ChunkAttention, StepAttention
 from engine.pages import Pages
 from engine.rows import Rows
-from engine.sequence import Chunk
+from engine.sequence import Chunk, Parked, Sequence
 from engine.shard import Shard
 from host import upload
 
@@ -86,9 +86,17 @@ class Runner:
     # ---- what the batcher asks for ---------------------------------------------------------------------------
 
     def start(self, started: Started) -> None:
-        """Load the rows of sequences that begin to decode."""
+        """Load the rows of sequences that begin to decode, and the pages of those that are resumed."""
+        for parked, sequence in started.resumed:
+            if parked.kv is not None:
+                self.memory.kv[:, :, sequence.pages[: parked.kv.shape[2]]] = parked.kv
         self.memory.copy(started.copies)
         self.rows.load(started)
+
+    def park(self, sequence: Sequence, parked: Parked) -> None:
+        """Keep what is in the pages of a sequence, if they do not stay."""
+        if not self.pages.shares:
+            parked.kv = self.memory.kv[:, :, sequence.pages]
 
     def close(self, removed: Removed, num_running: int) -> None:
         """Move pages and rows to the holes of sequences that have left `num_running` others."""

@@ -3,7 +3,7 @@
 from array import array
 from collections import abc
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core import Sample, SampleId, Span, turns_of, with_span
 
@@ -24,12 +24,13 @@ class Sequence:
     logprobs: abc.Sequence[float] = ()  # 0 for given tokens
     spans: tuple[Span, ...] = ()  # of what was generated before the newest admission, or change of the weights
     max_turn_tokens: int = 0  # sampled in one turn; 0: `max_new_tokens` is the only limit
+    has_turns: bool = False  # when a turn ends, its pages are kept for the next
     turn_start: int = field(init=False)  # place of the newest turn's first token in the response
-    has_old_kv: bool = False  # of older weights: nobody may take its pages over
+    has_old_kv: bool = field(init=False, default=False)  # of older weights: nobody may take its pages over
     is_taken: bool = False  # an engine has it
     row: int = -1  # row of the decode state while running
     admitted: int = -1  # order of admission: the newest is preempted first
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(init=False, default_factory=list)  # a copy has none
 
     def __post_init__(self) -> None:
         is_inside = self.spans and self.spans[-1].end == len(self.token_ids)  # of a turn
@@ -51,6 +52,11 @@ class Sequence:
     @property
     def is_resumed(self) -> bool:
         return bool(self.token_ids)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the context that were in a cache: those before the last sampled one."""
+        return len(self.prompt_ids) + self.spans[-1].end - 1 if self.spans else 0
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -96,7 +102,27 @@ def continued(sequence: Sequence, turn: Sample | Sequence, reply: abc.Sequence[i
     """
     assert reply, f"sequence {sequence.id} gets an empty reply"
     tokens, logprobs = array("i", [*turn.token_ids, *reply]), array("f", [*turn.logprobs, *[0.0] * len(reply)])
-    return replace(sequence, token_ids=tokens, logprobs=logprobs, spans=turn.spans, has_old_kv=False, pages=[])
+    return replace(sequence, token_ids=tokens, logprobs=logprobs, spans=turn.spans)
+
+
+@dataclass(slots=True, eq=False)
+class Parked:
+    """The pages of a sequence between two turns, for all its tokens but the last."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: array  # of the response
+    pages: list[int] = field(default_factory=list)
+    row: int = -1
+    kv: Any = None  # a tensor: keys and values of pages that do not stay where they are (engine/cpu.py)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids) - 1
+
+    def begins(self, sequence: Sequence) -> bool:
+        """Whether the sequence has these tokens, and perhaps more."""
+        begin = array("i", sequence.token_ids[: len(self.token_ids)])
+        return begin == self.token_ids and sequence.prompt_ids == self.prompt_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +152,8 @@ class EngineStats:
     prefilled_tokens: int = 0
     preemptions: int = 0
     peak_pages: int = 0
+    resumed_tokens: int = 0  # of turns before, that were not computed again because their pages were kept
+    recomputed_tokens: int = 0  # of resumed contexts, that were computed again: pages were not kept, or preempted
     shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them
     regroup_bytes: int = 0  # weights copied because the tensor-parallel size changed
 

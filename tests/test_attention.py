@@ -149,7 +149,8 @@ def test_chunks_attend_to_what_came_before_them(page: int) -> None:
         chunks = []
         for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             own = table[i, : -(-length // page)].tolist()
-            leader = Sequence(i, 0, 0, tuple(range(length)), key=0, max_new_tokens=1, pages=own)
+            leader = Sequence(i, 0, 0, tuple(range(length)), key=0, max_new_tokens=1)
+            leader.pages = own
             chunks.append(Chunk(Prefill(leader, leader.context), start, length))
         attention = ChunkAttention(chunks, page, CPU)
         assert attention.positions.tolist() == [p for c in chunks for p in range(c.start, c.end)]

@@ -1,6 +1,8 @@
 """The batcher without an engine: whom it admits, preempts and ends, against the replica that plays it."""
 
+from array import array
 from collections import deque
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,7 +11,7 @@ from core import SampleId
 from engine.batcher import Batcher
 from engine.cpu import BatchedPages
 from engine.pages import Admission, Pages
-from engine.sequence import EngineStats, Sequence
+from engine.sequence import EngineStats, Parked, Sequence
 from policies.replica import Replica, Response
 from policies.step_times import FittedTimes
 
@@ -88,6 +90,37 @@ def test_a_hundredth_of_the_pages_stays_free_once_somebody_is_in() -> None:
         return len([*rule.admit(waiting, num_admitted, num_pages - taken, lambda s: None, lambda s: None)])
 
     assert admitted(400, 0, 0) == 396 and admitted(400, 300, 5) == 96 and admitted(99, 0, 0) == 99
+
+
+@pytest.mark.parametrize("kind", [Pages, BatchedPages])
+def test_parked_pages_go_before_anybody_waits_or_is_preempted(kind: type[Pages]) -> None:
+    batcher = make_batcher(kind(7, PAGE), rows=4, longest=7)
+
+    def parked(index: int, drawn: int) -> Sequence:
+        sequence = Sequence(index, 0, 0, (index,) * 9, index, 60)
+        batcher.waiting.append(sequence)
+        while sequence.row < 0 or batcher.num_drawn(sequence) < drawn:
+            step(batcher)
+        batcher.park(sequence, Parked(sequence.prompt_ids, array("i", [7] * drawn)))
+        batcher.remove([sequence])
+        return replace(sequence, token_ids=array("i", [7] * drawn + [8] * 9), logprobs=[0.0] * (drawn + 9))
+
+    first, second, third = parked(0, 2), parked(1, 3), parked(2, 4)
+    assert [*batcher.parked] == [first.id, second.id, third.id] and batcher.pages.used == 6
+    batcher.waiting.append(second)  # it has two pages and needs three
+    step(batcher)
+    assert [*batcher.parked] == [first.id, third.id] and batcher.pages.used == 7 and batcher.running == [second]
+    assert batcher.stats.resumed_tokens == 9 + 3 - 1
+    newcomer = Sequence(3, 0, 0, (3,) * 9, 3, 60)
+    batcher.waiting.append(newcomer)
+    step(batcher)
+    assert [*batcher.parked] == [third.id] and batcher.running == [second, newcomer], "parked longest, gone first"
+    while batcher.parked:
+        step(batcher)
+    assert len(batcher.running) == 2 and not batcher.stats.preemptions and batcher.pages.used == 6
+    batcher.waiting.append(first)
+    step(batcher)
+    assert batcher.stats.resumed_tokens == 11 and batcher.stats.recomputed_tokens == 0, "it waits"
 
 
 def test_chunks_fill_a_step_beside_the_rows_and_contexts_go_on_first() -> None:

@@ -1,10 +1,13 @@
-"""Several turns in a response: exactly the sampled tokens are trained, under the log-probs that they were drawn with."""
+"""Several turns in a response: exactly the sampled tokens are trained, with the log-probs of their draws."""
 
+import copy
 import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,16 +16,19 @@ from conftest import FusedEngine
 from test_rollout import full_logits, make_engine, make_sequences
 from test_trainer import assert_same_gradient, gradient, make_trainer
 
-from checkpoint import load_tokenizer
+import parallel
+from checkpoint import load_model, load_tokenizer
 from core import Example, Prompt, Sample, SampleId, Span, turns_of, with_span
+from engine.cpu import BatchedPages
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import continued
 from learning import examples_of
 from loss import LOSSES, LossConfig
 from model import Model
 from overlap.endless import _packed, _unpacked
-from rollout import Engine
-from sampling import SamplingConfig, sample, uniforms
+from parallel import TensorParallel, World
+from rollout import Engine, RolloutConfig
+from sampling import SamplingConfig, sample, score, uniforms
 from trainer import join
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
@@ -51,14 +57,19 @@ def play(
     sequences: Iterable[EngineSequence],
     replies: Replies = reply_to,
     disturb: Callable[[Engine], None] = lambda engine: None,
+    delays: Callable[[], int] = lambda: 0,
 ) -> dict[SampleId, Sample]:
-    """Return the transcripts of episodes. A reply that is empty, or does not fit, ends one."""
+    """Return the transcripts of episodes. A reply that is empty, or does not fit, ends one. Replies may come late."""
     episodes = {s.id: s for s in sequences}
     for s in episodes.values():
         engine.add(s)
     done: dict[SampleId, Sample] = {}
+    ready, steps = list[tuple[int, Sample]](), 0
     while len(done) < len(episodes):
-        for turn in engine.step():
+        steps += 1
+        ready += [(steps + delays(), turn) for turn in engine.step()]
+        now, ready = [turn for due, turn in ready if due <= steps], [(due, t) for due, t in ready if due > steps]
+        for turn in now:
             reply = replies(turn.id, len(turns_of(turn.spans)))
             episode = episodes[turn.id]
             fits = len(turn.token_ids) + len(reply) < episode.max_new_tokens
@@ -69,7 +80,7 @@ def play(
                 episodes[turn.id] = continued(episode, turn, reply)
                 engine.add(episodes[turn.id])
         disturb(engine)
-    assert engine.is_idle and engine.pages.used == 0
+    assert engine.is_idle and engine.pages.used == 0 and not engine.batcher.parked
     return done
 
 
@@ -81,14 +92,14 @@ def make(model: Model, kind: type[Engine] = Engine, eos: Iterable[int] = ENDS, *
     return make_engine(model, eos=eos, kind=kind, max_response_tokens=LIMIT, **settings)
 
 
-def check_exact(model: Model, s: EngineSequence, done: Sample, replies: Replies = reply_to) -> None:
+def check_exact(model: Model, s: EngineSequence, done: Sample, opening: Sequence[int] = ()) -> None:
     """Every sampled token is the one that a forward over all before it draws; the others are the replies."""
     count, first = len(done.token_ids), len(s.prompt_ids)
     logits = full_logits(model, [*s.prompt_ids, *done.token_ids])[first - 1 : -1]
     drawn, logprobs = sample(logits, uniforms(torch.full([count], s.key), torch.arange(count)), SamplingConfig())
     end = 0
     for i, turn in enumerate(turns_of(done.spans)):
-        assert [*done.token_ids[end : turn.start]] == ([] if i == 0 else [*replies(done.id, i)])
+        assert [*done.token_ids[end : turn.start]] == [*(reply_to(done.id, i) if i else opening)]
         assert [*done.logprobs[end : turn.start]] == [0.0] * (turn.start - end)
         assert [*done.token_ids[turn.start : turn.stop]] == drawn[turn.start : turn.stop].tolist()
         own = torch.tensor(done.logprobs[turn.start : turn.stop])
@@ -122,17 +133,25 @@ def test_the_newest_turn_of_a_sequence_begins_behind_the_given_tokens() -> None:
 
 
 @kinds
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("num_pages, step_tokens", [(2000, 1000), (48, 16)])
 def test_every_sampled_token_is_drawn_from_the_whole_transcript_before_it(
-    model: Model, kind: type[Engine], num_pages: int, step_tokens: int
+    model: Model, kind: type[Engine], num_pages: int, step_tokens: int, keeps: bool
 ) -> None:
-    engine, episodes = make(model, kind, num_pages=num_pages, step_tokens=step_tokens), make_episodes()
+    engine = make(model, kind, num_pages=num_pages, step_tokens=step_tokens)
+    episodes = make_episodes(has_turns=keeps)
     done = play(engine, episodes)
     for s in episodes:
         check_exact(model, s, done[s.id])
-    assert {"stop", "length"} <= {d.finish_reason for d in done.values()} or num_pages > 1000
+    stats = engine.stats
     assert max(len(turns_of(d.spans)) for d in done.values()) > 3, "too quiet to show anything"
-    assert num_pages > 1000 or engine.stats.preemptions > 3
+    assert num_pages > 1000 or stats.preemptions > 3
+    if num_pages > 1000:
+        turns = [(s, turn) for s in episodes for turn in turns_of(done[s.id].spans)[:-1]]
+        known = sum(len(s.prompt_ids) + turn.stop - 1 for s, turn in turns)
+        assert (stats.resumed_tokens, stats.recomputed_tokens) == ((known, 0) if keeps else (0, known))
+        contexts = sum(len(s.prompt_ids) + len(done[s.id].token_ids) for s in episodes)
+        assert stats.prefilled_tokens + stats.decoded_tokens == contexts + stats.recomputed_tokens - len(episodes)
 
 
 @kinds
@@ -144,8 +163,7 @@ def test_a_sequence_carries_its_given_tokens_wherever_it_goes(model: Model, kind
         live = [*engine.batcher.live_tokens()]
         for s in engine.export(rng.sample(live, rng.randint(0, len(live)))):
             _, tokens, logprobs, spans = _unpacked(*_packed(s))
-            fresh = replace(by_id[s.id], token_ids=(), logprobs=(), spans=(), is_taken=False)
-            packed = replace(fresh, token_ids=tokens, logprobs=logprobs, spans=spans)
+            packed = replace(by_id[s.id], token_ids=tokens, logprobs=logprobs, spans=spans)
             engine.add(rng.choice([packed, pickle.loads(pickle.dumps(s))]))
 
     episodes = make_episodes(max_turn_tokens=20)
@@ -157,6 +175,123 @@ def test_a_sequence_carries_its_given_tokens_wherever_it_goes(model: Model, kind
     }
     for s in episodes:
         check_exact(model, s, done[s.id])
+
+
+@kinds
+@pytest.mark.parametrize("page_size", [1, 4, 8])
+def test_a_transcript_may_be_parked_at_every_token(model: Model, kind: type[Engine], page_size: int) -> None:
+    """Each token ends a turn; replies have 1 to 3 tokens, and come late."""
+    rng, episodes = Random(page_size), make_episodes(has_turns=True)
+    engine = make(model, kind, eos=range(258), page_size=page_size)
+
+    def check_pages(engine: Engine) -> None:
+        parked = engine.batcher.parked.values()
+        held = {page for s in engine.batcher.admitted for page in s.pages}
+        if isinstance(engine.pages, BatchedPages):
+            assert held == {*range(engine.pages.dense)}, "a step reads these: parked pages are elsewhere"
+            assert engine.pages.used == len(held) + sum(len(p.pages) for p in parked)
+        else:
+            assert engine.pages.used == len(held | {page for p in parked for page in p.pages})
+        seen.append(len(parked))
+
+    def replies(id: SampleId, turn: int) -> list[int]:
+        return [turn] * (1 + turn % 3) if turn < 25 else []
+
+    seen: list[int] = []
+    done = play(engine, episodes, replies, check_pages, lambda: rng.randrange(5))
+    expected = play(make(model, kind, eos=range(258)), make_episodes(), replies)
+    for id, d in done.items():
+        assert len(turns_of(d.spans)) == 25 and (d.token_ids, d.spans) == (expected[id].token_ids, expected[id].spans)
+        assert [*d.logprobs] == pytest.approx([*expected[id].logprobs], abs=1e-5)
+    assert max(seen) > 3 and engine.stats.recomputed_tokens == 0 < engine.stats.resumed_tokens
+
+
+@kinds
+@pytest.mark.parametrize("flight", ["recompute", "keep"])
+def test_new_weights_read_no_parked_pages(model: Model, kind: type[Engine], flight: str) -> None:
+    """Between two turns, and in the middle of others, weights change: each span has the log-probs of its weights."""
+    newer = copy.deepcopy(model)
+    for weight in newer.parameters():
+        weight.data.add_(torch.randn_like(weight), alpha=0.02)
+    old, rng, steps = copy.deepcopy(model), Random(0), count(1)
+    engine, episodes = make(model, kind), make_episodes(has_turns=True)
+
+    def disturb(engine: Engine) -> None:
+        if next(steps) != 20:
+            return
+        parked.append(len(engine.batcher.parked))
+        if flight == "recompute":
+            moved = engine.export(engine.batcher.live_tokens())
+            engine.land()
+            engine.load_weights(newer, 1)
+            for s in moved:
+                engine.add(s)
+        else:
+            for weight, new in zip(model.parameters(), newer.parameters(), strict=True):
+                weight.data.copy_(new)
+            engine.change_weights(1)
+            assert not engine.batcher.parked
+            mixed.update(s.id for s in engine.batcher.running)
+
+    parked, mixed = list[int](), set[SampleId]()
+    done = play(engine, episodes, disturb=disturb, delays=lambda: rng.randrange(8))
+    assert parked[0] > 1
+    versions = set()
+    for s in episodes:
+        d, first = done[s.id], len(s.prompt_ids)
+        tokens = [*s.prompt_ids, *d.token_ids]
+        for version, weights in enumerate((old, newer)):
+            logprobs = score(full_logits(weights, tokens)[first - 1 : -1], torch.tensor(d.token_ids), SamplingConfig())[
+                0
+            ]
+            for turn in turns_of(d.spans):
+                spans = [span for span in d.spans if span.start in turn]
+                if d.id in mixed and {span.version for span in spans} == {0, 1}:
+                    continue  # its KV is of both
+                for span in (span for span in spans if span.version == version):
+                    versions.add(version)
+                    own = torch.tensor(d.logprobs[span.start : span.end])
+                    torch.testing.assert_close(own, logprobs[span.start : span.end], rtol=0, atol=1e-4)
+    assert versions == {0, 1}
+
+
+@kinds
+def test_pages_of_another_transcript_are_not_resumed(model: Model, kind: type[Engine]) -> None:
+    """A sample that is launched again has the name of the one that was parked."""
+    engine, [s] = make(model, kind), make_episodes(1, has_turns=True)
+    engine.add(s)
+    while not (turns := engine.step()):
+        pass
+    [turn] = turns
+    other = continued(s, replace(turn, token_ids=[t ^ 1 for t in turn.token_ids]), [5])
+    assert engine.batcher.parked.keys() == {s.id}
+    for again in (other, replace(s, token_ids=(), logprobs=(), spans=())):
+        engine.add(again)
+        engine.step()
+        assert not engine.batcher.parked and engine.stats.resumed_tokens == 0
+        engine.abort([s.id])
+    assert engine.pages.used == 0
+
+
+def play_together(world: World, folder: Path) -> None:
+    model = load_model(folder, torch.device("cpu"), torch.float32)
+    for kind in (Engine, FusedEngine):
+        alone = play(make(model, kind), make_episodes())
+        tp = TensorParallel(world, 2)
+        config = RolloutConfig(24, LIMIT, max_running=16, page_size=4, kv_gib=0.0006, tensor_parallel=2)
+        engine, rng = kind(model, config, SamplingConfig(), ENDS, parallel=tp), Random(0)
+        done = play(engine, make_episodes(has_turns=True), delays=lambda: rng.randrange(6))  # noqa: B023
+        for id, d in done.items():
+            assert (d.token_ids, d.spans) == (alone[id].token_ids, alone[id].spans)
+            assert [*d.logprobs] == pytest.approx([*alone[id].logprobs], abs=1e-4)
+        stats = engine.stats if tp.rank == 0 else engine.batcher.stats
+        assert (
+            stats.resumed_tokens and parallel.gather_objects(world, stats.resumed_tokens) == [stats.resumed_tokens] * 2
+        )
+
+
+def test_ranks_of_a_replica_park_and_resume_alike(run_ranks, tiny_folder: Path) -> None:
+    run_ranks(2, play_together, tiny_folder)
 
 
 @kinds
@@ -179,29 +314,29 @@ def test_a_reply_may_come_before_the_first_turn(model: Model, kind: type[Engine]
     opened = [continued(s, s, [7, 8, 9]) for s in episodes]
     done = play(make(model, kind), opened)
     for s in episodes:
-        check_exact(model, s, done[s.id], lambda id, turn: reply_to(id, turn) if turn else [7, 8, 9])
+        check_exact(model, s, done[s.id], [7, 8, 9])
         assert done[s.id].spans[0].start == 3
 
 
 @kinds
 def test_a_stop_text_is_looked_for_in_the_turn_only(model: Model, tiny_folder, kind: type[Engine]) -> None:
-    """Replies end with the stop text, or with its first half; the second half begins no turn's end."""
+    """Each reply ends with a stop text: a turn that looked behind its start would end at once."""
     engine, tokenizer = make(model, kind, eos=[999]), load_tokenizer(tiny_folder)
     engine.tokenizer = engine.flights.tokenizer = tokenizer
-    alone = play(engine, make_episodes(1))
-    [letter] = {tokenizer.decode([alone[SampleId(0, 0, 0)].token_ids[5]])}  # ends the first turn
-    [id] = tokenizer.encode(letter, add_special_tokens=False)
-    episodes = make_episodes(6, stop=(letter,), max_turn_tokens=30)
-    done = play(engine, episodes, lambda *turn: [*reply_to(*turn), id] if reply_to(*turn) else [])
-    turns = [(d, turn) for d in done.values() for turn in turns_of(d.spans)]
-    assert len(turns) > 8 and min(len(turn) for _, turn in turns) > 0
-    for d, turn in turns:
-        places = [i for i in turn if d.token_ids[i] == id]
-        assert places in ([], [turn[-1]]), "a turn ends where its first stop text does"
-    ends = [d.token_ids[turn[-1]] == id for d, turn in turns]
-    assert sum(ends) > 4 and all(d.token_ids[turn[-1]] == id for d, turn in turns if turn.stop < len(d.token_ids)), (
-        "turns before the last end with the stop text"
-    )
+    ids = [*range(40, 90, 3)]
+    stop = tuple(tokenizer.decode([id]) for id in ids)
+    assert [tokenizer.encode(text, add_special_tokens=False) for text in stop] == [[id] for id in ids]
+    episodes = make_episodes(6, stop=stop, max_turn_tokens=30)
+    done = play(engine, episodes, lambda *turn: [*reply_to(*turn), ids[0]] if reply_to(*turn) else [])
+    turns = [
+        (d.token_ids[turn.start : turn.stop], turn.stop == len(d.token_ids))
+        for d in done.values()
+        for turn in turns_of(d.spans)
+    ]
+    assert len(turns) > 12 and sum(len(tokens) > 1 for tokens, _ in turns) > 6
+    for tokens, is_last in turns:
+        assert not {*tokens[:-1]} & {*ids}, "a turn ends where its first stop text does"
+        assert tokens[-1] in ids or is_last
 
 
 def test_a_reply_that_is_empty_is_a_bug(model: Model) -> None:
