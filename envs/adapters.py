@@ -39,9 +39,10 @@ def from_gym(make: Callable) -> Environment:
 def tools(*functions: Callable, answer: Grader) -> Environment:
     """Return an environment in which a turn calls a function, as <name>arguments</name>, and reads the result.
 
-    The arguments are the text of the only parameter, or JSON: a list, or an object of names. The model first reads each
-    function's signature and docstring. A turn without a call is the answer, which `answer` grades, as a grader does a
-    response. A call that fails gets its error as text; the third in a row ends the episode with a reward of 0.
+    The arguments are the text of the only parameter, or JSON: a list, or an object of names. Calls of chat models,
+    <tool_call>{"name": .., "arguments": {..}}</tool_call>, are read too. The model first reads the signature and the
+    docstring of each function. A turn without a call is the answer, which `answer` grades, as a grader does a response.
+    A call that fails gets its error as text; the third in a row ends the episode with a reward of 0.
     """
     by_name = {function.__name__: function for function in functions}
     usage = [f"<{name}>..</{name}>: {name}{inspect.signature(f)}: {inspect.getdoc(f)}" for name, f in by_name.items()]
@@ -66,15 +67,17 @@ def tools(*functions: Callable, answer: Grader) -> Environment:
 
 def _result(by_name: dict[str, Callable], name: str, text: str) -> str:
     """Return the result of a call. Raises an error that says how to call."""
+    is_chat = name == "tool_call"
+    if is_chat:
+        call = json.loads(text)
+        name, values = call["name"], call["arguments"]
     if name not in by_name:
         raise NameError(f"there is no {name}, only {', '.join(by_name)}")
-    function = by_name[name]
-    signature = inspect.signature(function)
-    if len(signature.parameters) == 1:
-        return str(function(text))
+    signature = inspect.signature(by_name[name])
     try:
-        values = json.loads(text)
+        if not is_chat:
+            values = [text] if len(signature.parameters) == 1 else json.loads(text)
         bound = signature.bind(**values) if isinstance(values, dict) else signature.bind(*values)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"write <{name}>[..]</{name}> with the JSON of {signature} ({error})") from None
-    return str(function(*bound.args, **bound.kwargs))
+        raise ValueError(f"the arguments are not the JSON of {signature} ({error})") from None
+    return str(by_name[name](*bound.args, **bound.kwargs))

@@ -13,7 +13,7 @@ import parallel
 from config import ConfigError
 from metrics import Clock
 from parallel import World
-from rewards.pool import GraderError
+from process.workers import WorkerError
 from trainer import NonFiniteError
 
 
@@ -83,7 +83,7 @@ def _explain(error: BaseException, clock: Clock) -> int:
     """Say why the work has failed; return the exit code."""
     if isinstance(error, ConfigError):
         return refuse(error)
-    if isinstance(error, NonFiniteError | GraderError):
+    if isinstance(error, NonFiniteError | WorkerError):
         return _fail(str(error), code=1)
     stage = clock.failed_in or "start"
     place = f"{stage} of step {clock.step}"

@@ -6,45 +6,34 @@ always return at once run in this process, and graders with an address are asked
 run in a sandbox of their own below a worker.
 """
 
-import contextlib
 import itertools
 import json
 import os
 import queue
-import resource
-import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
-from typing import IO, Any
 
 from config import ConfigError
 from core import Prompt, Reward
+from process.workers import Closing, Failure, Worker, WorkerError
 from reward import Graded, RewardConfig, by_grader
 from rewards import remote, sandbox
 from rewards.graders import GRADERS, INLINE, check_grader, grade
 from rewards.gradings import Grading, GradingQueue, PoolStats
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
 
-KEEPER_SECONDS = 10.0  # the longest wait for a worker's keeper to end all processes below it
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 Result = tuple[Grading, CasePlan | None, Reward, bool]  # True: the worker or service failed
-
-
-class GraderError(RuntimeError):
-    """A grader or its workers fail again and again: the run cannot go on."""
 
 
 class RewardPool:
     """Grades in the background: `submit` waits only for a full queue, `poll` and `drain` return rewards in any order.
 
     For one caller thread. A grading that fails is a Reward of 0 with the cause in `error`. Only workers that cannot
-    be started, and a grader that fails `max_failures` times in a row, raise (GraderError, from `poll` and `drain`).
+    be started, and a grader that fails `max_failures` times in a row, raise (WorkerError, from `poll` and `drain`).
     Raises ConfigError for an impossible name.
     """
 
@@ -63,9 +52,9 @@ class RewardPool:
         self._closing = threading.Event()
         services = set(filter(remote.is_address, self._tasks))
         programs = sorted(self._tasks - INLINE - services)
-        servers: list[tuple[GradingQueue, _Worker | _Client]] = []
+        servers: list[tuple[GradingQueue, _Grader | _Client]] = []
         for _ in range(config.num_workers if programs else 0):
-            servers.append((self._queue, _Worker(config, programs, self._closing)))
+            servers.append((self._queue, _Grader(config, programs, self._closing)))
         for _ in range(config.remote_concurrency if services else 0):
             servers.append((self._remote_queue, _Client(config, self._closing)))
         # The thread of a worker feeds it and watches the time while the trainer computes.
@@ -169,13 +158,13 @@ class RewardPool:
         return graded
 
     def _count(self, grading: Grading, reward: Reward, failed: bool) -> None:
-        """Add a grading to the statistics. Raises GraderError at the last of `max_failures` failures in a row."""
+        """Add a grading to the statistics. Raises WorkerError at the last of `max_failures` failures in a row."""
         latency = time.perf_counter() - grading.submitted
         cause = Counter([reward.error.partition(":")[0]] if reward.error else [])
         self._stats.add(PoolStats(1, reward.seconds, latency, latency, replaced=int(failed), causes=cause))
         self._failures[grading.task] = self._failures[grading.task] + 1 if failed else 0
         if failed and self._failures[grading.task] == self._config.max_failures:
-            error = GraderError(
+            error = WorkerError(
                 f"grader {grading.task} failed {self._config.max_failures} times in a row, the last time: "
                 f"{reward.error}; correct the grader or raise reward.timeout_seconds; with reward.max_failures = 0 "
                 "the run goes on"
@@ -183,136 +172,38 @@ class RewardPool:
             self._results.put(error)
             raise error
 
-    def _serve(self, waiting: GradingQueue, worker: "_Worker | _Client") -> None:
+    def _serve(self, waiting: GradingQueue, server: "_Grader | _Client") -> None:
         """Body of a thread: every grading that it takes ends in one result."""
         try:
             while (grading := waiting.get()) is not None:
                 grading, plan = self._with_limits(grading)
-                self._results.put((grading, plan, *worker.grade(grading)))
+                self._results.put((grading, plan, *server.grade(grading)))
                 waiting.done(grading)
-        except _Closing:
+        except Closing:
             pass
         except Exception as error:
             self._results.put(error)
             waiting.close()  # else `submit` could wait for room for ever
         finally:
-            worker.kill()
+            server.kill()
 
 
-class _Closing(Exception):
-    """The pool is being closed: nobody waits for the answer."""
-
-
-class _Failure(Exception):
-    """The worker hung, died or sent no valid reply; the text says which."""
-
-
-class _Worker:
-    """Keeps a worker process going. For one thread: the process also dies with the thread that started it."""
+class _Grader:
+    """Has a worker process grade."""
 
     def __init__(self, config: RewardConfig, tasks: list[str], closing: threading.Event):
-        self._config, self._tasks, self._closing = config, tasks, closing
-        self._process: subprocess.Popen[bytes] | None = None
+        self.worker = Worker(WORKER, tasks, config.worker_gib, config.startup_seconds, closing)
 
     def grade(self, grading: Grading) -> tuple[Reward, bool]:
-        """Return the reward, and whether the worker failed. Raises GraderError if no worker can be started."""
-        # A quiet pipe reads None. Otherwise the process died, or wrote, after its last reply.
-        if self._process is None or self._pipes()[1].read(1) is not None:
-            self.start()
+        """Return the reward, and whether the worker failed. Raises WorkerError if no worker can be started."""
         start = time.perf_counter()
         try:
-            message = json.dumps([grading.id, grading.task, *grading.request]).encode() + b"\n"
-            reward = self._exchange(grading.id, message, grading.seconds)
-            if self._is_too_large():
-                self.kill()  # it leaks, but this reward is good
-            return reward, False
-        except _Failure as failure:
-            self.kill()
+            return self.worker.ask(Reward, (grading.task, *grading.request), grading.seconds), False
+        except Failure as failure:
             return Reward(0.0, time.perf_counter() - start, str(failure)), True
 
-    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Return the process's stdin and stdout."""
-        assert self._process and self._process.stdin and self._process.stdout, "`start` makes it with both pipes"
-        return self._process.stdin, self._process.stdout
-
-    def _is_too_large(self) -> bool:
-        assert self._process, "only a worker that runs has a size"
-        try:
-            keeper = self._process.pid
-            with open(f"/proc/{keeper}/task/{keeper}/children", "rb") as file:
-                worker = int(file.read().split()[0])  # its eldest
-            with open(f"/proc/{worker}/statm", "rb") as file:
-                return int(file.read().split()[1]) * resource.getpagesize() > self._config.worker_gib * 2**30
-        except (OSError, IndexError):  # it is dying, or this is no Linux
-            return False
-
-    def kill(self) -> int:
-        """End the process and everything below it; return its exit code."""
-        if self._process is None:
-            return 0
-        # On Linux its keeper ends everything below it (rewards/worker.py).
-        signals = [signal.SIGTERM, signal.SIGKILL] if sys.platform == "linux" else [signal.SIGKILL]
-        with self._process as process:  # closes the pipes and reaps
-            while process.returncode is None and signals:
-                # Permission: macOS, when only a zombie is left.
-                with contextlib.suppress(PermissionError, ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, signals.pop(0))
-                    process.wait(KEEPER_SECONDS)
-        self._process = None
-        return process.returncode
-
-    def start(self, attempts: int = 3) -> None:
-        """Start a fresh process that loads all graders. Raises GraderError if `attempts` fail."""
-        command = [sys.executable, "-u", WORKER, *self._tasks]
-        env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
-        options: dict[str, Any] = dict(bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        for _ in range(attempts):
-            self.kill()
-            try:
-                self._process = subprocess.Popen(command, env=env, **options)
-                for end in self._pipes():
-                    os.set_blocking(end.fileno(), False)
-                error = self._exchange(0, b"", self._config.startup_seconds).error
-            except (_Failure, OSError) as failure:
-                error = str(failure)
-            if not error:
-                return
-        times = f" {attempts} times" if attempts > 1 else ""
-        raise GraderError(f"a reward worker for {', '.join(self._tasks)} failed to start{times}: {error}")
-
-    def _exchange(self, id: int, message: bytes, seconds: float) -> Reward:
-        """Send a line and return the reply to it. Raises _Failure unless that comes within `seconds`."""
-        deadline = time.perf_counter() + seconds
-        stdin, stdout = self._pipes()
-        reply = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            if message:
-                selector.register(stdin, selectors.EVENT_WRITE)
-            while not reply.endswith(b"\n") and len(reply) < 2**20:  # ours are far smaller
-                left = deadline - time.perf_counter()
-                ready = [key.fileobj for key, _ in selector.select(min(max(left, 0.0), 0.1))]
-                if self._closing.is_set():  # seen within 0.1 s
-                    raise _Closing
-                if stdout in ready:  # ahead of the deadline: where this thread was late, the worker was not
-                    chunk = stdout.read(65536)
-                    if not chunk:
-                        raise _Failure(f"the worker died (exit code {self.kill()})")
-                    reply += chunk
-                elif left <= 0:
-                    raise _Failure(f"the worker did not finish within {seconds:g} s")
-                elif self._is_too_large():
-                    raise _Failure(f"the worker took over {self._config.worker_gib:g} GiB of memory")
-                elif stdin in ready:
-                    with contextlib.suppress(BrokenPipeError):  # it is dying: stdout ends next
-                        message = message[stdin.write(message) or 0 :]
-                    if not message:
-                        selector.unregister(stdin)
-        with contextlib.suppress(ValueError, TypeError):
-            replied, *fields = json.loads(reply)
-            if replied == id:
-                return Reward(*fields)
-        raise _Failure(f"the worker wrote {reply[:80]!r} instead of a reply")
+    def kill(self) -> None:
+        self.worker.kill()
 
 
 class _Client:
@@ -346,15 +237,15 @@ def try_graders(config: RewardConfig, rows: Mapping[str, Prompt]) -> None:
         except sandbox.SandboxError as error:
             raise ConfigError(f"grader 'code': {error}") from None
     for name in sorted(name for name in rows.keys() - GRADERS.keys() if not remote.is_address(name)):
-        worker = _Worker(config, [name], threading.Event())
+        grader = _Grader(config, [name], threading.Event())
         try:
-            worker.start(attempts=1)
+            grader.worker.start(attempts=1)
             row = rows[name]
-            reward, _ = worker.grade(Grading(1, name, (row.answer, row.answer, row.extra), config.timeout_seconds))
-        except GraderError as error:
+            reward, _ = grader.grade(Grading(1, name, (row.answer, row.answer, row.extra), config.timeout_seconds))
+        except WorkerError as error:
             raise ConfigError(" ".join(str(error).split())) from None
         finally:
-            worker.kill()
+            grader.kill()
         if reward.error:
             said = " ".join(reward.error.split())
             raise ConfigError(f"{row.where}: grader {name!r} fails on the row's own answer: {said}; correct it")

@@ -1,97 +1,30 @@
-"""A worker process of `rewards.pool.RewardPool`: reads requests and writes rewards, one line of JSON each."""
+"""A worker process of `rewards.pool.RewardPool`: it is asked for rewards."""
 
-import contextlib
-import json
 import os
-import resource
-import signal
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import astuple
 
 sys.path[0] = os.path.dirname(sys.path[0])  # not rewards/, where Python starts this file
-from core import Reward
-from rewards import box, leftovers, sandbox, user_files, walls
+from process import serving
+from rewards import user_files
 from rewards.graders import WARM_UP, grade, resolve_grader
 
 
-def keep_worker() -> None:
-    """Go on in a child, the worker. This process stays as its keeper: when worker or pool ends, it ends all others.
+def load(tasks: list[str]) -> Callable[[str, str, str, dict], tuple]:
+    """Return the function that grades. Raises ConfigError for a task without a grader."""
+    graders, folders = {}, {}
+    for task in tasks:
+        graders[task], folders[task] = resolve_grader(task), user_files.entered
+        if task in WARM_UP:
+            WARM_UP[task]()
 
-    Graders may start processes, in sessions of their own too; orphans among them become the keeper's children.
-    """
-    keeper, prctl, signals = os.getpid(), walls.LIBC.prctl, {signal.SIGTERM, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    prctl(box.PARENT_DEATH, signal.SIGTERM)
-    prctl(box.SUBREAPER, 1)
-    worker = os.fork()
-    if not worker:
-        os.setpgid(0, 0)
-        prctl(box.PARENT_DEATH, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        if os.getppid() != keeper:
-            os._exit(1)
-        return
-    os.closerange(0, 3)  # the trainer's ends of the pipes must see the worker's death
-    status = None
-    while status is None:
-        if signal.sigwait(signals) == signal.SIGTERM:
-            os.kill(worker, signal.SIGKILL)
-        while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            status = ended[1] if ended[0] == worker else None
-    end_all()
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # die of the same signal
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
-        os.kill(keeper, -code)
-    os._exit(code)
-
-
-def end_all() -> None:
-    """Kill and reap all processes below this one, except keepers of sandboxes, which end and clean up by themselves.
-
-    Keepers that only remove files are not waited for: that may take long.
-    """
-    while live := leftovers.descendants(os.getpid()).keys():
-        spared = set(filter(sandbox.is_keeper, live))
-        if live == spared:
-            return
-        for pid in live - spared.union(*map(leftovers.descendants, spared)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-
-
-def work(tasks: list[str]) -> None:
-    """Load the graders, report success or the error, then grade until the requests end."""
-    if sys.platform == "linux":
-        keep_worker()
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    # Graders read an empty stdin and print to stderr, so that they cannot break into the exchange.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-
-    def reply(id: int, reward: Reward) -> None:
-        try:
-            os.write(replies, json.dumps([id, *astuple(reward)]).encode() + b"\n")
-        except BrokenPipeError:  # the parent was killed before `keep_worker` asked for its death signal
-            sys.exit(1)
-
-    graders, folders, error = {}, {}, ""
-    try:
-        for task in tasks:
-            graders[task], folders[task] = resolve_grader(task), user_files.entered
-            if task in WARM_UP:
-                WARM_UP[task]()
-    except (Exception, SystemExit) as raised:
-        error = f"{type(raised).__name__}: {raised}"[:500]
-    reply(0, Reward(0.0, error=error))
-    for line in requests:
-        id, task, response, answer, row = json.loads(line)
+    def graded(task: str, response: str, answer: str, row: dict) -> tuple:
         user_files.enter(folders[task])
-        reply(id, grade(graders[task], response, answer, row))
+        return astuple(grade(graders[task], response, answer, row))
+
+    return graded
 
 
 if __name__ == "__main__":
-    work(sys.argv[1:])
+    serving.serve(lambda: load(sys.argv[1:]))

@@ -1,31 +1,25 @@
 """Environments: what an episode is, what a bad environment costs, adapters, the built-in games, the player."""
 
 import json
-from collections.abc import Callable
-from random import Random
+import sys
+from collections.abc import Callable, Iterator
 from statistics import mean
 
 import pytest
 from conftest import ROOT
 
-import environments
 from core import Environment, Reply
 from environments import EnvConfig, Episode, EpisodeError, reply_tokens, resolve
 from envs.adapters import from_gym, tools
 from envs.games import ENVIRONMENTS, Player
+from envs.player import main, played, transcript, write_anything
+from rewards import user_files
 from rewards.graders import exact_match
 from tasks import is_held_out
 from warm_start import byte_tokenizer
 
 MAX_TURNS = EnvConfig.max_turns
 EVERY = pytest.mark.parametrize("name", ENVIRONMENTS)
-
-
-def played(environment: Environment, row: dict, player: Player, seed: int = 0, max_turns: int = MAX_TURNS) -> Episode:
-    episode, rng = Episode(environment, row, seed, max_turns), Random(seed)
-    while not episode.end:
-        episode.act(player(row, episode.texts, episode.actions, rng))
-    return episode
 
 
 def after(environment: Environment, actions: str, row: dict | None = None, max_turns: int = MAX_TURNS) -> Episode:
@@ -97,16 +91,16 @@ def test_an_environment_that_is_ended_early_cleans_up() -> None:
 def test_replay_rebuilds_an_episode_in_the_middle_and_notices_a_difference() -> None:
     before = after(count, "12")
     again = Episode(count, {}, 0, MAX_TURNS)
-    again.catch_up(before.texts, before.actions, before.rewards)
+    again.catch_up(before)
     again.act("1")
     before.act("1")
     assert (again.texts, again.rewards, again.end) == (before.texts, before.rewards, before.end)
     with pytest.raises(EpisodeError, match="turn 0: a replay gives the text 'seed 1', and gave 'seed 0' before"):
-        Episode(count, {}, 1, MAX_TURNS).catch_up(before.texts, before.actions, before.rewards)
-    with pytest.raises(EpisodeError, match="gives the rewards"):
-        Episode(count, {"bonus": 1}, 0, MAX_TURNS).catch_up(before.texts, before.actions, before.rewards)
+        Episode(count, {}, 1, MAX_TURNS).catch_up(before)
+    with pytest.raises(EpisodeError, match="a replay gives rewards"):
+        Episode(count, {"bonus": 1}, 0, MAX_TURNS).catch_up(before)
     with pytest.raises(EpisodeError, match="turn 2: a replay gives the text None"):
-        Episode(count, {}, 0, 2).catch_up(before.texts, before.actions, before.rewards)
+        Episode(count, {}, 0, 2).catch_up(before)
 
 
 # ---- environments that misbehave ---------------------------------------------------------------------------------
@@ -267,9 +261,13 @@ def test_tools_are_called_and_their_errors_are_texts() -> None:
         "<power>[3]</power>": "9",
         '<power>{"base": 2, "exponent": 5}</power>': "32",
         "<search>6</search>": "NameError: there is no search, only calc, power",
-        "<power>3</power>": "ValueError: write <power>[..]</power> with the JSON of (base: int, exp",
+        "<power>3</power>": "ValueError: the arguments are not the JSON of (base: int, exponent: int = 2) -> int",
         "<calc>6*8</calc>": "48",
-        "<power>[1, 2, 3]</power>": "ValueError: write",
+        '<tool_call>{"name": "calc", "arguments": {"expression": "6*8"}}</tool_call>': "48",
+        '<tool_call>\n{"name": "power", "arguments": {"base": 2}}\n</tool_call>': "4",
+        '<tool_call>{"name": "calc"}</tool_call>': "KeyError: 'arguments'",
+        "<calc>6*9</calc>": "54",
+        "<power>[1, 2, 3]</power>": "ValueError: the arguments are not the JSON",
         "<calc>1/0</calc>": "ZeroDivisionError: division by zero",
     }
     episode = Episode(environment, {"answer": "42"}, 0, MAX_TURNS)
@@ -332,11 +330,23 @@ def test_games_hold_problems_out_and_repeat_themselves(name: str) -> None:
     for seed, n in enumerate(numbers[:: len(numbers) // 20]):
         row = game.row(n)
         assert row == game.row(n) == json.loads(json.dumps(row)) and row["prompt"] and isinstance(row["answer"], str)
-        for player in (*game.players.values(), game.sloppy(0.3), environments.write_anything):
+        for player in (*game.players.values(), game.sloppy(0.3), write_anything):
             episode = played(game.environment, row, player, seed)
             again = Episode(game.environment, row, seed, MAX_TURNS)
-            again.catch_up(episode.texts, episode.actions, episode.rewards)
+            again.catch_up(episode)
             assert again.end == episode.end
+
+
+@EVERY
+def test_a_transcript_for_a_warm_start_says_what_is_to_be_learned(name: str) -> None:
+    game = ENVIRONMENTS[name]
+    n = game.numbers()[7]
+    pieces = transcript(name, n, 3, 0.2)
+    episode, written = Episode(game.environment, game.row(n), 3, MAX_TURNS), [text for text, flag in pieces if flag]
+    for text in written:
+        episode.act(text)
+    assert episode.end and pieces == episode.transcript() == transcript(name, n, 3, 0.2)
+    assert len({str(transcript(name, n, seed, 0.5)) for seed in range(20)}) > 1
 
 
 def test_the_relay_has_a_long_tail_of_turns() -> None:
@@ -359,7 +369,7 @@ def test_the_relay_reads_what_it_must_and_no_more() -> None:
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch) -> Callable[[str], list[str]]:
+def own(tmp_path, monkeypatch) -> Iterator[Callable[[str], list[str]]]:
     """Write mine.py and rows into a working directory; give the command line that plays `mine.py:name`."""
     (tmp_path / "helper.py").write_text("LIMIT = 2")
     (tmp_path / "mine.py").write_text(
@@ -371,33 +381,35 @@ def own(tmp_path, monkeypatch) -> Callable[[str], list[str]]:
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Play!", "answer": "7"}\n' * 3)
     monkeypatch.chdir(tmp_path)
-    return lambda name: [f"mine.py:{name}", "--data=rows.jsonl"]
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    yield lambda name: [f"mine.py:{name}", "--data=rows.jsonl"]
+    user_files.enter("")
 
 
 def test_the_player_plays_with_a_person_a_script_and_at_random(own, capsys, monkeypatch) -> None:
-    assert environments.main([*own("fine"), "--by=mine.py:player"]) == 0
+    assert main([*own("fine"), "--by=mine.py:player"]) == 0
     lines = ["prompt  | Play!", "given   | a", "        | b", "turn 1  | my 1", "given   | a", "        | b"]
     assert capsys.readouterr().out.splitlines() == [*lines, "turn 2  | my 2", "reward 0.5 after 2 turns (stop)"]
     answers = iter(["50", "25"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
-    assert environments.main(["guess", "--env.max_turns=2"]) == 0
+    assert main(["guess", "--turns=2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("after 2 turns (turns)")
-    assert environments.main(["relay", "--by=expert", "--seed=1"]) == 0
+    assert main(["relay", "--by=expert", "--seed=1"]) == 0
     first = capsys.readouterr().out
-    assert environments.main(["relay", "--by=expert", "--seed=1"]) == 0
+    assert main(["relay", "--by=expert", "--seed=1"]) == 0
     assert capsys.readouterr().out == first and "reward 1 after" in first
 
 
 def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(own, capsys) -> None:
-    assert environments.main([*own("fine"), "--check"]) == 0
+    assert main([*own("fine"), "--check"]) == 0
     said = capsys.readouterr().out
     assert "mean 0.5, from 0.5 to 0.5" in said and "median 2, at most 2" in said and "fine      100 of 100" in said
-    assert environments.main([*own("fails"), "--check"]) == 1
+    assert main([*own("fails"), "--check"]) == 1
     said = capsys.readouterr().out
     assert (
         "fine      0 of 100" in said and "failed    100 x turn 1: KeyError: 'nothing'" in said and "mine.py:10" in said
     )
-    assert environments.main([*own("rolls"), "--check"]) == 1
+    assert main([*own("rolls"), "--check"]) == 1
     assert "a replay gives the text" in capsys.readouterr().out
 
 
@@ -411,12 +423,11 @@ def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(ow
         (["mine.py:fine", "--data=none.jsonl"], "cannot read this file"),
         (["guess", "--by=nobody"], "player 'nobody' is not built in; take one of human, random, expert"),
         (["guess", "--by=mine.py:nobody"], "define nobody(row, texts, actions, rng)"),
-        (["guess", "--env.max_turns=0"], "too small"),
-        (["guess", "--what"], "cannot read '--what'"),
+        (["guess", "--turns=0"], "too small"),
     ],
 )
 def test_a_mistake_gets_one_line(own, capsys, arguments: list[str], said: str) -> None:
-    assert environments.main(arguments) == 2
+    assert main(arguments) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
 
@@ -424,6 +435,7 @@ def test_a_mistake_gets_one_line(own, capsys, arguments: list[str], said: str) -
 def test_the_example_is_an_environment_and_the_tutorial_shows_it() -> None:
     path = ROOT / "examples" / "own_environment.py"
     retry = resolve(f"{path}:retry")
+    user_files.enter("")
     answers = ["1 2=2", "1=3", "4=7"]
     rewards = [
         played(retry, {"answer": answer}, lambda row, texts, *_: answers[len(texts) - 1]).reward for answer in "2378"

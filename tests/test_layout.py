@@ -20,10 +20,10 @@ SCRIPTS = ("benchmarks", "docs", "examples", "figures")
 FILES = [*ROOMS.values(), *(path for folder in (*SCRIPTS, "tests") for path in ROOT.glob(f"{folder}/*.py"))]
 OPTIONAL = {"wandb", "datasets"}  # imported when they are asked for, as is TRL, which a benchmark is named like
 NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "buffer", "engine.pages", "engine.batcher", "simulate"]
-NO_TORCH += ["data", "environments"]
+NO_TORCH += ["data", "environments", "process.serving", "process.workers"]
 NO_TORCH += [room for room in ROOMS if room.startswith(("envs.", "policies.", "simulation."))]
 NO_TORCH += [room for room in ROOMS if room.startswith("rewards.") and room not in ("rewards.judge", "rewards.offload")]
-NO_TORCH.remove("rewards.worker")  # a script
+NO_TORCH = [room for room in NO_TORCH if not room.endswith(".worker")]  # scripts
 LIMITS = {ast.ClassDef: 300, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}  # lines; a function fits a screen
 LONGER = {  # and why
     "trl.trl_worker": "runs where nothing of ours can be imported, so it is one function",

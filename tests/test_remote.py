@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from process.workers import WorkerError
 from reward import RewardConfig
 from rewards import remote
-from rewards.pool import GraderError, RewardPool
+from rewards.pool import RewardPool
 
 CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"
 
@@ -243,5 +244,5 @@ def test_a_service_that_is_down_costs_rewards_and_then_ends_the_run(service):
         assert reward.value == 0 and "status 404" in reward.error
         for i in range(2):
             pool.submit(i, service.address, "", "", {})
-        with pytest.raises(GraderError, match="failed 3 times in a row, the last time: .*status 404"):
+        with pytest.raises(WorkerError, match="failed 3 times in a row, the last time: .*status 404"):
             pool.drain()

@@ -18,10 +18,11 @@ import pytest
 import reward
 from config import ConfigError
 from core import Prompt, Reward
+from process.workers import WorkerError
 from reward import RewardConfig, overlong_penalty
 from rewards import graders, leftovers, user_files
 from rewards.graders import GRADERS, INLINE, check_grader, check_rewards, math_answer, resolve_grader
-from rewards.pool import WORKER, GraderError, RewardPool, try_graders
+from rewards.pool import WORKER, RewardPool, try_graders
 
 USER_GRADERS = (
     hostile.HEADLESS
@@ -584,7 +585,7 @@ def test_failures_in_a_row_on_one_grader_end_the_run(user, trouble):
         pool.submit(3, other, "a", "a", {"bonus": 0})  # another grader does not
         pool.submit(4, moody, trouble, "", {})
         for _ in range(2):
-            with pytest.raises(GraderError, match="moody failed 2 times in a row, the last time: the worker"):
+            with pytest.raises(WorkerError, match="moody failed 2 times in a row, the last time: the worker"):
                 pool.drain()
 
 
@@ -634,7 +635,7 @@ def test_a_full_queue_without_workers_does_not_wait_for_ever(user):
     with RewardPool(RewardConfig(max_queue=1), ["moody.py:good"]) as pool:
         for i in range(9):
             pool.submit(i, "moody.py:good", "", "", {})
-        with pytest.raises(GraderError, match="failed to start"):
+        with pytest.raises(WorkerError, match="failed to start"):
             pool.drain()
 
 

@@ -1,0 +1,145 @@
+"""Plays an environment without a model: `python environments.py FILE:NAME --by human`, 100 episodes with `--check`."""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from random import Random, SystemRandom
+from statistics import mean, median
+
+from config import ConfigError
+from core import Environment
+from data import DataConfig, read_jsonl
+from environments import EnvConfig, Episode, EpisodeError, resolve
+from envs.games import ENVIRONMENTS, Player
+from rewards import user_files
+
+
+def ask_human(row: dict, texts: Sequence[str], actions: Sequence[str], rng: Random) -> str:
+    return input(f"turn {len(texts):<3}| ")
+
+
+def write_anything(row: dict, texts: Sequence[str], actions: Sequence[str], rng: Random) -> str:
+    """Write a few characters, or now and then the row's answer: about as good as an untrained model."""
+    return (
+        row["answer"] if rng.random() < 0.1 else "".join(chr(rng.randrange(32, 127)) for _ in range(rng.randrange(9)))
+    )
+
+
+def player_named(name: str, environment: str) -> Player:
+    """Return a player for an environment. Raises ConfigError naming those that there are."""
+    players = {"human": ask_human, "random": write_anything}
+    if environment in ENVIRONMENTS:
+        game = ENVIRONMENTS[environment]
+        players |= game.players | {"sloppy": game.sloppy(0.04)}
+    if name in players:
+        return players[name]
+    user_files.check_name("player", name, players)
+    return user_files.load_function("player", name, "(row, texts, actions, rng)")
+
+
+def played(
+    environment: Environment, row: dict, player: Player, seed: int = 0, max_turns: int = EnvConfig.max_turns
+) -> Episode:
+    """Return an episode that the player has played to its end."""
+    episode, rng = Episode(environment, row, seed, max_turns), Random(seed)
+    while not episode.end:
+        episode.act(player(row, episode.texts, episode.actions, rng))
+    return episode
+
+
+def transcript(name: str, number: int, seed: int, slip: float) -> list[tuple[str, bool]]:
+    """Return the texts of a teacher who slips, each with whether it is to be learned: an example for a warm start."""
+    game = ENVIRONMENTS[name]
+    return played(game.environment, game.row(number), game.sloppy(slip), seed).transcript()
+
+
+def play(environment: Environment, row: dict, seed: int, max_turns: int, player: Player) -> None:
+    """Play an episode and print it."""
+
+    def say(label: str, text: str) -> None:
+        print(f"{label:<8}| " + f"\n{'':<8}| ".join(text.splitlines()))
+
+    say("prompt", str(row["prompt"]))
+    episode, rng = Episode(environment, row, seed, max_turns), Random(seed)
+    while not episode.end:
+        if episode.texts[-1]:
+            say("given", episode.texts[-1])
+        action = player(row, episode.texts, episode.actions, rng)
+        if player is not ask_human:
+            say(f"turn {len(episode.texts)}", action)
+        episode.act(action)
+    print(f"reward {episode.reward:g} after {len(episode.actions)} turns ({episode.end})")
+
+
+def check(environment: Environment, rows: Sequence[dict], max_turns: int, player: Player, episodes: int = 100) -> bool:
+    """Play and replay episodes with seeds of their own, print what they are like; return whether none has failed."""
+    seconds, played, failures = [0.0], [], Counter[str]()
+    for seed in range(episodes):
+        row, rng = rows[seed * len(rows) // episodes], Random(seed)
+        try:
+            episode = Episode(environment, row, seed, max_turns)
+            while not episode.end:
+                action = player(row, episode.texts, episode.actions, rng)
+                start = time.perf_counter()
+                episode.act(action)
+                seconds.append(time.perf_counter() - start)
+            Episode(environment, row, seed, max_turns).catch_up(episode)
+            played.append(episode)
+        except EpisodeError as error:
+            failures[str(error)] += 1
+    if played:
+        rewards, turns = [episode.reward for episode in played], [len(episode.actions) for episode in played]
+        texts = [len(text) for episode in played for text in episode.texts]
+        print(f"reward    mean {mean(rewards):g}, from {min(rewards):g} to {max(rewards):g}")
+        print(f"turns     median {median(turns):g}, at most {max(turns)}")
+        print(f"texts     median {median(texts):g} characters, at most {max(texts)}")
+        print(f"ends      {', '.join(f'{end} {n}' for end, n in Counter(e.end for e in played).most_common())}")
+    print(f"step      median {median(seconds) * 1e3:.3g} ms, at most {max(seconds) * 1e3:.3g} ms")
+    print(f"fine      {len(played)} of {episodes} episodes, and a replay of their actions gives the same")
+    for failure, count in failures.most_common(5):
+        print(f"failed    {count} x {failure}")
+    return not failures
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="environments.py", description="Play an environment without a model.", allow_abbrev=False
+    )
+    parser.add_argument("environment", help=f"{', '.join(ENVIRONMENTS)}, or your own as FILE:NAME")
+    parser.add_argument("--by", help="human (default), random; expert, teacher, sloppy of built-in ones; or FILE:NAME")
+    parser.add_argument("--data", help="JSONL file of rows, which your own environment needs")
+    parser.add_argument("--turns", type=int, default=EnvConfig.max_turns, help="of an episode, at most")
+    parser.add_argument("--seed", type=int, default=SystemRandom().randrange(10**6), help="of row, environment, player")
+    parser.add_argument("--check", action="store_true", help="play 100 episodes (by random), and say how they went")
+    flags = parser.parse_args(argv)
+    try:
+        if flags.turns < 1:
+            raise ConfigError(f"--turns = {flags.turns} is too small: at least 1")
+        environment = resolve(flags.environment)
+        player = player_named(flags.by or ("random" if flags.check else "human"), flags.environment)
+        if flags.data:
+            rows = [row.fields for row in read_jsonl(flags.data, "--data", DataConfig())]
+        elif game := ENVIRONMENTS.get(flags.environment):
+            rows = [game.row(n) for n in game.numbers()]
+        else:
+            raise ConfigError("--data: give the rows of your own environment, a JSONL file")
+        if flags.check:
+            return 0 if check(environment, rows, flags.turns, player) else 1
+        play(environment, Random(flags.seed).choice(rows), flags.seed, flags.turns, player)
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except EpisodeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

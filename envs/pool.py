@@ -1,0 +1,261 @@
+"""Episodes beside decoding: built-in environments play in this process, users' in worker processes that may be killed.
+
+An episode is a function of row, seed and actions. So a worker that hangs or dies takes none along: the pool has what
+the episodes have come to, and the next process replays them.
+"""
+
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from environments import EnvConfig, Episode, EpisodeError, Played, resolve
+from envs.games import ENVIRONMENTS
+from process.workers import Closing, Failure, Worker, WorkerError
+from reward import RewardConfig
+from rewards import user_files
+
+TRIES = 3  # of a turn: a service that the environment needs may be back
+WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
+
+
+class Answer(NamedTuple):
+    """The answer of an environment to a turn, or to the beginning of an episode."""
+
+    text: str = ""  # that the model reads next, unless the episode has ended
+    reward: float = 0.0  # of the turn
+    end: str = ""  # as in `Played`
+    error: str = ""  # the environment has failed
+
+
+class Start(NamedTuple):
+    """All that it takes to begin an episode, and to replay it."""
+
+    name: str
+    row: dict
+    seed: int
+    max_turns: int
+    texts: Sequence[str] = ()  # these as in `Played`
+    actions: Sequence[str] = ()
+    rewards: Sequence[float] = ()
+
+
+class Request(NamedTuple):
+    key: int  # of the episode
+    start: Start
+    action: str | None  # None: the beginning of the episode is wanted
+    ended: list[int]  # episodes that nobody goes on with
+
+
+@dataclass
+class _Entry:
+    key: int
+    name: str
+    row: dict
+    seed: int
+    played: Played = field(default_factory=Played)
+
+
+class Episodes:
+    """The episodes that are at play in one process."""
+
+    def __init__(self, names: Iterable[str]):
+        # Left to right: `resolve` enters the folder of a user's file.
+        self._environments = {name: (resolve(name), user_files.entered) for name in names}
+        self._episodes: dict[int, tuple[str, Episode]] = {}  # with the folder of its environment
+
+    def answer(self, key: int, start: Sequence | None, action: str | None, ended: Iterable[int]) -> Answer:
+        """Take a turn of an episode. `start` is None only where the episode should be at play here."""
+        for other in ended:
+            if other in self._episodes:
+                self._episodes.pop(other)[1].close()
+        try:
+            folder, episode = self._episodes.pop(key) if key in self._episodes else self._begun(start)
+            user_files.enter(folder)
+            if action is not None:
+                episode.act(action)
+        except EpisodeError as error:
+            return Answer(error=str(error))
+        if episode.end:
+            return Answer(reward=episode.rewards[-1], end=episode.end)
+        self._episodes[key] = folder, episode
+        return Answer(episode.texts[-1], episode.rewards[-1] if episode.rewards else 0.0)
+
+    def _begun(self, start: Sequence | None) -> tuple[str, Episode]:
+        if start is None:
+            raise EpisodeError("the worker was replaced")
+        name, row, seed, max_turns, *before = start
+        environment, folder = self._environments[name]
+        user_files.enter(folder)
+        episode = Episode(environment, row, seed, max_turns)
+        if before[0]:
+            episode.catch_up(Played(*before))
+        return folder, episode
+
+
+class EnvPool:
+    """Plays episodes: `begin` and `act` never wait, `poll` and `wait` return those that have been answered.
+
+    For one caller thread. An environment that fails is tried again, then ends its own episode. Only workers that cannot
+    be started, and `max_failures` failed episodes in a row, raise (WorkerError, from `poll` and `wait`).
+    """
+
+    def __init__(self, config: EnvConfig, limits: RewardConfig, names: Iterable[str]):
+        names = set(names)
+        self._config, self._keys, self._failures = config, itertools.count(), 0
+        self._entries: dict[Hashable, _Entry] = {}
+        self._asked: dict[int, Hashable] = {}  # episodes whose answer is awaited: their ids by key
+        self._here = Episodes(names & ENVIRONMENTS.keys())
+        self._results: queue.SimpleQueue[tuple[int, Answer] | Exception] = queue.SimpleQueue()
+        self._queues: list[queue.SimpleQueue[Request | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
+        users = sorted(names - ENVIRONMENTS.keys())
+        for _ in range(config.num_workers if users else 0):
+            worker = Worker(WORKER, users, limits.worker_gib, limits.startup_seconds, self._closing)
+            self._queues.append(queue.SimpleQueue())
+            self._threads.append(threading.Thread(target=self._serve, args=(self._queues[-1], worker), daemon=True))
+            self._threads[-1].start()
+        self._ended: list[list[int]] = [[] for _ in [*self._queues, self._here]]  # keys that these were not told yet
+
+    def __enter__(self) -> "EnvPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self, id: Hashable, name: str, row: dict, seed: int, before: Played | None = None) -> None:
+        """Begin an episode. With `before` it goes on from there, by a replay when a turn is to be answered."""
+        entry = self._entries[id] = _Entry(next(self._keys), name, row, seed, before or Played())
+        if not entry.played.texts:
+            self._ask(id, None)
+        elif len(entry.played.actions) == len(entry.played.texts):  # the answer to the last one was awaited
+            self._ask(id, entry.played.actions.pop())
+
+    def act(self, id: Hashable, action: str) -> None:
+        """Send the text of a turn."""
+        self._ask(id, action)
+
+    def _ask(self, id: Hashable, action: str | None) -> None:
+        entry = self._entries[id]
+        played = entry.played
+        now = [*played.texts], [*played.actions], [*played.rewards]  # copies: a thread reads them later
+        start = Start(entry.name, entry.row, entry.seed, self._config.max_turns, *now)
+        if action is not None:
+            played.actions.append(action)
+        self._asked[entry.key] = id
+        place = self._place(entry)
+        request = Request(entry.key, start, action, self._ended[place])
+        self._ended[place] = []
+        if place < 0:
+            self._results.put((entry.key, self._here.answer(*request)))
+        else:
+            self._queues[place].put(request)
+
+    def _place(self, entry: _Entry) -> int:
+        """Return the worker that plays the episode; -1: it is played here."""
+        return -1 if entry.name in ENVIRONMENTS else entry.key % len(self._queues)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._asked)
+
+    def played(self, id: Hashable) -> Played:
+        """Return what an episode has come to; its last action may not be answered yet."""
+        return self._entries[id].played
+
+    def poll(self) -> list[tuple[Hashable, Played, str]]:
+        """Return the episodes that have been answered, with "" or the error that ended them. Never waits."""
+        return self._collect(waits=False)
+
+    def wait(self) -> list[tuple[Hashable, Played, str]]:
+        """Wait until an episode is answered, unless none will be."""
+        return self._collect(waits=True)
+
+    def _collect(self, waits: bool) -> list[tuple[Hashable, Played, str]]:
+        answered: list[tuple[Hashable, Played, str]] = []
+        while self._asked:
+            try:
+                result = self._results.get(block=waits and not answered)
+            except queue.Empty:
+                break
+            if isinstance(result, Exception):
+                self._results.put(result)  # for the next call too
+                raise result
+            key, answer = result
+            if key not in self._asked:
+                continue  # forgotten
+            id = self._asked.pop(key)
+            played = self._entries[id].played
+            if played.actions and not answer.error:
+                played.rewards.append(answer.reward)
+            if answer.end or answer.error:
+                played.end = answer.end
+                del self._entries[id]
+                self._count(answer.error)
+            else:
+                played.texts.append(answer.text)
+            answered.append((id, played, answer.error))
+        return answered
+
+    def _count(self, error: str) -> None:
+        """Count episodes that fail in a row. Raises WorkerError at the last of `max_failures`."""
+        self._failures = self._failures + 1 if error else 0
+        if error and self._failures == self._config.max_failures:
+            failure = WorkerError(
+                f"environments failed in {self._failures} episodes in a row, the last time: {error}; correct them, or "
+                "raise env.step_seconds; with env.max_failures = 0 the run goes on"
+            )
+            self._results.put(failure)
+            raise failure
+
+    def forget(self, ids: Iterable[Hashable]) -> None:
+        """End these episodes, whose answers are not wanted."""
+        for id in ids:
+            entry = self._entries.pop(id)
+            self._asked.pop(entry.key, None)
+            self._ended[self._place(entry)].append(entry.key)
+
+    def close(self) -> None:
+        """Kill the workers and end all episodes."""
+        self._closing.set()
+        for waiting in self._queues:
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._asked.clear()
+
+    def _serve(self, waiting: queue.SimpleQueue, worker: Worker) -> None:
+        """Body of a thread: every request that it takes ends in one result."""
+        held: set[int] = set()  # episodes at play in the process
+        try:
+            while (request := waiting.get()) is not None:
+                self._results.put((request.key, self._answered(request, worker, held)))
+        except Closing:
+            pass
+        except Exception as error:
+            self._results.put(error)
+        finally:
+            worker.kill()
+
+    def _answered(self, request: Request, worker: Worker, held: set[int]) -> Answer:
+        key, start, action, ended = request
+        held.difference_update(ended)
+        for _ in range(TRIES):
+            is_here = key in held
+            held.discard(key)
+            turns = 1 if is_here else 2 + len(start.actions)  # the beginning, those that are replayed, this one
+            message = key, None if is_here else start, action, ended
+            try:
+                answer = worker.ask(Answer, message, turns * self._config.step_seconds)
+            except Failure as failure:
+                held.clear()
+                answer = Answer(error=str(failure))
+            if not answer.error:
+                break
+        if not (answer.end or answer.error):
+            held.add(key)
+        return answer
