@@ -27,6 +27,9 @@ from envs.games import ENVIRONMENTS
 from reward import LARGEST_REWARD, reward_number
 from rewards import user_files
 
+CUT = " [... cut ...] "  # in a given text, instead of its middle
+MAX_TOKEN_CHARACTERS = 64  # of a given text, on average
+
 
 @dataclass(frozen=True)
 class EnvConfig:
@@ -151,10 +154,13 @@ class Episode(Played):
 
 def reply_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
     """Return the tokens of a given text, tokenised alone; if they are over `limit`, their middle is cut out."""
+    most = limit * MAX_TOKEN_CHARACTERS
+    if len(text) > most:
+        text = text[: most // 2] + CUT + text[-most // 2 :]  # a megabyte would take seconds to tokenise
     ids = tokenizer.encode(text)
     if len(ids) <= limit:
         return ids
-    note = tokenizer.encode(f" [... cut: {len(ids)} tokens ...] ")
+    note = tokenizer.encode(CUT)
     rest = limit - len(note)
     return [*ids[: rest - rest // 2], *note, *ids[len(ids) - rest // 2 :]]
 

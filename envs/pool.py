@@ -8,6 +8,7 @@ import itertools
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,7 +48,6 @@ class Request(NamedTuple):
     key: int  # of the episode
     start: Start
     action: str | None  # None: the beginning of the episode is wanted
-    ended: list[int]  # episodes that nobody goes on with
 
 
 @dataclass
@@ -114,12 +114,13 @@ class EnvPool:
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         users = sorted(names - ENVIRONMENTS.keys())
-        for _ in range(config.num_workers if users else 0):
+        num_workers = config.num_workers if users else 0
+        self._ended = [deque[int]() for _ in range(num_workers + 1)]  # forgotten: each worker, then `_here`, is told
+        for place in range(num_workers):
             worker = Worker(WORKER, users, limits.worker_gib, limits.startup_seconds, self._closing)
             self._queues.append(queue.SimpleQueue())
-            self._threads.append(threading.Thread(target=self._serve, args=(self._queues[-1], worker), daemon=True))
+            self._threads.append(threading.Thread(target=self._serve, args=(place, worker), daemon=True))
             self._threads[-1].start()
-        self._ended: list[list[int]] = [[] for _ in [*self._queues, self._here]]  # keys that these were not told yet
 
     def __enter__(self) -> "EnvPool":
         return self
@@ -148,16 +149,18 @@ class EnvPool:
             played.actions.append(action)
         self._asked[entry.key] = id
         place = self._place(entry)
-        request = Request(entry.key, start, action, self._ended[place])
-        self._ended[place] = []
         if place < 0:
-            self._results.put((entry.key, self._here.answer(*request)))
+            self._results.put((entry.key, self._here.answer(entry.key, start, action, self._take_ended(place))))
         else:
-            self._queues[place].put(request)
+            self._queues[place].put(Request(entry.key, start, action))
 
     def _place(self, entry: _Entry) -> int:
         """Return the worker that plays the episode; -1: it is played here."""
         return -1 if entry.name in ENVIRONMENTS else entry.key % len(self._queues)
+
+    def _take_ended(self, place: int) -> list[int]:
+        ended = self._ended[place]
+        return [ended.popleft() for _ in range(len(ended))]
 
     @property
     def num_pending(self) -> int:
@@ -228,12 +231,14 @@ class EnvPool:
             thread.join()
         self._asked.clear()
 
-    def _serve(self, waiting: queue.SimpleQueue, worker: Worker) -> None:
-        """Body of a thread: every request that it takes ends in one result."""
+    def _serve(self, place: int, worker: Worker) -> None:
+        """Body of a thread: every request that it takes, unless the episode is forgotten, ends in one result."""
         held: set[int] = set()  # episodes at play in the process
         try:
-            while (request := waiting.get()) is not None:
-                self._results.put((request.key, self._answered(request, worker, held)))
+            while (request := self._queues[place].get()) is not None:
+                if request.key in self._asked:
+                    answer = self._answered(request, self._take_ended(place), worker, held)
+                    self._results.put((request.key, answer))
         except Closing:
             pass
         except Exception as error:
@@ -241,8 +246,8 @@ class EnvPool:
         finally:
             worker.kill()
 
-    def _answered(self, request: Request, worker: Worker, held: set[int]) -> Answer:
-        key, start, action, ended = request
+    def _answered(self, request: Request, ended: list[int], worker: Worker, held: set[int]) -> Answer:
+        key, start, action = request
         held.difference_update(ended)
         for _ in range(TRIES):
             is_here = key in held

@@ -119,7 +119,7 @@ def test_episodes_in_workers_are_those_of_this_process(mine) -> None:
 @pytest.mark.parametrize(
     "action, said",
     [
-        ("hang", "did not finish within 4 s"),
+        ("hang", "did not finish within 2 s"),
         ("exit", "died (exit code 3)"),
         ("raise", "turn 1: KeyError: 'field' ("),
         ("number", "turn 1: TypeError: the environment yields 5, which is not text"),
@@ -128,7 +128,7 @@ def test_episodes_in_workers_are_those_of_this_process(mine) -> None:
 )
 def test_a_bad_environment_costs_its_own_episode(mine, action: str, said: str) -> None:
     """One worker, so that the others are replayed in the next process."""
-    with EnvPool(EnvConfig(num_workers=1, step_seconds=2.0), LIMITS, [mine + "fine", mine + "bad"]) as pool:
+    with EnvPool(EnvConfig(num_workers=1, step_seconds=1.0), LIMITS, [mine + "fine", mine + "bad"]) as pool:
         for i in range(2):
             pool.begin(i, mine + "fine", {"turns": 3}, seed=i)
         pool.begin("bad", mine + "bad", {}, seed=0)
@@ -215,6 +215,18 @@ def test_forgotten_episodes_are_closed_and_not_answered(mine) -> None:
         assert not pool.num_pending and not os.path.exists("closed0")
         pool.act(1, "x")
         assert [(id, played.end) for id, played, _ in pool.wait()] == [(1, "stop")] and os.path.exists("closed0")
+
+
+def test_a_forgotten_episode_that_waits_for_a_worker_is_never_played(mine) -> None:
+    with EnvPool(EnvConfig(num_workers=1), LIMITS, [mine + "tidy", mine + "pid"]) as pool:
+        for seed in range(4):  # the worker is still starting
+            pool.begin(seed, mine + "tidy", {}, seed)
+        pool.forget(range(4))
+        pool.begin("pid", mine + "pid", {}, 0)
+        [(id, _, error)] = pool.wait()
+        pool.act("pid", "x")
+        assert id == "pid" and not error and pool.wait()
+        assert sum(name.startswith("closed") for name in os.listdir()) <= 1  # the first may have begun
 
 
 def test_what_cannot_be_loaded_ends_the_run(mine) -> None:

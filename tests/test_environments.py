@@ -197,7 +197,7 @@ def test_a_long_reply_loses_its_middle_and_says_so(length: int, is_cut: bool) ->
     assert len(ids) == min(length, 100)
     cut = tokenizer.decode(ids)
     assert (cut != text) == is_cut and cut[:20] == text[:20] and cut[-20:] == text[-20:]
-    assert not is_cut or f"[... cut: {length} tokens ...]" in cut
+    assert not is_cut or "[... cut ...]" in cut
 
 
 # ---- adapters ----------------------------------------------------------------------------------------------------
