@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from statistics import mean
 
 import pytest
@@ -74,18 +75,24 @@ def test_the_last_allowed_turn_is_rewarded_and_its_reply_is_not_read(max_turns: 
         episode.act("1")
 
 
-def test_an_environment_that_is_ended_early_cleans_up() -> None:
+@pytest.mark.parametrize("reply, max_turns", [("go on", 2), (5, 9)])
+def test_an_environment_that_is_ended_early_or_fails_cleans_up(reply: object, max_turns: int) -> None:
     ended = []
 
     def careful(row, seed):
         try:
+            yield ""
             while True:
-                yield "go on"
+                yield reply
         finally:
             ended.append(seed)
             yield "one more word"
 
-    assert after(careful, "123", max_turns=3).end == "turns" and ended == [0]
+    episode = Episode(careful, {}, 0, max_turns)
+    with pytest.raises(EpisodeError) if reply == 5 else nullcontext():
+        episode.act("1")
+        episode.act("2")
+    assert ended == [0]
 
 
 def test_replay_rebuilds_an_episode_in_the_middle_and_notices_a_difference() -> None:
