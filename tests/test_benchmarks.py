@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 
+from metrics import Period, Trace
 from parallel import World
 
 ROOT = Path(__file__).parent.parent
@@ -151,6 +152,22 @@ def test_lost_and_doubled_prompts_are_counted(tail_batching: ModuleType) -> None
     assert tail_batching.lost_and_doubled([result(1, 2), result(2, 1)]) == (0, 0)
     assert tail_batching.lost_and_doubled([result(1, 2, 3), result(1, 1, 2)]) == (1, 1)
     assert tail_batching.lost_and_doubled([result(1, 2), result(1, 3)]) == (1, 1)
+
+
+def test_a_score_is_reached_between_two_evaluations_and_waits_are_counted(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    [asynchrony] = load("asynchrony")
+    curve = [(0, 0.0, 0.5), (5, 8.0, 0.6), (10, 16.0, asynchrony.SCORE + 0.1)]
+    assert asynchrony.reached(curve[:2]) is None
+    assert asynchrony.reached(curve) == pytest.approx((7.5, 12.0))
+    trace = Trace(tmp_path / "trace.json", 0)
+    tracks = [("wait_batch", 0.0, 3.0), ("train", 3.0, 4.0)], [("rollout", 0.0, 4.0), ("prefill", 0.0, 0.5)]
+    trace.write(1, [([Period(*span) for span in track], []) for track in tracks])
+    trace.write(2, [([], []), ([Period("decode", 4.0, 6.0)], [])])
+    run = Namespace(folder=tmp_path, world=Namespace(size=2), config=Namespace(overlap=Namespace(train_ranks=1)))
+    assert asynchrony.idle(run, seconds=5.0) == {"train": 0.8, "decode": 0.5}
+    run.config.overlap.train_ranks = 0
+    assert asynchrony.idle(run, seconds=5.0) == {"train": 0.65, "decode": 0.65}, "all ranks do both"
 
 
 @pytest.mark.slow
