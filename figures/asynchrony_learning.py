@@ -103,13 +103,13 @@ def draw(rows: list[dict], path: Path) -> None:
 def compare(rows: list[dict]) -> dict:
     """Print the last accuracy of each loss and alpha beside alpha 0, the seeds in pairs; return the table."""
     last = {(row["loss"], row["alpha"], row["seed"]): row["evaluations"][-1] for row in rows}
-    seeds = sorted({row["seed"] for row in rows})
-    base = [last[*SYNCHRONOUS, seed] for seed in seeds]
-    spread = min(e["avg@4"] for e in base), max(e["avg@4"] for e in base)
+    accuracies = [e["avg@4"] for (*kind, _), e in last.items() if (*kind,) == SYNCHRONOUS]
+    spread = min(accuracies), max(accuracies)
     print(f"alpha 0: {spread[0]:.3f} to {spread[1]:.3f}")
     table = []
     for loss, alpha in dict.fromkeys((row["loss"], row["alpha"]) for row in rows if row["alpha"]):
-        mine = [last[loss, alpha, seed] for seed in seeds]
+        seeds = [seed for *kind, seed in last if kind == [loss, alpha]]
+        mine, base = ([last[*kind, seed] for seed in seeds] for kind in ((loss, alpha), SYNCHRONOUS))
         accuracy = statistics.mean(e["avg@4"] for e in mine)
         difference = accuracy - statistics.mean(e["avg@4"] for e in base)
         error = sum(e["standard_error"] ** 2 for e in (*mine, *base)) ** 0.5 / len(seeds)
@@ -119,10 +119,22 @@ def compare(rows: list[dict]) -> dict:
             f"{loss:10} alpha {alpha}: {accuracy:.3f}, {difference:+.3f} (standard error {error:.3f}), mean lag "
             f"{lag:.2f}{'' if is_inside else ', outside the range of alpha 0'}"
         )
-        values = {"accuracy": accuracy, "difference": difference, "standard_error": error, "lag": lag}
+        values = {
+            "seeds": len(seeds),
+            "accuracy": accuracy,
+            "difference": difference,
+            "standard_error": error,
+            "lag": lag,
+        }
         table.append({"loss": loss, "alpha": alpha, **{k: round(v, 4) for k, v in values.items()}, "inside": is_inside})
     worst = min(table, key=lambda row: row["difference"])["difference"]
-    return {"name": "asynchrony_learning", "seeds": len(seeds), "synchronous": spread, "worst": worst, "rows": table}
+    return {
+        "name": "asynchrony_learning",
+        "seeds": len(accuracies),
+        "synchronous": spread,
+        "worst": worst,
+        "rows": table,
+    }
 
 
 def train(args: argparse.Namespace, seeds: Sequence[int]) -> list[dict]:
