@@ -21,7 +21,7 @@ from overlap.endless import Endless
 from overlap.pools import make_pools
 from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
-from policies.flow import Flow
+from policies.flow import Flow, check_steps
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
 from records import (
     RankReport,
@@ -333,6 +333,8 @@ class Job:
             self.streaming.load_state_dict(state["streaming"])
         self.policy.load_state_dict(state["policy"], self.cursor.prompts)
         check_queue(self.policy, self.step, config.run.steps)
+        if "endless" in state:  # told on all ranks: those that only train have no copy of the policy
+            check_steps(state["endless"]["flow"], config.scheduler.num_prompts, config.run.steps)
         self.engine.load_weights(self.trainer.model, self.step)
 
     # ---- sharing a device ----------------------------------------------------------------------------------------

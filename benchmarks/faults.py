@@ -92,7 +92,7 @@ STAGES = {
     "prefill": (Engine, "prefill"),
     "new weights": (Endless, "take_weights"),
     "evaluation": (Job, "evaluate"),
-    "wait for batch": (Pools, "wait_for"),
+    "wait": (Pools, "wait_for"),  # of one pool for the other
     "hand over": (Pools, "hand_over"),
     "decode on": (Endless, "decode_on"),
     "publish": (Pools, "publish"),
@@ -132,8 +132,8 @@ WAYS = {
     ),
     "pools": Way(
         (*AHEAD, *EVALUATED, *APART),
-        ("hand over", "publish", "evaluation", "checkpoint"),
-        ("wait for batch", "gradient", "optimizer"),
+        ("wait", "hand over", "publish", "evaluation", "checkpoint"),
+        ("gradient", "optimizer"),
         ("rollout", "window", "decode on", "new weights"),
         sizes=(2,),
     ),
@@ -173,7 +173,8 @@ def all_faults(ranks: int) -> list[Fault]:
     faults += [Fault(kind, "weights file", 0, name) for kind in ("full", "readonly") for name in ways]
     faults += [Fault(kind, "next step", 0) for kind in ON_DISK for _ in range(4)]
     faults += [Fault("nan", "gradient", rank) for rank in range(ranks)]
-    return faults + [Fault("worker", "reward", rank) for rank in range(ranks)]
+    faults += [Fault("worker", "reward", rank) for rank in range(ranks)]
+    return faults + [Fault("nan", "gradient", 0, "pools"), Fault("worker", "reward", 1, "pools")] * ("pools" in ways)
 
 
 def ranks_in(way: Way, stage: str, ranks: int) -> range:

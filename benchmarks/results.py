@@ -43,6 +43,7 @@ ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "paralle
 TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py")
 REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.py")
+ENDLESS = ("policies/flow.py", "overlap/endless.py", "overlap/pools.py")
 SIMULATOR = (
     *("simulate.py", "simulation/*.py", "engine/pages.py", "rewards/timeouts.py"),
     *(f"policies/{name}.py" for name in ("flow", "placement", "planner", "replica", "scale_down", "step_times")),
@@ -91,7 +92,7 @@ BENCHMARKS = {
     ),
     "asynchrony": Benchmark(
         "benchmarks/asynchrony.py",
-        (*ROUND, *TRAINING, "overlap/endless.py", "overlap/pools.py", "policies/flow.py", *RUN, "configs/tiny.toml"),
+        (*ROUND, *TRAINING, *ENDLESS, *RUN, "configs/tiny.toml"),
         "rollout that runs a batch ahead of training, on {ranks} ranks, with long-tailed lengths: "
         "{speedup_depth1:.2f} x the synchronous step in turns, {speedup_split_best:.2f} x with ranks that only train; "
         "no token older than {max_lag} updates, {samples_lost} samples lost; seconds until the default task is learnt, "
@@ -148,7 +149,7 @@ BENCHMARKS = {
     "profile_decode": Benchmark("benchmarks/profile_decode.py", (*ENGINE, "benchmarks/engine.py")),
     "faults": Benchmark(
         "benchmarks/faults.py --jobs 2",
-        (*RUN, "checkpoint.py", "process/watchdog.py", *STREAM),
+        (*RUN, "checkpoint.py", "process/watchdog.py", *STREAM, *ENDLESS),
         "{injected} faults in runs of 2 and 4 ranks (ranks killed, stopped, cut off at every stage; no room or no "
         "right to write a checkpoint; checkpoints damaged; NaN; reward workers killed): {resumed} resumed to the same"
         " losses, {clear_errors} ended in one clear error and then resumed; {hangs} hangs, {prompts_lost} prompts "

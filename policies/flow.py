@@ -232,12 +232,16 @@ class Flow:
             id = VisitId(epoch, i)
             ids = {id.sample(r) for r in live}, [id.sample(r) for r in kept]
             self.open[id] = OpenGroup(Visit(epoch, prompts[i]), start, *ids, tokens)
-        batches = -(-(len(self.open) + len(self.again)) // self.scheduler.num_prompts)
-        if self.version + batches > self.steps:
-            raise ConfigError(
-                f"run.steps = {self.steps} leaves prompts untrained that are under way at step {self.version}; take "
-                f"run.steps = {self.version + batches}"
-            )
+
+
+def check_steps(state: dict, num_prompts: int, steps: int) -> None:
+    """Raise ConfigError when a run of so many steps cannot train the prompts under way in a `Flow.state_dict`."""
+    last = state["version"] + math.ceil((len(state["groups"]) + len(state["again"])) / num_prompts)
+    if last > steps:
+        raise ConfigError(
+            f"run.steps = {steps} leaves prompts untrained that are under way at step {state['version']}; take "
+            f"run.steps = {last}"
+        )
 
 
 def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:

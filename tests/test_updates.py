@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 import train
 from checkpoint import list_checkpoints
+from config import ConfigError
 from core import Span, with_span
 from engine.sequence import Sequence
 from metrics import Clock
@@ -509,8 +510,16 @@ def test_combinations_without_a_place_are_refused_in_one_line(
     assert line.startswith("error: ") and all(part in line for part in parts), line
 
 
-def test_a_run_cannot_be_cut_below_what_is_under_way(settings, tmp_path: Path, capsys) -> None:
-    train_runs_until = settings("cut", run__steps=6, run__checkpoint_every=3)
-    stop_after_three(ALONE, train_runs_until)
-    assert train.main([*settings("cut", run__steps=3, run__checkpoint_every=3), "--resume"]) == 2
+def test_a_run_cannot_be_cut_below_what_is_under_way(settings, run_ranks, tmp_path: Path, capsys) -> None:
+    make = partial(settings, run__checkpoint_every=3)
+    stop_after_three(ALONE, make("cut"))
+    assert train.main([*make("cut", run__steps=3), "--resume"]) == 2
     assert "take run.steps = " in (said := capsys.readouterr()).out + said.err
+    run_ranks(2, stop_after_three, make("apart", **APART))
+    run_ranks(2, is_refused, make("apart", **APART | dict(run__steps=3)))
+
+
+def is_refused(world: World, settings: list[str]) -> None:
+    """Ranks that only train are told too: each rank ends by itself."""
+    with pytest.raises(ConfigError, match=r"run.steps = 3 leaves prompts untrained .* take run.steps = "):
+        train_runs(world, settings, resume=True)
