@@ -324,7 +324,7 @@ class Job:
 
     def _restore(self, saved: Path, state: dict) -> None:
         """Take over the state of a checkpoint. The model has its weights already. Collective."""
-        config, self.step = self.config, state["step"]
+        self.step = state["step"]
         fill = partial(checkpoint.load_tensors, saved, world=self.trainer.world)
         self.trainer.load_state_dict(state["trainer"], fill if self.trains else lambda _: None)
         self.cursor.load_state_dict(state["cursor"])
@@ -332,9 +332,7 @@ class Job:
         if self.streaming and "streaming" in state:
             self.streaming.load_state_dict(state["streaming"])
         self.policy.load_state_dict(state["policy"], self.cursor.prompts)
-        check_queue(self.policy, self.step, config.run.steps)
-        if "endless" in state:  # told on all ranks: those that only train have no copy of the policy
-            check_steps(state["endless"]["flow"], config.scheduler.num_prompts, config.run.steps)
+        check_queue(self.policy, state, self.config.run.steps)
         self.engine.load_weights(self.trainer.model, self.step)
 
     # ---- sharing a device ----------------------------------------------------------------------------------------
@@ -393,9 +391,11 @@ def introduce(job: Job, saved: Path | None, resume: bool) -> None:
         say(f"sandbox: {sandbox.isolation()}")
 
 
-def check_queue(policy: RoundPolicy, step: int, steps: int) -> None:
-    """Raise ConfigError when a run of so many steps cannot train the queue that it resumes with."""
-    size = policy.config.num_prompts
+def check_queue(policy: RoundPolicy, state: dict, steps: int) -> None:
+    """Raise ConfigError when a run of so many steps cannot train the prompts that wait in the state it resumes with."""
+    size, step = policy.config.num_prompts, state["step"]
+    if "endless" in state:  # looked at on all ranks: those that only train have no copy of that policy
+        check_steps(state["endless"]["flow"], size, steps)
     waiting, places = len(policy.queue), (steps - step) * size
     if policy.trains_all and waiting > places:
         raise ConfigError(
