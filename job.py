@@ -97,7 +97,7 @@ class Job:
         built = build_rollout(laid_out, self.trainer.model, ends, self.tokenizer, world)
         self.tp_groups, self.engine, self.planner = built
         if not self.decodes:
-            self.engine.free_memory()
+            self.engine.release()
         self.streaming = None
         if config.stream.policy != "off" and world.size > 1:
             parts = self.engine, self.trainer, world, self.tp_groups
@@ -358,7 +358,8 @@ class Job:
         if not self.is_released:
             raise RuntimeError("this job has the device; call its release() first")
         self.trainer.take_back()
-        self.engine.take_back()
+        if self.decodes:
+            self.engine.take_back()
         self.is_released = False
 
     def _refuse_if_released(self) -> None:

@@ -166,42 +166,27 @@ class Engine:
         runner.use(self.shards[size], self.pages, self.own_elements[size])
 
     def _drop_shards(self) -> None:
+        """Forget the shards, and the graphs that hold their addresses.
+
+        A capture runs the collectives of a step, so ranks that may ever share a replica do this together.
+        """
         self.shards.clear()
         self.runner.shard = None
-        self.forget_graphs()
-
-    def forget_graphs(self) -> None:
-        """Have the graphs captured again, when they are needed next.
-
-        A capture runs the collectives of a step, so ranks that may ever share a replica forget theirs together.
-        """
         if self.runner.graphs:
             self.flights.land(self.version)
             self.runner.graphs.clear()
 
-    def free_memory(self) -> None:
-        """Give the memory of the KV pages, and of sharded weights, back until the next step or regroup.
-
-        On a CPU to the process only. Graphs hold its address: ranks that keep their memory `forget_graphs` before they
-        decode with those that did not. Wants an idle engine.
-        """
-        assert self.is_idle, "sequences that run have their pages there"
-        self.flights.land(self.version)
-        if any(self.own_elements.values()):
-            self._drop_shards()
-        self.forget_graphs()
-        self.batcher.forget([*self.batcher.parked])
-        self.runner.memory.free()
-        self.is_stale = True
-
     def release(self) -> None:
         """Give up the KV memory and all that is made of the weights, until `take_back`. Wants an idle engine.
 
-        What stays on the device is the state of the rows: a few numbers for each token of `max_running` responses.
+        On a CPU the memory goes to the process only. What stays on the device is the state of the rows: a few numbers
+        for each token of `max_running` responses.
         """
-        self.free_memory()
+        assert self.is_idle, "sequences that run have their pages there"
         self._drop_shards()
-        self.is_released = True
+        self.batcher.forget([*self.batcher.parked])
+        self.runner.memory.free()
+        self.is_stale = self.is_released = True
 
     def take_back(self) -> None:
         """Have shards and KV memory again. The model has its weights back. Collective where it is sharded."""

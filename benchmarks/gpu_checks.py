@@ -355,7 +355,6 @@ def section_engine(s: Section) -> None:
         lambda: check_memory(s, half),
         *(partial(check_new_weights, s, model, c, count, layout) for layout in LAYOUTS),
         *(partial(check_release, s, model, count, layout) for layout in LAYOUTS),
-        lambda: check_lent_pages(s, model, count),
         lambda: check_neighbours(s, model, count),  # last: a fault of the device ends what follows in this process
     ]
     for part in s.in_time(parts):
@@ -469,19 +468,6 @@ def check_release(s: Section, model: Model, count: int, layout: str) -> None:
         f", {freed / 2**20:.0f} MiB given up",
         good=freed >= held,
     )
-
-
-def check_lent_pages(s: Section, model: Model, count: int) -> None:
-    """An engine draws the same when training has used the memory of its pages, and has left something there."""
-    engine, vocab = make_engine(model, PLAIN), model.shape.vocab_size
-    memory, before = engine.runner.memory, tokens_of(drain(engine, make_sequences(count, vocab)))
-    address = memory.kv.data_ptr()
-    engine.free_memory()
-    left, used = (torch.full((size,), math.nan, device=s.device) for size in (2**20, memory.length // 2))
-    del used
-    after = tokens_of(drain(engine, make_sequences(count, vocab)))
-    place = "the same address" if memory.kv.data_ptr() == address else "another address"
-    same(s, "pages lent to training", after, before, f", then at {place}", good=bool(left.isnan().all()))
 
 
 def check_neighbours(s: Section, model: Model, count: int) -> None:

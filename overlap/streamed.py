@@ -213,7 +213,7 @@ class StreamedRound:
         return leaves
 
     def _leave(self, everyone: Sequence[Held], held: Iterable[Sample], first_freed: int) -> None:
-        """Keep one's share of the groups that are complete, forget the rest, free the pages.
+        """Keep one's share of the groups that are complete, forget the rest.
 
         Collective with `_take_over` of those who stay: `held` has the samples of this rank that others may want.
         """
@@ -224,7 +224,6 @@ class StreamedRound:
         r.samples = {id: sample for id, sample in r.samples.items() if not self.missing[id.visit]}
         r.graders.forget(keep=())
         r.graders.drain()
-        r.engine.free_memory()
 
     def _take_over(self, left: Sequence[Held], held: Iterable[Sample], replicas: int) -> None:
         """Have the finished samples of those who leave; what they have not graded is graded here, from the start.
@@ -316,7 +315,6 @@ class StreamedRound:
         self.outcome.rest_seconds = time.perf_counter() - self.decided
         run, r, size = self.run, self.round, self.run.engine.parallel.size
         r.world = self.world
-        r.engine.forget_graphs()  # as those that left did
         own = self.missed, list(run.times[size].windows), run.rate, self.outcome, self.buffer.taken
         missed, windows, rates, outcomes, taken = zip(*parallel.gather_objects(self.world, own), strict=True)
         self.buffer.agree(taken)

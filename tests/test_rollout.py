@@ -7,7 +7,7 @@ import re
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -867,3 +867,22 @@ def test_a_gpu_decodes_ahead_of_its_judge(monkeypatch: pytest.MonkeyPatch) -> No
     background_stream(torch.device("cuda"), sm_share=0.0)
     decode, judge = priorities
     assert decode < judge
+
+
+@kinds
+def test_a_released_engine_takes_its_memory_again(model, kind) -> None:
+    engine, sequences = make_engine(model, kind=kind), partial(make_sequences, 4)
+    before, captured = generate(engine, sequences()), SimpleNamespace()
+    if graphs := engine.runner.graphs:
+        graphs.graphs[1, 1] = captured
+    for sequence in sequences():
+        engine.add(sequence)
+    with pytest.raises(AssertionError, match="have their pages"):
+        engine.release()
+    engine.abort([sequence.id for sequence in sequences()])
+    engine.release()
+    assert engine.runner.memory.whole is None and not (graphs and graphs.graphs), "a graph holds the address"
+    with pytest.raises(AssertionError, match="take it back"):
+        engine.step()
+    engine.take_back()
+    assert generate(engine, sequences()) == before

@@ -8,11 +8,10 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import FusedEngine, steps_of, train_runs
+from conftest import steps_of, train_runs
 from graders import share_of_digits
 from test_trainer import gradient
 from torch.multiprocessing.spawn import ProcessException
@@ -21,7 +20,7 @@ import parallel
 from buffer import SampleBuffer
 from checkpoint import list_checkpoints
 from config import ConfigError, load_config
-from core import Prompt, SampleId
+from core import Prompt
 from data import PromptCursor
 from engine.sequence import Sequence
 from job import Job
@@ -33,8 +32,7 @@ from parallel import SampleStream, World
 from policies.scale_down import StreamPolicy
 from policies.step_times import FittedTimes
 from rewards.graders import GRADERS
-from rollout import Engine, RolloutConfig
-from sampling import SamplingConfig
+from rollout import Engine
 from settings import Config, check_stream
 
 
@@ -220,31 +218,6 @@ def check_record(record: dict) -> None:
     assert stream["train_seconds"] > 0 and stream["wait_seconds"] >= 0
     assert 0 < stream["switch_seconds"] < stream["true"]["rest_seconds"] < record["seconds"]["rollout"]
     assert stream["true"]["trained_seconds"] == pytest.approx(stream["train_seconds"] / 2)
-
-
-# ---- the freed memory --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [Engine, FusedEngine])
-def test_an_engine_without_memory_takes_it_again(tiny_model, kind: type[Engine]) -> None:
-    engine = kind(
-        tiny_model, RolloutConfig(max_prompt_tokens=8, max_response_tokens=8, kv_gib=0.001), SamplingConfig(), []
-    )
-    [[before]] = engine.generate([[5, 6, 7]], max_new_tokens=8)
-    captured: Any = object()
-    if graphs := engine.runner.graphs:
-        graphs.graphs[1, 1] = captured
-    engine.free_memory()
-    assert engine.runner.memory.whole is None and not (graphs and graphs.graphs), "a graph holds the address"
-    [[after]] = engine.generate([[5, 6, 7]], max_new_tokens=8)
-    assert after.token_ids == before.token_ids
-    engine.free_memory()
-    for i in range(3):
-        engine.add(Sequence(i, 0, 0, (5, 6, 7 + i), 0, 8, ignore_eos=True))
-    engine.step()  # in inference mode
-    assert len(engine.export([SampleId(0, 0, 0)])) == 1, "its pages' places are filled, outside of that mode"
-    with pytest.raises(AssertionError, match="have their pages"):
-        engine.free_memory()
 
 
 # ---- the stream --------------------------------------------------------------------------------------------------
