@@ -84,11 +84,10 @@ class VarlenAttention:
         self.bounds = [upload([*accumulate(lengths, initial=0)], device, torch.int32) for lengths in self.lengths]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         if q.is_cuda and q.dtype != torch.float32:
             return _flash_varlen()(q, k, v, *self.bounds, *self.longest)
-        parts = []
+        groups, parts = q.shape[1] // k.shape[1], []
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         for query, key, value in zip(q.split(self.lengths[0]), k.split(self.lengths[1]), v.split(self.lengths[1])):
             mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
             query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))  # heads first
@@ -100,5 +99,6 @@ class VarlenAttention:
 def _flash_varlen() -> Callable[..., Any]:
     from torch.nn.attention.varlen import varlen_attn  # not on CPU builds of every torch
 
-    is_old = "is_causal" in inspect.signature(varlen_attn).parameters  # torch 2.10
-    return partial(varlen_attn, **({"is_causal": True} if is_old else {"window_size": (-1, 0)}))
+    # Several query heads share a head of keys: torch 2.11 takes them so, later ones must be told.
+    is_told = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, window_size=(-1, 0), **({"enable_gqa": True} if is_told else {}))

@@ -183,8 +183,8 @@ def layer_bytes(d: Demand) -> float:
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     # Two norms: the input in fp32, that normalised in fp32, the output.
     norms = 2 * (8 + b) * s.hidden_size
-    # q, k and v for all query heads, the output; a CPU pads the sequences, so the packed output is a copy.
-    attention = (4 if d.device else 5) * heads * b
+    # q, k, v, the output. A CPU has k and v for all query heads, and pads the sequences: the packed output is a copy.
+    attention = (2 * heads + 2 * kv if d.device else 5 * heads) * b
     qk_norms = 8 * (heads + kv) * s.qk_norm
     return norms + attention + qk_norms + 4 * s.intermediate_size * b  # gate and up, silu(gate), their product
 

@@ -5,8 +5,10 @@ from random import Random
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from attention import PackedAttention
+import attention
+from attention import PackedAttention, VarlenAttention
 from engine.cpu import decode_by_page
 from engine.kernels import paged_decode
 from engine.paged_attention import ChunkAttention
@@ -160,3 +162,25 @@ def test_chunks_attend_to_what_came_before_them(page: int) -> None:
         parts = zip(attention(0, q, k, v, k_pages, v_pages).split(sizes), q.split(sizes), keys, values, strict=True)
         for out, query, key, value in parts:
             torch.testing.assert_close(out, attend_one(query, key, value), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_gpu_gets_no_copy_of_keys_for_each_query_head(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+    """Recorded calls: torch 2.11 takes fewer heads of keys as they are, later ones have an argument for it."""
+
+    def earlier(q, k, v, *bounds, window_size):
+        assert k.shape == v.shape == (7, 2, 8) and window_size == (-1, 0)
+        assert [bounds[0].tolist(), bounds[1].tolist(), *bounds[2:]] == [[0, 3, 5], [0, 4, 7], 3, 4]
+        return q
+
+    def later(*inputs, window_size, enable_gqa=False):
+        assert enable_gqa
+        return earlier(*inputs, window_size=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", later if is_told else earlier)
+    attention._flash_varlen.cache_clear()
+    attend = VarlenAttention([3, 2], [4, 3], CPU)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((5, 4, 8), *[(7, 2, 8)] * 2))
+        assert attend(q, k, v) is q
+    attention._flash_varlen.cache_clear()

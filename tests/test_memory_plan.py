@@ -71,12 +71,12 @@ def together(made: Plan) -> float:
 
 
 def test_a_layer_keeps_what_was_counted_by_hand() -> None:
-    assert layer_bytes(planned(model=QWEN_1B).demand) == 112 * 1024
-    assert layer_bytes(planned().demand) == 246 * 1024
+    assert layer_bytes(planned(model=QWEN_1B).demand) == 107 * 1024
+    assert layer_bytes(planned().demand) == 234 * 1024
 
 
 def test_a_7b_model_on_eight_gpus_of_80_gb() -> None:
-    """The arithmetic of a review by hand: it wants 73 GiB and 16 GiB beside what lasts, and has 19.5."""
+    """The arithmetic of a review by hand: it wants 70 GiB and 16 GiB beside what lasts, and has 19.5."""
     kept = "trainer.recompute=off", "trainer.tokens_per_logits=4096"
     whole, sharded = planned(), planned("trainer.shard=8", "rollout.kv_gib=30.2")
     held = planned("trainer.shard=8", "rollout.kv_gib=30.2", *kept)
@@ -87,7 +87,7 @@ def test_a_7b_model_on_eight_gpus_of_80_gb() -> None:
     assert 79.6 - lasting == pytest.approx(19.5, abs=0.2)
     assert together(sharded) == pytest.approx(16.2, rel=0.05)
     longest = replace(held.demand, tokens=8192)  # a sample of 1k + 8k tokens, which goes alone, is longer
-    assert together(plan(longest)) == pytest.approx(73, rel=0.02)
+    assert together(plan(longest)) == pytest.approx(70, rel=0.02)
 
 
 @pytest.fixture
