@@ -100,5 +100,5 @@ def _flash_varlen() -> Callable[..., Any]:
     from torch.nn.attention.varlen import varlen_attn  # not on CPU builds of every torch
 
     # Several query heads share a head of keys: torch 2.11 takes them so, later ones must be told.
-    is_told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return partial(varlen_attn, window_size=(-1, 0), **({"enable_gqa": True} if is_told else {}))
+    told: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return partial(varlen_attn, window_size=(-1, 0), **told)

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import memory
 import torch
+import torch.distributed as dist
 from gpu_checks import PLAIN, SMALL, build, drain, make_engine, make_sequences, model_config, same, tokens_of
 from gpu_rows import Section, wait
 
@@ -31,7 +33,7 @@ from core import Sample
 from job import Job
 from metrics import Clock, read_records
 from model import Model
-from parallel import World
+from parallel import TensorParallel, World, barrier, gather_tensor
 from policies import planner
 from policies.memory_plan import CONTEXT
 from policies.planner import Choice, Launch, ParallelismPlanner
@@ -202,9 +204,9 @@ VARIANTS: dict[str, dict[str, Any]] = {  # each is compared with the first
 
 
 def section_ranks(s: Section) -> None:
-    """Runs of two ranks by NCCL, on a CPU by gloo: the same tokens and losses however the work is spread; exits."""
+    """Two ranks by NCCL, on a CPU by gloo: sums; the same tokens and losses however the work is spread; exits."""
     if s.on_gpu and torch.cuda.device_count() < RANKS:
-        for name in (*list(VARIANTS)[1:], "a failure on one rank"):
+        for name in ("sums over the ranks", *list(VARIANTS)[1:], "a failure on one rank"):
             s.skip(name, f"needs {RANKS} GPUs")
         return
     with tempfile.TemporaryDirectory() as name:
@@ -216,6 +218,8 @@ def section_ranks(s: Section) -> None:
         environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
         left = max(s.end - time.perf_counter(), 30.0)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=left)
+        with s.guard("sums over the ranks"):
+            report_sums(s, json.loads((folder / "sums.json").read_text()))
         for variant in list(VARIANTS)[1:]:
             with s.guard(variant):
                 compare(s, folder / "plain", folder / variant)
@@ -223,6 +227,14 @@ def section_ranks(s: Section) -> None:
     told = [line for line in lines if BROKEN in line] or [line for line in lines if "rror" in line][-3:] or lines[-3:]
     text = f"exit code {done.returncode}: {' / '.join(told)[-300:]}"
     s.row("a failure on one rank", text, done.returncode != 0 and any(BROKEN in line for line in told))
+
+
+def report_sums(s: Section, found: dict[str, Any]) -> None:
+    way = found.pop("way")
+    for rows, (error, ours, plain) in found.items():
+        text = f"{ours:.1f} us by {way}, all-reduce {plain:.1f} us; off by {error:.1e} of the largest"
+        s.row(f"sum of {rows} x 3584 over {RANKS} ranks", text, error < 1e-2, "1e-2",
+              **{f"sum_speedup_{rows.split()[0]}": round(plain / ours, 2)})  # fmt: skip
 
 
 def compare(s: Section, plain: Path, other: Path) -> None:
@@ -249,17 +261,52 @@ def tokens_of_steps(folder: Path) -> list[list]:
     ]
 
 
+def time_sums(world: World, folder: Path) -> None:
+    """Sum hidden states over the ranks as decoding does and by an all-reduce, on a GPU in CUDA graphs."""
+    tp, on_gpu = TensorParallel(world, world.size), world.device.type == "cuda"
+    found: dict[str, Any] = {
+        "way": "symmetric memory" if tp.symmetric is not None else "NCCL" if on_gpu else "shared memory"
+    }
+    for rows in (1, 32):
+        x = torch.randn(rows, 3584, device=world.device, dtype=torch.bfloat16 if on_gpu else torch.float32)
+        exact = gather_tensor(world, x).float().sum(0)
+        error = (tp.reduce(x.clone()).float() - exact).abs().max() / exact.abs().max()
+        calls = partial(tp.reduce, x), partial(dist.all_reduce, x, group=world.tensors)
+        found[f"{rows} rows"] = error.item(), *(microseconds(call, world) for call in calls)
+    if world.is_main:
+        (folder / "sums.json").write_text(json.dumps(found))
+
+
+def microseconds(call: Callable[[], Any], world: World, turns: int = 50) -> float:
+    """Return the mean time of a call that all ranks make, alike often."""
+    for _ in range(3):
+        call()
+    if world.device.type == "cuda":
+        wait(world.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
+            call()
+        call = graph.replay
+    barrier(world)
+    start = time.perf_counter()
+    for _ in range(turns):
+        call()
+    wait(world.device)
+    return 1e6 * (time.perf_counter() - start) / turns
+
+
 def next_size(p: ParallelismPlanner, kind: str, launch: Launch, is_first: bool) -> Choice:
     return Choice(p.sizes[(p.sizes.index(p.tracks[kind].size) + 1) % len(p.sizes)], "the next")
 
 
 def main(device: str, folder: str) -> int:
-    """Train all variants; in one more run rank 1 fails as it learns, while the other waits for it."""
+    """Time sums, train all variants; in one more run rank 1 fails as it learns, while the other waits for it."""
 
     # PR_SET_PDEATHSIG: torchrun gives each rank a session of its own, so ranks would outlive a torchrun that is killed.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
     def work(world: World) -> None:
+        time_sums(world, Path(folder))
         planner.RULES["paper"] = next_size
         for name, more in (VARIANTS | {"failing": {}}).items():
             if name == "failing" and world.rank == 1:

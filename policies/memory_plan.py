@@ -15,7 +15,7 @@ from engine.pages import Cache
 GIB = 2**30
 # Not measured yet, for want of a GPU:
 CONTEXT = GIB // 2  # of CUDA, with its libraries and kernels
-COMMUNICATOR = GIB // 2  # of NCCL, for each group of ranks (544 to 688 MB in nccl issue 964)
+COMMUNICATOR = GIB // 2 + 2**22  # of NCCL, for each group of ranks (544 to 688 MB in nccl issue 964); memory to sum in
 GRAPH_LAYER = 2**18  # of a captured decode step, for each layer
 FREE = 0.03  # share of a GPU that stays free: blocks of freed memory do not fit every tensor
 BUCKET = 64 * 2**20  # of gradients that are summed over ranks at a time

@@ -131,10 +131,10 @@ def test_a_plan_that_cannot_work_is_refused_with_the_settings_that_would_help(ad
 
 def test_settings_that_leave_room_for_many_sequences_are_advised_before_others(advice) -> None:
     """The rest of these GPUs would hold 4, 3 and 1 of the longest sequences after changes that only fit."""
-    sharded = "trainer.shard = 8 and rollout.tensor_parallel = 4, which leaves pages for 71.9"
+    sharded = "trainer.shard = 8 and rollout.tensor_parallel = 4, which leaves pages for 72.1"
     assert advice("run.device_gib=141", model=QWEN_32B).startswith(sharded)  # auto shards the rollout's weights then
     assert advice("run.device_gib=141", ranks=2).startswith("trainer.shard = 2, which leaves pages for 107.4")
-    assert "tensor_parallel = 4, which leaves pages for 32.1" in advice("run.device_gib=48", ranks=4)
+    assert "tensor_parallel = 4, which leaves pages for 33.0" in advice("run.device_gib=48", ranks=4)
     assert "for 16.7" in advice("run.device_gib=141", ranks=1)  # nothing gives more
     few = "trainer.shard=8", "rollout.weights=whole", "run.device_gib=44"
     assert planned(*few).fits and planned(*few).sequences < 10  # warned of

@@ -3,10 +3,13 @@
 import copy
 from dataclasses import replace
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import FusedEngine
+from torch.distributed import _symmetric_memory
 
 import parallel
 from checkpoint import load_model, save_model
@@ -15,7 +18,7 @@ from engine.cpu import SharedMemory
 from engine.sequence import Sequence
 from engine.shard import Shard
 from model import Model, Split, check_split, parse_shape
-from parallel import TensorParallel, World
+from parallel import ONE_SHOT_BYTES, TensorParallel, World
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig, sample_key
 
@@ -131,6 +134,43 @@ def many_rounds(world: World) -> None:
 
 def test_shared_memory_survives_many_rounds_of_ranks_that_drift(run_ranks) -> None:
     run_ranks(3, many_rounds)
+
+
+def sums_by_one_kernel(world: World, refused: bool) -> None:
+    """Stand-ins for torch's calls, which need GPUs; gloo computes the sum."""
+    made, sums = list[torch.Tensor](), list[torch.Tensor]()
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(torch.zeros(size, dtype=dtype))
+        return made[0]
+
+    def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> None:
+        assert memory is made[0] and group is world.tensors
+        if refused and world.rank == 1:
+            raise RuntimeError("no peer access\nat ...")
+
+    def one_shot(place: torch.Tensor, x: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+        assert (place.data_ptr(), place.shape, place.dtype) == (made[0].data_ptr(), x.shape, x.dtype)
+        assert operation == "sum" and group == world.tensors.group_name and x.is_contiguous()
+        sums.append(x)
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    _symmetric_memory.empty, _symmetric_memory.rendezvous = empty, rendezvous
+    patch.object(torch.ops.symm_mem, "one_shot_all_reduce_copy", one_shot, create=True).start()
+    tp, most = TensorParallel(replace(world, device=torch.device("cuda")), 2), ONE_SHOT_BYTES // 2 // 4
+    assert (tp.symmetric is None) == refused
+    small, large, columns = torch.ones(most), torch.ones(most + 1), torch.ones(3, 8, dtype=torch.bfloat16)[:, :4]
+    for x in (small, large, columns):
+        assert (tp.reduce(x) == 2).all()
+    assert [x.numel() for x in sums] == ([] if refused else [most, 12])
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_gpus_sum_few_rows_through_memory_that_all_can_read(run_ranks, refused) -> None:
+    """All ranks go by NCCL when torch refuses one."""
+    run_ranks(2, sums_by_one_kernel, refused)
 
 
 def one_never_comes(world: World) -> None:
