@@ -7,7 +7,11 @@ turns round by round on one engine; each has a planner of its own, which learns 
 what a run does: the planner chooses, the engine regroups when that is another size than the contender's last, and
 decodes the round. Before, the engine is brought to the contender's last size, untimed. Every contender plays all rounds
 several times, each time with a new planner; its time with the middle total counts. All this is done twice: with whole
-weights, and with sharded ones, which come from masters that lie over all ranks.
+weights, and with sharded ones, which come from masters that lie over all ranks. A rank that waits for others keeps its
+core busy: where ranks share cores the others would else decode faster, as no GPU does that has idle neighbours.
+
+Two more contenders play long rounds only, and change the size inside them: as `planner.within_round` predicts, and
+doubled whenever half of the responses have ended.
 
     regret_vs_best_fixed            time of `predict` over that of the best fixed size in hindsight, less 1; the worse
                                     of both layouts
@@ -18,28 +22,36 @@ weights, and with sharded ones, which come from masters that lie over all ranks.
                                     weights the dearest change is that to size 1, where every rank receives as much as
                                     in the broadcast, and packs all of it besides
     pages_gain_tp2                  pages at size 2 with sharded weights over those with whole ones
+    within                          of both contenders that change the size inside long rounds: seconds of these rounds
+                                    with and without that, median turns; changes of a turn; responses that then have
+                                    other tokens (of rounding)
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 from tail_batching import in_turn, on_ranks, progress_bar
 
 import parallel
+from core import Sample, SampleId
 from engine.pages import LAYOUTS
 from engine.sequence import Sequence
 from model import Model, parse_shape
-from parallel import TPGroups, World, make_tp_groups
-from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report
+from parallel import TensorParallel, TPGroups, World, make_tp_groups
+from policies.placement import assign_by_load
+from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report
 from policies.step_times import Profile
 from profiler import measure
 from rollout import Engine, RolloutConfig
@@ -48,6 +60,7 @@ from sharding import shard_groups, shard_model
 
 PROMPT = 16  # tokens
 RESPONSES = 4  # of one prompt
+WINDOW = 8  # engine steps between two looks at what is left of a round
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 2048,
@@ -78,6 +91,8 @@ class Played:
     size: int
     seconds: float  # of choosing, regrouping and decoding, on the slowest rank
     preemptions: int
+    changes: int  # of the size, within the round
+    tokens: dict[SampleId, int]  # a hash of each response's
 
 
 @dataclass
@@ -87,15 +102,16 @@ class Contender:
     name: str
     planner: ParallelismPlanner
     size: int
-    rounds: list[Played] = field(default_factory=list)
+    without: str = ""  # the contender that does the same but for changes within long rounds, which are all it plays
+    rounds: dict[int, Played] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
-        return sum(played.seconds for played in self.rounds)
+        return sum(played.seconds for played in self.rounds.values())
 
     @property
     def preemptions(self) -> int:
-        return sum(played.preemptions for played in self.rounds)
+        return sum(played.preemptions for played in self.rounds.values())
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,17 @@ def rounds(scale: Scale, ranks: int) -> list[Round]:
 # ---- on each rank ------------------------------------------------------------------------------------------------
 
 
-def play(contender: Contender, engine: Engine, tp_groups: TPGroups, world: World, current: Round) -> None:
+class Doubling(ParallelismPlanner):
+    """Doubles the size whenever half of a long round's responses have ended."""
+
+    def choose_again(self, kind: str, live: List[List[int]]) -> Choice | None:
+        self.due = sum(map(len, live)) // 2
+        larger = [n for n in self.sizes if n > self.size]
+        self.size = min(larger, default=self.size)
+        return Choice(self.size, "doubled") if larger else None
+
+
+def play(contender: Contender, engine: Engine, tp_groups: TPGroups, world: World, current: Round) -> Played:
     """Let a contender choose its size and decode a round. Collective."""
     move(engine, tp_groups, contender.size)
     engine.stats.take()
@@ -133,14 +159,26 @@ def play(contender: Contender, engine: Engine, tp_groups: TPGroups, world: World
     size = contender.planner.choose(current.kind, current.launch).size
     move(engine, tp_groups, size)
     moved = time.perf_counter()
-    decode(engine, current)
+    add(engine, current)
+    samples, changes = decode(contender.planner, engine, tp_groups, world, current.kind)
     end = time.perf_counter()
-    own = end - start, end - moved, engine.stats.preemptions
-    seconds, decoding, preemptions = zip(*parallel.gather_objects(world, own), strict=True)
-    played = Played(size, max(seconds), sum(preemptions[::size]))
-    contender.planner.observe(current.kind, Report(played.preemptions, max(decoding), current.lengths))
-    contender.rounds.append(played)
-    contender.size = size
+    wait_busily(world)
+    tokens = {sample.id: hash(tuple(sample.token_ids)) for sample in samples}
+    own = end - start, end - moved, engine.stats.preemptions, tokens, changes
+    seconds, decoding, preemptions, parts, all_changes = zip(*parallel.gather_objects(world, own), strict=True)
+    everything = {id: text for part in parts for id, text in part.items()}
+    played = Played(size, max(seconds), sum(preemptions[::size]), len(changes), everything)
+    resize = max(map(sum, all_changes)) / len(changes) if changes else None
+    contender.planner.observe(current.kind, Report(played.preemptions, max(decoding), current.lengths, resize))
+    contender.size = engine.parallel.size
+    return played
+
+
+def wait_busily(world: World) -> None:
+    """Wait for all ranks without giving the core away."""
+    everyone = dist.barrier(group=world.objects, async_op=True)
+    while not everyone.is_completed():
+        pass
 
 
 def move(engine: Engine, tp_groups: TPGroups, size: int) -> None:
@@ -148,16 +186,46 @@ def move(engine: Engine, tp_groups: TPGroups, size: int) -> None:
         engine.regroup(tp_groups[size])
 
 
-def decode(engine: Engine, current: Round) -> None:
-    """Decode this replica's share, prompt by prompt as training deals them."""
+def add(engine: Engine, current: Round) -> None:
+    """Queue this replica's share, prompt by prompt as training deals them."""
     tp = engine.parallel
     for i, length in enumerate(current.lengths):
         prompt = i // RESPONSES
         if prompt % tp.num_replicas == tp.replica:
             ids = tuple(Random(prompt).randrange(2048) for _ in range(PROMPT))
             engine.add(Sequence(prompt, i % RESPONSES, 0, ids, i, length, ignore_eos=True))
-    while not engine.is_idle:
-        engine.step()
+
+
+def decode(
+    planner: ParallelismPlanner, engine: Engine, tp_groups: TPGroups, world: World, kind: str
+) -> tuple[list[Sample], list[float]]:
+    """Decode to the end; return this replica's samples, and the seconds of each change of the size. Collective."""
+    samples, changes = list[Sample](), list[float]()
+    while True:
+        steps = WINDOW if planner.due else sys.maxsize
+        while steps and not engine.is_idle:
+            samples += engine.step()
+            steps -= 1
+        if not planner.due:
+            return samples, changes
+        wait_busily(world)
+        live = parallel.gather_objects(world, [*engine.batcher.live_tokens().values()])[:: engine.parallel.size]
+        if not any(live):
+            return samples, changes
+        if planner.is_due(sum(map(len, live))) and (choice := planner.choose_again(kind, live)):
+            start = time.perf_counter()
+            deal_again(engine, tp_groups[choice.size], world)
+            changes.append(time.perf_counter() - start)
+
+
+def deal_again(engine: Engine, group: TensorParallel, world: World) -> None:
+    """Go on in groups of another size, as `Round._resize` does. Collective."""
+    own = engine.export(engine.batcher.live_tokens())
+    parts = parallel.gather_objects(world, own if engine.parallel.rank == 0 else [])
+    engine.regroup(group)
+    sequences = [sequence for part in parts for sequence in part]
+    for i in assign_by_load([sequence.num_tokens for sequence in sequences], group.num_replicas)[group.replica]:
+        engine.add(sequences[i])
 
 
 def regroup_seconds(engine: Engine, tp_groups: TPGroups, world: World, turns: int) -> dict[int, float]:
@@ -205,12 +273,15 @@ def build(longest: int, world: World, tp_groups: TPGroups, layout: str, prepack:
 
 
 def contenders(limits: EngineLimits, profile: Profile) -> list[Contender]:
-    """Return every fixed size and both rules, which start at size 1; `paper` without a profile."""
+    """Return every fixed size and all rules, which start at size 1; `paper` without a profile."""
     rules: list[tuple[str, str, int, Profile | None]] = [(f"fixed {n}", "fixed", n, None) for n in limits.pages]
     rules += [("paper", "paper", 1, None), ("predict", "predict", 1, profile)]
+    predict = ParallelismPlanner(PlannerConfig("predict", within_round=True), limits, 1, profile)
+    doubling = Doubling(PlannerConfig("fixed", within_round=True), limits, 1)
     return [
-        Contender(name, ParallelismPlanner(PlannerConfig(rule), limits, start, known), start)
-        for name, rule, start, known in rules
+        *(Contender(name, ParallelismPlanner(PlannerConfig(r), limits, n, known), n) for name, r, n, known in rules),
+        Contender("predict, also within", predict, 1, "predict"),
+        Contender("fixed 1, doubled within", doubling, 1, "fixed 1"),
     ]
 
 
@@ -230,13 +301,14 @@ def run_layout(layout: str, scale: Scale, work: list[Round], tp_groups: TPGroups
     config, pages = engine.config, engine.num_pages
     limits = EngineLimits(world.size, pages, config.page_size, config.max_running, scale.longest)
     turns = [contenders(limits, profile) for _ in range(scale.turns)]
-    with progress_bar(f"elastic, {layout}", scale.turns * len(work) * len(turns[0]), world) as bar:
+    with progress_bar(f"elastic, {layout}", scale.turns * len(work), world) as bar:
         for turn, sides in enumerate(turns):
             for i, current in enumerate(work):
-                for side in in_turn(sides, turn + i):
+                playing = [side for side in sides if current.kind == "long" or not side.without]
+                for side in in_turn(playing, turn + i):
                     bar.set_postfix_str(side.name)
-                    play(side, engine, tp_groups, world, current)
-                    bar.update()
+                    side.rounds[i] = play(side, engine, tp_groups, world, current)
+                bar.update()
     packed = regroup_seconds(engine, tp_groups, world, 4)
     engine = build(scale.longest, world, tp_groups, layout, prepack=False)
     return Measured(turns, pages, packed, regroup_seconds(engine, tp_groups, world, 4))
@@ -277,12 +349,35 @@ def report(found: dict[str, Measured], work: list[Round], broadcast: float) -> d
         "seconds_in_hindsight": whole["hindsight"],
         "seconds_in_hindsight_sharded": sharded["hindsight"],
         "contenders": whole["rows"] + sharded["rows"],
+        "within": [row for layout in LAYOUTS for row in compare_within(found[layout].turns, layout)],
     }
+
+
+def compare_within(turns: list[list[Contender]], layout: str) -> list[dict[str, Any]]:
+    """Print and return what changes of the size within long rounds came to."""
+    by_name, rows = {same[0].name: same for same in zip(*turns)}, []
+    for name, same in by_name.items():
+        if not (others := by_name.get(same[0].without)):
+            continue
+        long = [*same[0].rounds]
+        with_, without = (
+            sum(median(side.rounds[i].seconds for side in sides) for i in long) for sides in (same, others)
+        )
+        changes = median(sum(played.changes for played in side.rounds.values()) for side in same)
+        pairs = [(a.rounds[i].tokens, b.rounds[i].tokens) for a, b in zip(same, others) for i in long]
+        changed = sum(theirs[id] != mine[id] for mine, theirs in pairs for id in mine)
+        assert all(mine.keys() == theirs.keys() for mine, theirs in pairs), "responses were lost or doubled"
+        row = {"contender": f"{name}{', sharded' * (layout == 'sharded')}", "changes": changes}
+        row |= {"seconds": round(with_, 2), "without": round(without, 2), "over_without": round(with_ / without, 3)}
+        rows.append(row | {"responses": sum(len(mine) for mine, _ in pairs), "responses_changed": changed})
+        print(json.dumps(rows[-1]))
+    return rows
 
 
 def compare(turns: list[list[Contender]], work: list[Round], layout: str) -> dict[str, Any]:
     """Print the table of one layout; return its rows, and by rule the regret and the ratio of preemptions."""
-    by_name = {same[0].name: sorted(same, key=lambda c: c.seconds) for same in zip(*turns)}
+    all_rounds = (same for same in zip(*turns) if not same[0].without)
+    by_name = {same[0].name: sorted(same, key=lambda c: c.seconds) for same in all_rounds}
     middle = {name: same[len(same) // 2] for name, same in by_name.items()}
     fixed = [side for name, side in middle.items() if name.startswith("fixed")]
     for i, current in enumerate(work):
@@ -291,7 +386,8 @@ def compare(turns: list[list[Contender]], work: list[Round], layout: str) -> dic
         print(f"round {i:2d} {current.kind:5} {len(current.lengths):3d} x at most {max(current.lengths):4d}   {row}")
     rows = []
     for name, side in middle.items():
-        sizes, seconds = " ".join(str(p.size) for p in side.rounds), [same.seconds for same in by_name[name]]
+        sizes = " ".join(str(played.size) for played in side.rounds.values())
+        seconds = [same.seconds for same in by_name[name]]
         name += ", sharded" if layout == "sharded" else ""
         print(
             f"{name:16} {side.seconds:8.2f} s ({min(seconds):.2f} .. {max(seconds):.2f})   "
@@ -299,7 +395,7 @@ def compare(turns: list[list[Contender]], work: list[Round], layout: str) -> dic
         )
         times = {"seconds": round(side.seconds, 2), "least": round(min(seconds), 2), "most": round(max(seconds), 2)}
         rows.append({"contender": name, **times, "preemptions": side.preemptions, "sizes": sizes})
-    hindsight = sum(min(p.seconds for p in played) for played in zip(*(side.rounds for side in fixed)))
+    hindsight = sum(min(p.seconds for p in played) for played in zip(*(side.rounds.values() for side in fixed)))
     print(f"best fixed size of every round in hindsight, {layout} weights: {hindsight:.2f} s")
     best_fixed, preemptions = min(side.seconds for side in fixed), max(middle["fixed 1"].preemptions, 1)
     rules = [(name, middle[name]) for name in ("predict", "paper")]
