@@ -121,7 +121,7 @@ class Scale:
     turns: int  # of all rounds
 
 
-FULL, QUICK = Scale(12, 512, 3), Scale(4, 128, 1)
+FULL, QUICK = Scale(12, 256, 3), Scale(4, 128, 1)
 
 
 def rounds(scale: Scale, ranks: int) -> list[Round]:
@@ -409,7 +409,7 @@ def compare(turns: list[list[Contender]], work: list[Round], layout: str) -> dic
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: under 4 minutes on 2 cores")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: about 4 minutes on 2 cores")
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=4, help="processes of one thread (default 4)")
     arguments = parser.parse_args()
     return on_ranks(arguments.ranks, lambda world: run(QUICK if arguments.quick else FULL, world))
