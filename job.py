@@ -96,8 +96,6 @@ class Job:
         ends = checkpoint.eos_ids(self.source, self.tokenizer, shape.vocab_size)
         built = build_rollout(laid_out, self.trainer.model, ends, self.tokenizer, world)
         self.tp_groups, self.engine, self.planner = built
-        if not self.decodes:
-            self.engine.release()
         self.streaming = None
         if config.stream.policy != "off" and world.size > 1:
             parts = self.engine, self.trainer, world, self.tp_groups
@@ -451,7 +449,9 @@ def build_rollout(
     profile = parallel.broadcast_object(world, profile)
     own = rollout.tensor_parallel
     engine = Engine(model, rollout, config.sampling, ends, tokenizer, tp_groups[own], sizes)
-    if engine.runner.graphs and world.rank >= config.overlap.train_ranks:
+    if world.rank < config.overlap.train_ranks:
+        engine.release()  # for good
+    elif engine.runner.graphs:
         for size in (*sizes, own):
             engine.regroup(tp_groups[size])  # captures its graphs, which no round has to wait for
         engine.stats.take()
