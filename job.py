@@ -1,6 +1,7 @@
 """A job: all state of one run and the parts of its steps, which `train.py` calls in the order of the paper."""
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -23,6 +24,7 @@ from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
 from policies.flow import Flow, check_steps
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
+from policies.split import RECENT, SplitTimes, Work
 from records import (
     RankReport,
     audit_report,
@@ -31,6 +33,7 @@ from records import (
     lag_record,
     planner_record,
     preemptions,
+    work_of,
 )
 from rewards import sandbox
 from rewards.gradings import PoolStats
@@ -116,6 +119,7 @@ class Job:
         settings = {key: value for key, (value, _) in flatten(config).items()}
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
         self.endless = self._open_endless(state) if config.overlap.depth and self.decodes else None
+        self.work = deque[Work](maxlen=RECENT)  # of an endless rollout's steps
         introduce(self, saved, resume)
 
     def _open_endless(self, state: dict) -> Endless:
@@ -257,6 +261,14 @@ class Job:
         seconds = max(r.seconds.get("resize", 0.0) for r in reports) / resized if resized else None
         report = Report(preemptions(reports), generate_seconds(reports), rollout.lengths, seconds)
         self.planner.observe(plan.kind, report)
+
+    def measure_split(self, record: Record, reports: Sequence[RankReport]) -> SplitTimes:
+        """Take in the step of an endless rollout; return the times by which ranks train or decode, over its last steps.
+
+        The same on all ranks.
+        """
+        self.work.append(work_of(record, reports))
+        return SplitTimes.of(self.work, self.world.size, self.config.overlap.depth)
 
     def dump(self, groups: Sequence[Group], advantages: torch.Tensor) -> None:
         """Write what the step was trained on, when `run.dump_rollouts` asks for it. Collective."""

@@ -11,6 +11,7 @@ from engine.sequence import EngineStats
 from loss import ADVANTAGES, LossConfig
 from metrics import RankTrack, Record, quantiles
 from policies.planner import Choice
+from policies.split import Work
 from rewards.gradings import PoolStats
 from rewards.judge import JudgeStats
 
@@ -134,6 +135,23 @@ def lag_record(groups: Sequence[Group], version: int) -> Record:
         "tokens": {str(lag): by_token[lag] for lag in sorted(by_token)},
         "length": {str(lag): length[lag] / by_sample[lag] for lag in sorted(by_sample)},
     }
+
+
+def work_of(record: Record, reports: Sequence[RankReport]) -> Work:
+    """Return what the ranks of an endless rollout did in the step of this record."""
+    decoding = [r.seconds.get("prefill", 0.0) + r.seconds.get("decode", 0.0) for r in reports]
+    engine = record["engine"]
+    return Work(
+        batches=1,
+        samples=record["samples"],
+        tokens=record["tokens"] + record["round"]["wasted_tokens"],
+        longest=record["length"]["max"],
+        decoded=engine["decoded_tokens"],
+        decode_seconds=sum(decoding),
+        train_seconds=sum(r.seconds.get("train", 0.0) for r in reports),
+        engine_steps=engine["decode_steps"],
+        engine_seconds=max(decoding),
+    )
 
 
 def audit_report(

@@ -30,6 +30,7 @@ from policies.placement import Placement, group_sizes
 from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report, refuse_within_round
 from policies.replica import Replica, Response
 from policies.scale_down import Progress, ScaleDown, StreamConfig, StreamPolicy, refuse_dynamic_sampling
+from policies.split import SplitTimes, Work
 from policies.step_times import FittedTimes, Profile, SizeProfile, read_profile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
@@ -559,6 +560,24 @@ class EndlessSimulation(Simulation):
         for replica in self.rollout.replicas if self.config.overlap.flight == "recompute" else ():
             replica.evict()
 
+    def split_times(self) -> SplitTimes:
+        """Return the means over the run by which GPUs train or decode, as a real run measures them."""
+        lengths = [[self.rollout.lengths[id] for id in batch] for batch in self.trained]
+        replicas, gpus = self.rollout.replicas, self.config.overlap.train_ranks or self.config.cluster.gpus
+        decoded = sum(r.decoded for r in replicas)
+        work = Work(
+            batches=len(lengths),
+            samples=sum(map(len, lengths)),
+            tokens=decoded,
+            longest=sum(map(max, lengths)),
+            decoded=decoded,
+            decode_seconds=sum(r.busy for r in replicas) * self.costs.tp,
+            train_seconds=self.training * gpus,
+            engine_steps=max(r.iteration for r in replicas),
+            engine_seconds=max(r.busy for r in replicas),
+        )
+        return SplitTimes.of([work], self.config.cluster.gpus, self.config.overlap.depth)
+
     def summary(self) -> dict[str, float]:
         """Return the numbers of the whole run."""
         rollout, overlaps = self.rollout, [r["overlap"] for r in self.records]
@@ -573,6 +592,7 @@ class EndlessSimulation(Simulation):
             "dropped": sum(told["dropped"] for told in overlaps),
             "decoders_idle": 1 - sum(r.busy for r in replicas) / decoding,
             "trainers_idle": 1 - self.training / rollout.seconds,
+            "best_share": self.split_times().best_share,
             "recomputed": sum(r.recomputed for r in replicas) / sum(r.decoded for r in replicas),
         }
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until a handler is set
@@ -76,7 +77,11 @@ def take_step(job: Job) -> Record:
     job.dump(rollout.groups, advantages)
     tracks = [report.track for report in of_replicas(reports)]
     job.recorder.timeline(job.step, tracks, played.get("kind", ""), played.get("queue", 0))
-    return step_record(job.step, seconds, rollout.groups, rollout.record, updates, reports)
+    record = step_record(job.step, seconds, rollout.groups, rollout.record, updates, reports)
+    if job.config.overlap.depth:
+        times = job.measure_split(record, reports)
+        record["split"] = asdict(times) | {"best_share": times.best_share}
+    return record
 
 
 def is_due(step: int, every: int) -> bool:

@@ -100,7 +100,8 @@ class Endless:
         """Decode a window. On the steps' clock contexts are prefilled before, and its steps are counted from there."""
         r, events = self.round, list[Finished]()
         if self.flow.config.clock == "steps":
-            events = r.finish(r.engine.prefill(), 0)
+            with r.clock.span("prefill"):
+                events = r.finish(r.engine.prefill(), 0)
         return events + r.decode(lands=True)
 
     def _forget(self, visits: Collection[VisitId]) -> None:

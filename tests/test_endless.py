@@ -57,7 +57,12 @@ def test_every_prompt_is_trained_once_within_its_bound(seed: int, train: int) ->
     told = run.summary()
     assert told["trained_length"] == pytest.approx(1.0) and told["late"] == told["dropped"] == 0
     assert told["lag_mean"] <= told["lag_max"] <= given.overlap.largest_age
-    assert 0 <= told["decoders_idle"] < 1 and 0 <= told["trainers_idle"] < 1 and 0 <= told["recomputed"]
+    assert (
+        0 < told["best_share"] < 1
+        and 0 <= told["decoders_idle"] < 1
+        and 0 <= told["trainers_idle"] < 1
+        and 0 <= told["recomputed"]
+    )
     assert sum(r["seconds"]["step"] for r in run.records) == pytest.approx(run.rollout.seconds)
 
 

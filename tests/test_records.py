@@ -7,6 +7,7 @@ import pytest
 
 from core import Group, Prompt, Reward, Sample, Span
 from engine.sequence import EngineStats
+from policies.split import Work
 from records import (
     RankReport,
     evaluation_record,
@@ -15,6 +16,7 @@ from records import (
     lag_record,
     preemptions,
     step_record,
+    work_of,
 )
 from rewards.gradings import PoolStats
 from rewards.judge import JudgeStats
@@ -96,3 +98,13 @@ def test_what_graders_did_is_added_up_over_ranks():
     assert record["cases"]["timeouts"] == 3
     assert record["cases"]["passes_cut_off"] == 49, "a quarter of the audited passed late; 196 were not audited"
     assert grading_record([PoolStats()], 1.0)["seconds_mean"] == 0
+
+
+def test_the_work_of_a_step_is_that_of_all_ranks() -> None:
+    """Ranks 0 and 1 train; 2 and 3, a replica, decode for 5 and 6 seconds."""
+    seconds = [{"train": 3.0}, {"train": 4.0}, {"prefill": 1.0, "decode": 4.0}, {"prefill": 1.0, "decode": 5.0}]
+    reports = [replace(report(0, 0.0), engine=EngineStats(), seconds=each) for each in seconds]
+    reports[2] = replace(reports[2], engine=EngineStats(decode_steps=20, decoded_tokens=70))
+    played = {"round": {"kind": "async", "wasted_tokens": 14}}
+    record = step_record(1, 2.0, [group(0, "a", 1.0, 0.0)], played, [UPDATE], reports)
+    assert work_of(record, reports) == Work(1, 2, 17, 2.0, 70, 11.0, 7.0, 20, 6.0)

@@ -347,6 +347,8 @@ def test_pools_of_any_size_train_the_same(settings, run_ranks, tmp_path: Path) -
     one = tmp_path / "1 and 1"
     assert ages(one) >= {0, 1} and max(ages(one)) <= 3
     for name in runs:
+        shares = [r["split"]["best_share"] for r in steps_of(tmp_path / name)]
+        assert len(shares) == 4 and all(0 < share < 1 for share in shares)
         assert tokens_of(tmp_path / name) == tokens_of(one)
         for mine, theirs in zip(losses(tmp_path / name), losses(one), strict=True):
             assert mine == pytest.approx(theirs, abs=1e-5)

@@ -1,0 +1,53 @@
+"""The division of ranks into those that train and those that decode: the paper's formulas, and how well they choose."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from test_endless import LENGTHS, MODEL, config, endless
+
+from policies.split import SplitTimes, Work
+from simulation.costs import Efficiency
+
+
+def some_times(rng: Random) -> SplitTimes:
+    work = Work(1, rng.randint(1, 500), 900, rng.uniform(1, 99), 900, rng.uniform(1, 99), rng.uniform(1, 99), 9, 9.0)
+    return SplitTimes.of([work], rng.randint(2, 64), rng.choice([0.5, 1.0, 2.0, 8.0]))
+
+
+def test_times_are_means_over_steps_and_count_tokens_when_they_are_decoded() -> None:
+    filling = Work(1, 10, 1000, 150, 4000, 8.0, 3.0, 300, 6.0)  # the first step decodes for later ones too
+    buffered = Work(1, 10, 1000, 250, 0, 0.0, 5.0, 0, 0.0)  # and the last one may decode nothing
+    times = SplitTimes.of([filling, buffered], ranks=4, depth=3.0)
+    assert (times.ranks, times.samples) == (4, 10)
+    assert times.generate == pytest.approx(100 * 8.0 / 4000) and times.train == pytest.approx(0.4)
+    assert times.longest == pytest.approx(200 * 6.0 / 300) and times.tail == times.longest / 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_proposition_2_at_the_best_share(seed: int) -> None:
+    """T <= (N / K) (mu_gen + E mu_train) + L / (alpha + 1): training takes this, the rollout no longer."""
+    times = some_times(Random(seed))
+    bound = times.samples / times.ranks * (times.generate + times.train) + times.tail
+    train = times.ranks * times.best_share
+    assert times.step_seconds(train) == pytest.approx(bound) == pytest.approx(times.samples * times.train / train)
+    assert times.step_seconds(train * 0.9) > bound  # fewer would train for longer
+    assert times.samples * times.generate / (times.ranks - train) + times.tail <= bound * (1 + 1e-9)
+
+
+def test_the_best_number_is_one_of_the_possible() -> None:
+    times = SplitTimes(8, 10, generate=1.0, train=1.0, longest=0.0, tail=0.0)
+    assert times.best_share == 0.5 and times.best(range(1, 8)) == 4 and times.best([2, 6]) == 2
+    assert replace(times, train=7.0).best(range(1, 8)) == 7 and replace(times, tail=9.0).best(range(1, 8)) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_times_of_an_even_division_find_one_near_the_best(seed: int) -> None:
+    rng = Random(seed)
+    costs = Efficiency(layer_seconds=1e-4, sequence_seconds=2e-4, train=rng.choice([0.02, 0.1, 0.4]))
+    lengths = replace(LENGTHS, limit=rng.choice([512, 2048]))
+    model = replace(MODEL, efficiency=replace(costs, rollout_seconds=0.0, train_seconds=0.0), lengths=lengths)
+    depth = rng.choice([1.0, 2.0])
+    runs = {n: endless(config(12, 8, 32, seed, train_ranks=n, depth=depth), model) for n in range(1, 8)}
+    seconds = {n: sum(r["seconds"]["step"] for r in run.records[2:-2]) for n, run in runs.items()}
+    assert seconds[runs[4].split_times().best([*runs])] < 1.25 * min(seconds.values())
