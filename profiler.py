@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -27,6 +28,7 @@ from engine.sequence import Sequence
 from metrics import Clock
 from model import empty_model
 from parallel import TPGroups, World, make_tp_groups
+from policies.flow import OverlapConfig
 from policies.step_times import Profile, SizeProfile
 from process import ending, launcher
 from rollout import Engine
@@ -54,6 +56,7 @@ def make_profile(config: Config, folder: Path, world: World, contexts: List[int]
     `contexts`: as for `measure`.
     """
     (shape, weights), dtype = checkpoint.check_model(folder), model_dtype(config, world.device.type)
+    config = replace(config, overlap=OverlapConfig())  # all ranks decode
     config = with_layout(config, shape, world.size, world.node_size, world.device)
     config = parallel.broadcast_object(world, config)
     if config.rollout.layout == "sharded":

@@ -1,7 +1,7 @@
 """The settings of a run: all sections of the config, and the checks that refuse a run which would fail later."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
 from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
 from policies.flow import OverlapConfig, check_overlap
-from policies.memory_plan import ENOUGH, GIB, Changes, Demand, Plan, plan, remedy
+from policies.memory_plan import ENOUGH, GIB, Changes, Demand, Plan, plans, remedy
 from policies.planner import PlannerConfig, refuse_within_round
 from policies.scale_down import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.step_times import PROFILE_NAME, Profile, load_profile
@@ -106,8 +106,10 @@ def planned_device(config: Config) -> torch.device:
 
 def memory_plan(
     config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device, outside: float = 0.0
-) -> Plan:
-    """Return the memory plan of each rank. `outside`: bytes of the device that torch cannot have now.
+) -> tuple[Plan, ...]:
+    """Return the memory plan of each kind of rank, that of ranks that decode last.
+
+    `outside`: bytes of the device that torch cannot have now.
 
     Raises ConfigError for weights of the rollout that cannot be sharded.
     """
@@ -123,8 +125,9 @@ def memory_plan(
         gpu_bytes = min(own, c.run.device_gib * GIB or math.inf)
     possible = rollout_sizes(c, shape, num_ranks, node_size, elastic=True)
     tp_sizes = possible if c.planner.rule != "fixed" else [c.rollout.tensor_parallel]
-    groups = (num_ranks > 1) + 2 * (1 < trainer.shard < num_ranks) + len({*tp_sizes} - {1, num_ranks})
-    return plan(
+    training = c.overlap.train_ranks or num_ranks
+    groups = (num_ranks > 1) + 2 * (1 < trainer.shard < training) + len({*tp_sizes} - {1, num_ranks})
+    return plans(
         Demand(
             shape,
             dtype.itemsize,
@@ -149,7 +152,8 @@ def memory_plan(
             device=gpu_bytes,
             kv=c.rollout.kv_gib * GIB or (0 if is_gpu else CPU_KV_BYTES),
             layout="whole" if c.overlap.train_ranks else c.rollout.weights,  # ranks that only decode have no masters
-        )
+        ),
+        c.overlap.train_ranks,
     )
 
 
@@ -162,23 +166,27 @@ def _judge_bytes(c: JudgeConfig, dtype: torch.dtype) -> float:
 
 
 def check_memory(
-    config: Config, memory: Plan, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device
+    config: Config, memory: Sequence[Plan], shape: ModelShape, num_ranks: int, node_size: int, device: torch.device
 ) -> None:
     """Raise ConfigError for a plan that cannot work, with the settings that would help."""
-    if not memory.fits:
-        helps = find_remedy(config, memory, shape, num_ranks, node_size, device)
-        raise ConfigError(
-            f"a GPU of {memory.demand.device / GIB:.1f} GiB is too small: {memory.worst} this run needs "
-            f"{memory.wanted / GIB:.1f} GiB, and {memory.least_kv / GIB:.2f} for KV pages; "
-            f"take {helps or 'a smaller model, shorter responses or more ranks'} (--check prints the plan)"
-        )
+    for each in memory:
+        if not each.fits:
+            helps = find_remedy(config, memory, shape, num_ranks, node_size, device)
+            pages = f", and {each.least_kv / GIB:.2f} for KV pages" * each.demand.decodes
+            raise ConfigError(
+                f"a GPU of {each.demand.device / GIB:.1f} GiB is too small: {each.worst} a {each.rank} needs "
+                f"{each.wanted / GIB:.1f} GiB{pages}; "
+                f"take {helps or 'a smaller model, shorter responses or more ranks'} (--check prints the plan)"
+            )
 
 
 def find_remedy(
-    config: Config, memory: Plan, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device
+    config: Config, memory: Sequence[Plan], shape: ModelShape, num_ranks: int, node_size: int, device: torch.device
 ) -> str:
     """Return settings that give a plan for a GPU room, and the room, as text; "" if there are none."""
-    d, c = memory.demand, config.rollout
+    d, c, training = memory[0].demand, config.rollout, config.overlap.train_ranks
+    pools = [n for n in (training << i for i in range(num_ranks.bit_length())) if 0 < n < num_ranks]
+    shards = pools or [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     sizes = rollout_sizes(config, shape, num_ranks, node_size, elastic=True)
     options: dict[str, list] = {  # the cheapest first
         "trainer.recompute": ["on"] * (not d.recompute),
@@ -186,7 +194,8 @@ def find_remedy(
         "trainer.tokens_per_microbatch": [d.cache.longest] * (d.tokens > d.cache.longest),
         "rollout.step_tokens": [2048] * (d.step_tokens > 2048),
         "rollout.kv_gib": [0] * bool(d.kv),
-        "trainer.shard": [n for n in range(d.shard + 1, num_ranks + 1) if num_ranks % n == 0],
+        "trainer.shard": [n for n in shards if n > d.shard],
+        "overlap.train_ranks": pools[1:],
         "rollout.tensor_parallel": [n for n in sizes if n > c.tensor_parallel],
         "trainer.offload_optimizer": [True] * (not d.offload),
         "rollout.max_running": [ENOUGH] * (c.max_running > ENOUGH),
@@ -196,18 +205,18 @@ def find_remedy(
     if config.judge.path:  # is asked for its size once
         config = replace(config, judge=replace(config.judge, memory_gib=d.judge / GIB))
 
-    def planned(changes: Changes) -> Plan | None:
+    def planned(changes: Changes) -> Sequence[Plan]:
         changed = config
         for key, value in changes.items():
             section, name = key.split(".")
             changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
         try:
             made = memory_plan(changed, shape, num_ranks, node_size, device, d.outside)
-            if made.fits:
+            if all(each.fits for each in made):
                 check_settings(changed, num_ranks, model_dtype(changed, device.type))
             return made
         except ConfigError:
-            return None
+            return ()
 
     found = remedy({key: values for key, values in options.items() if values}, planned)
     if not found:
@@ -217,9 +226,10 @@ def find_remedy(
 
 
 def with_kv_memory(config: Config, shape: ModelShape, world: World) -> Config:
-    """Return the settings with the KV memory that the plan leaves: the least of all ranks, who need equal pages.
+    """Return the settings with the KV memory that the plan leaves: the least of those that decode with equal pages.
 
-    Collective. Raises ConfigError when a rank has too little.
+    A rank that only trains gets pages for one sequence, which its engine gives back. Collective. Raises ConfigError
+    when a rank has too little.
     """
     outside = 0.0
     if world.device.type == "cuda":
@@ -230,15 +240,17 @@ def with_kv_memory(config: Config, shape: ModelShape, world: World) -> Config:
             f"run.device_gib = {config.run.device_gib} is about GPUs, but the run is on a CPU; leave it out"
         )
     given = shape, world.size, world.node_size, world.device
-    plans = gather_objects(world, memory_plan(config, *given, outside))
-    for each in plans:
-        check_memory(config, each, *given)
-    return replace(config, rollout=replace(config.rollout, kv_gib=min(each.kv for each in plans) / GIB))
+    training, planned = config.overlap.train_ranks, memory_plan(config, *given, outside)
+    everyone = gather_objects(world, planned[0 if world.rank < training else -1])
+    for each in everyone:
+        check_memory(config, [each], *given)
+    kv = min(each.kv for each in everyone[training:]) if world.rank >= training else planned[0].kv_of_longest
+    return replace(config, rollout=replace(config.rollout, kv_gib=kv / GIB))
 
 
 def with_layout(config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device) -> Config:
     """Return the settings with `rollout.weights` decided: whole or sharded. Raises ConfigError when it cannot be."""
-    layout = memory_plan(config, shape, num_ranks, node_size, device).layout
+    layout = memory_plan(config, shape, num_ranks, node_size, device)[-1].layout
     return replace(config, rollout=replace(config.rollout, weights=layout))
 
 
@@ -306,13 +318,14 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     given = shape_of(config), world_size, node_size, device
     memory = memory_plan(config, *given)
     if prints_plan and is_main:
-        print(memory.table(), flush=True)
+        print("\n".join(each.table() for each in memory), flush=True)
     check_memory(config, memory, *given)
-    if is_main and not memory.has_room:
+    decoding = memory[-1]
+    if is_main and not decoding.has_room:
         helps = find_remedy(config, memory, *given) or "a smaller model, shorter responses or more ranks"
-        print(f"few sequences can decode together: KV pages hold {memory.sequences:.1f} of the longest; take {helps}")
+        print(f"few sequences can decode together: KV pages hold {decoding.sequences:.1f} of the longest; take {helps}")
     shape, tokenizer = check_source(config)
-    planned = replace(config, rollout=replace(config.rollout, kv_gib=memory.kv / GIB, weights=memory.layout))
+    planned = replace(config, rollout=replace(config.rollout, kv_gib=decoding.kv / GIB, weights=decoding.layout))
     sizes = rollout_sizes(config, shape, world_size, node_size, config.planner.rule != "fixed")
     sizes = sizes_with_room(planned, shape, device, sizes)
     if is_main and (device.type == "cpu" or torch.cuda.is_available()):

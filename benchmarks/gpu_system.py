@@ -147,7 +147,7 @@ def section_memory(s: Section) -> None:
 def hold(case: memory.Case, device: torch.device) -> tuple[float, int]:
     """Take two steps on a GPU; return what torch's allocator should hold by the plan, and the most that it held."""
     config = replace(case.config, rollout=replace(case.config.rollout, kv_gib=0.25))
-    plan = memory_plan(config, case.shape, 1, 1, device)
+    [plan] = memory_plan(config, case.shape, 1, 1, device)
     others = sum(size for name, size in plan.lasting.items() if name.startswith(("CUDA context", "left free")))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

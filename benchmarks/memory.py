@@ -170,7 +170,7 @@ class Case:
 def measure(case: Case, world: World) -> tuple[Plan, dict[str, int]]:
     """Return the plan of a rank, and the largest bytes of each part of its steps."""
     config, shape, peaks = case.config, case.shape, dict[str, int]()
-    plan = memory_plan(config, shape, world.size, world.node_size, world.device)
+    [plan] = memory_plan(config, shape, world.size, world.node_size, world.device)
     live = LiveBytes()
 
     def part(name: str, work: Callable[..., object], *args: Any) -> None:

@@ -50,6 +50,8 @@ class Demand:
     packed: bool = False  # a CPU decodes with a second copy of the weights
     device: float = 0.0  # bytes of a GPU; 0: a CPU
     kv: float = 0.0  # bytes of KV pages; 0: what the rest leaves
+    trains: bool = True
+    decodes: bool = True
 
     @property
     def matrix_numbers(self) -> int:
@@ -97,14 +99,19 @@ class Plan:
 
     @property
     def kv(self) -> float:
-        """Bytes of KV pages: as many as were asked for, else the rest."""
-        return self.demand.kv or max(self.demand.device - self.wanted, 0.0)
+        """Bytes of KV pages: as many as were asked for, else the rest. None where only others decode."""
+        d = self.demand
+        return d.decodes * (d.kv or max(d.device - self.wanted, 0.0))
 
     @property
     def least_kv(self) -> float:
-        """Bytes of the pages that were asked for, else of one full sequence."""
-        d = self.demand
-        return d.kv or d.cache.pages_of_longest * d.cache.page_bytes(d.tensor_parallel)
+        """Bytes of the pages that were asked for, else of one full sequence. None where only others decode."""
+        return self.demand.decodes * (self.demand.kv or self.kv_of_longest)
+
+    @property
+    def kv_of_longest(self) -> float:
+        """Bytes of the pages of one full sequence."""
+        return self.demand.cache.pages_of_longest * self.demand.cache.page_bytes(self.demand.tensor_parallel)
 
     @property
     def num_pages(self) -> int:
@@ -129,15 +136,23 @@ class Plan:
     @property
     def has_room(self) -> bool:
         """Whether it fits with as many pages as were asked for, else with enough for decoding to be worth it."""
-        enough = min(ENOUGH, self.demand.cache.max_running)
-        return self.fits and (not self.demand.device or bool(self.demand.kv) or self.sequences >= enough)
+        d, enough = self.demand, min(ENOUGH, self.demand.cache.max_running)
+        return self.fits and (not (d.device and d.decodes) or bool(d.kv) or self.sequences >= enough)
+
+    @property
+    def rank(self) -> str:
+        """The kind of rank that this is the plan of."""
+        d = self.demand
+        return "rank" if d.trains and d.decodes else f"rank that only {'trains' if d.trains else 'decodes'}"
 
     def table(self) -> str:
         """Return the plan as lines of text, in GiB."""
         d = self.demand
         pages = f"KV pages{'' if d.kv else ', from the rest'}: {self.num_pages} of {d.cache.page_size} tokens, "
         lasting = self.lasting | {f"{pages}{self.sequences:.1f} longest sequences": self.total - self.wanted}
-        lines = [f"planned memory of a rank in GiB{f', of {d.device / GIB:.1f} that the GPU has' * bool(d.device)}"]
+        lines = [
+            f"planned memory of a {self.rank} in GiB{f', of {d.device / GIB:.1f} that the GPU has' * bool(d.device)}"
+        ]
         lines += [f"(rollout.weights = {d.layout}{f': {self.layout}' * (d.layout == 'auto')})"]
         lines += _rows(lasting) + [f"and at the worst moment, {self.worst}"]
         return "\n".join(lines + _rows(self.moments[self.worst] | {"sum": self.total}))
@@ -147,6 +162,16 @@ def _rows(lines: Lines) -> list[str]:
     return [f"  {name:70}{size / GIB:9.3f}" for name, size in lines.items() if size]
 
 
+def plans(d: Demand, train_ranks: int) -> tuple[Plan, ...]:
+    """Return the plan of each kind of rank: of all, or of the first `train_ranks` and of those that decode."""
+    if not train_ranks:
+        return (plan(d),)
+    rest = d.num_ranks - train_ranks
+    own = [d.communicators + (d.device > 0) * (size > 1) for size in (train_ranks, rest)]  # a group of the pool's ranks
+    trains = replace(d, decodes=False, num_ranks=train_ranks, communicators=own[0])
+    return plan(trains), plan(replace(d, trains=False, communicators=own[1]))
+
+
 def plan(d: Demand) -> Plan:
     """Return what a rank holds. Each line has its reason beside it."""
     if d.layout == "auto":
@@ -154,26 +179,29 @@ def plan(d: Demand) -> Plan:
         is_short = not whole.fits or whole.wanted > (1 - KV_SHARE) * d.device
         shards = d.device and d.shard > 1 and is_short
         return replace(plan(replace(d, layout="sharded")) if shards else whole, demand=d)
-    s, b, rows, state = d.shape, d.itemsize, d.cache.max_running, 8 * d.numbers / d.shard  # two moments of AdamW
+    s, b, rows = d.shape, d.itemsize, d.cache.max_running
+    trained = d.trains * d.numbers / d.shard
+    state = 8 * trained  # two moments of AdamW
     head_only = d.numbers - (0 if s.tied else d.embedding_numbers)
     # With their logits; a filter, log_softmax and exp make fp32 tensors of that size.
     drawing = rows * s.vocab_size * (b + 4 + 8 * d.filters)
-    graphs = d.graphs * GRAPH_LAYER * s.num_layers + drawing * (d.graphs > 0)
+    graphs = d.decodes * (d.graphs * GRAPH_LAYER * s.num_layers + drawing * (d.graphs > 0))
     around = (CONTEXT + d.communicators * COMMUNICATOR) * (d.device > 0)
     lasting = {
         "weights of the rollout": d.weights / (d.tensor_parallel if d.layout == "sharded" else 1),
         "packed copies of them": head_only * b * d.packed,
-        "weights of the reference": d.weights * d.has_reference,
-        "masters": 4 * d.numbers / d.shard * (d.shard > 1 or b < 4),  # else the weights are their own masters
-        "gradients": 4 * d.numbers / d.shard,
+        "weights of the reference": d.weights * d.has_reference * d.trains,
+        "masters": 4 * trained * (d.shard > 1 or b < 4),  # else the weights are their own masters
+        "gradients": 4 * trained,
         "optimizer state": state * (not d.offload),
-        "judge": d.judge,
+        "judge": d.judge * d.decodes,
         "tokens and log-probs of decoding rows": 12 * rows * d.cache.longest,
         "CUDA graphs": graphs,
         f"CUDA context, {d.communicators} communicators, other programs": max(around, d.outside),
         "left free": FREE * d.device,
     }
-    moments = _training(d) | _updating(d, state) | {"while the rollout prefills": _prefill(d)}
+    moments = _training(d) | _updating(d, state) if d.trains else {}
+    moments |= {"while the rollout prefills": _prefill(d)} if d.decodes else {}
     return Plan(d, lasting, moments, d.layout)
 
 
@@ -258,20 +286,20 @@ Changes = dict[str, object]  # values by setting
 
 
 def remedy(
-    options: Mapping[str, Sequence[object]], planned: Callable[[Changes], Plan | None]
+    options: Mapping[str, Sequence[object]], planned: Callable[[Changes], Sequence[Plan]]
 ) -> tuple[Changes, Plan] | None:
-    """Return the fewest changes of settings that give a plan room for enough sequences, and that plan.
+    """Return the fewest changes of settings that give room for enough sequences, and the plan of ranks that decode.
 
     If none do, the changes that fit: the fewest, and of those the most pages; None if none fit. `options`: values to
-    try, by setting, the cheapest setting first. `planned` returns the plan with changes, or None if they are refused.
+    try, by setting, the cheapest setting first. `planned` returns the plans with changes, none if they are refused.
     """
     fitting: list[tuple[Changes, Plan]] = []
     for count in range(1, len(options) + 1):
         for keys in combinations(options, count):
             for values in product(*(options[key] for key in keys)):
                 changes = dict(zip(keys, values, strict=True))
-                if (made := planned(changes)) and made.has_room:
-                    return changes, made
-                if made and made.fits:
-                    fitting.append((changes, made))
+                if (made := planned(changes)) and all(each.has_room for each in made):
+                    return changes, made[-1]
+                if made and all(each.fits for each in made):
+                    fitting.append((changes, made[-1]))
     return min(fitting, key=lambda found: (len(found[0]), -found[1].sequences), default=None)

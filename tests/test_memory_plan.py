@@ -62,7 +62,8 @@ def configured(*settings: str) -> Config:
 
 
 def planned(*settings: str, model: dict = QWEN_7B, ranks: int = 8) -> Plan:
-    return memory_plan(configured(*settings), parse_shape(model, "test"), ranks, ranks, CUDA)
+    [made] = memory_plan(configured(*settings), parse_shape(model, "test"), ranks, ranks, CUDA)
+    return made
 
 
 def together(made: Plan) -> float:
@@ -98,9 +99,9 @@ def advice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
         config, given = configured(*settings), (parse_shape(model, "test"), ranks, min(ranks, 8), CUDA)
         made = memory_plan(config, *given)
-        if made.has_room:
+        if all(each.has_room for each in made):
             return ""
-        if made.fits:
+        if all(each.fits for each in made):
             check_memory(config, made, *given)
             return find_remedy(config, made, *given)
         with pytest.raises(ConfigError) as refused:
@@ -186,6 +187,60 @@ def test_settings_that_take_memory_have_a_line() -> None:
     assert away.moments["in the update"]["offloaded optimizer state"] == plain.lasting["optimizer state"]
 
 
+APART = "overlap.depth=1", "overlap.bound=4", "scheduler.policy=synchronous", "stream.policy=off"
+TRAINED = "masters", "gradients", "optimizer state"
+
+
+def test_ranks_that_only_train_or_decode_hold_their_own_part() -> None:
+    more = "trainer.shard=4", "loss.kl_coef=0.1", "judge.path=x", "judge.memory_gib=2"
+    config = configured(*more, *APART, "overlap.train_ranks=4")
+    trains, decodes = memory_plan(config, parse_shape(QWEN_7B, "test"), 8, 8, CUDA)
+    both = planned(*more)
+    assert [trains.lasting[name] for name in TRAINED] == [both.lasting[name] for name in TRAINED]
+    only_training, only_decoding = {*TRAINED, "weights of the reference"}, {"judge", "CUDA graphs"}
+    held = [{name for name, size in each.lasting.items() if size} for each in (both, trains, decodes)]
+    held = [{name.partition(",")[0] for name in names} for names in held]  # without the number of communicators
+    assert held[0] - held[1] == only_decoding and held[0] - held[2] == only_training
+    assert trains.moments.keys() | decodes.moments.keys() == both.moments.keys()
+    assert not trains.moments.keys() & decodes.moments.keys()
+    assert trains.kv == trains.least_kv == 0 and "KV pages" not in trains.table()
+    assert decodes.kv > both.kv + 50 * GIB and decodes.wanted + decodes.kv == 79.6 * GIB
+    heads = [each.table().splitlines()[0] for each in (trains, decodes)]
+    assert [head.partition(" in GiB")[0] for head in heads] == [
+        f"planned memory of a rank that only {verb}" for verb in ("trains", "decodes")
+    ]
+
+
+def test_pools_that_cannot_work_are_refused_with_the_settings_that_would_help(advice) -> None:
+    assert advice(*APART, "overlap.train_ranks=1").startswith("trainer.shard = 4 and overlap.train_ranks = 4, which")
+    two = *APART, "overlap.train_ranks=2", "trainer.shard=2"
+    assert advice(*two).startswith("trainer.offload_optimizer = true, which leaves pages for 120.6")
+    few = *APART, "overlap.train_ranks=4", "trainer.shard=4", "rollout.kv_gib=61"
+    assert advice(*few).startswith("rollout.kv_gib = 0, which leaves pages for 120.6")
+    assert not advice(*APART, "overlap.train_ranks=4", "trainer.shard=4")
+
+
+def test_a_rank_that_only_decodes_has_no_state_to_train(memory: ModuleType) -> None:
+    model = Model(parse_shape(QWEN_1B | {"vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 2}, "test"))
+    live, model = memory.LiveBytes(), model.bfloat16().requires_grad_(False)
+    with live:
+        Trainer(model, TrainerConfig(), LossConfig(), SamplingConfig(), ALONE, 256, 1)
+    assert live.peak < 1000
+
+
+def own_kv(world: World, folder: Path) -> None:
+    config = load_config(Config, None, ["--overlap.depth=1", "--overlap.train_ranks=1"])
+    kv = with_kv_memory(config, parse_shape(QWEN_1B, "test"), world).rollout.kv_gib
+    (folder / str(world.rank)).write_text(str(kv))
+
+
+def test_ranks_that_only_train_have_pages_for_one_sequence(run_ranks, tmp_path: Path) -> None:
+    run_ranks(2, own_kv, tmp_path)
+    trains, decodes = (float((tmp_path / rank).read_text()) for rank in "01")
+    longest, of_token = 512 + 1024, 28 * 2 * 2 * 128 * 4  # layers, keys and values, heads, numbers, bytes
+    assert trains * GIB == longest * of_token and decodes == 0.25
+
+
 def test_a_gpu_recomputes_and_holds_fewer_logits_unless_it_is_told() -> None:
     told = TrainerConfig(recompute="off", tokens_per_logits=100)
     auto = TrainerConfig()
@@ -227,7 +282,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_run_sizes_its_pages_by_the_plan(gpu: SimpleNamespace) -> None:
     config = load_config(Config, str(ROOT / "configs/qwen_math.toml"), [])
     shape, world = parse_shape(QWEN_1B, "test"), World(0, 1, CUDA)
-    as_planned = memory_plan(config, shape, 1, 1, CUDA)
+    [as_planned] = memory_plan(config, shape, 1, 1, CUDA)
     assert with_kv_memory(config, shape, world).rollout.kv_gib * GIB == pytest.approx(as_planned.kv)
     gpu.outside = 5 * GIB  # more than CUDA itself takes
     less = with_kv_memory(config, shape, world).rollout.kv_gib * GIB
