@@ -34,6 +34,16 @@ class ConfigError(ValueError):
     """A user's mistake: shown as one message without a traceback, exit code 2."""
 
 
+class Auto(int):
+    """A number that the program chooses, where an option allows `auto`: below all that a user may give."""
+
+    def __repr__(self) -> str:
+        return '"auto"'  # as in TOML
+
+
+AUTO = Auto(-1)
+
+
 def regular(path: Name) -> Name:
     """Return the path of a regular file. Raises OSError: reading a pipe or a device might never end."""
     mode = Path(path).stat().st_mode
@@ -50,9 +60,13 @@ def option(
     above: float | None = None,
     max: float | None = None,
     choices: Collection[str] | None = None,
+    auto: bool = False,
 ) -> T:
-    """Return a dataclass field with its meaning and limits. `min` and `max` are inclusive, `above` is not."""
-    limits = {"min": min, "above": above, "max": max, "choices": choices}
+    """Return a dataclass field with its meaning and limits. `min` and `max` are inclusive, `above` is not.
+
+    `auto`: the field is a whole number of at least 0 that may be `AUTO` too.
+    """
+    limits = {"min": min, "above": above, "max": max, "choices": choices, "auto": auto}
     return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
@@ -130,10 +144,11 @@ def _within(key: str, value: Any, old: object, limits: Mapping[str, Any], source
             value = float(value)
         except OverflowError:
             raise ConfigError(f"{source}{key} is too large for a floating-point number") from None
+    if limits["auto"] and (value == "auto" or isinstance(value, Auto)):
+        return AUTO
     if type(value) is not type(old):
-        raise ConfigError(
-            f"{source}{key} = {value!r} has the wrong type: it must be {type(old).__name__}, such as {old!r}"
-        )
+        type_name = f"{type(old).__name__}{' or auto' * limits['auto']}"
+        raise ConfigError(f"{source}{key} = {value!r} has the wrong type: it must be {type_name}, such as {old!r}")
     if isinstance(value, tuple) and not all(isinstance(text, str) and text for text in value):
         raise ConfigError(f'{source}{key} = {list(value)!r} is not a list of texts, such as ["END"]')
     texts = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()

@@ -12,7 +12,7 @@ import torch
 import checkpoint
 import parallel
 from buffer import SampleBuffer
-from config import ConfigError, flatten
+from config import Auto, ConfigError, flatten
 from core import Group, RoundPlan, Tokenizer, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts
 from learning import group_advantages, learn, put_groups
@@ -24,7 +24,7 @@ from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
 from policies.flow import Flow, check_steps
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
-from policies.split import RECENT, SplitTimes, Work
+from policies.split import RECENT, TRIAL, SplitTimes, Work
 from records import (
     RankReport,
     audit_report,
@@ -33,7 +33,6 @@ from records import (
     lag_record,
     planner_record,
     preemptions,
-    work_of,
 )
 from rewards import sandbox
 from rewards.gradings import PoolStats
@@ -45,11 +44,13 @@ from settings import (
     MODELS,
     Config,
     model_dtype,
+    possible_splits,
     rollout_profile,
     rollout_sizes,
     sizes_with_room,
     with_kv_memory,
     with_layout,
+    with_split,
 )
 from trainer import Trainer
 from warm_start import ensure_model
@@ -78,13 +79,17 @@ class Job:
 
         Collective. Raises ConfigError on a damaged checkpoint and on settings that do not go on from it.
         """
-        self.config, self.world, self.clock = config, world, clock or Clock()
         self.folder, self.step = Path(config.run.dir), 0
+        saved = newest_checkpoint(self.folder, world) if resume else None
+        state = checkpoint.load_state(saved) if saved else {}
+        self.is_auto = isinstance(config.overlap.train_ranks, Auto)
+        config = with_split(config, world.size, state.get("train_ranks", 0))
+        self.train_ranks = config.overlap.train_ranks  # of the job that goes on from here
+        self.config, self.world, self.clock = config, world, clock or Clock()
         self.choice: Choice | None = None  # of the newest round
         self.is_released = False
         self.pools = make_pools(world, config.overlap.train_ranks, self.clock) if config.overlap.train_ranks else None
         self.trains, self.decodes = (True, True) if not self.pools else (self.pools.trains, not self.pools.trains)
-        saved = newest_checkpoint(self.folder, world) if resume else None
         self.source = Path(config.model.path)  # whose config and tokenizer checkpoints carry on
         if not config.model.path:
             self.source = ensure_model(config.warm_start, config.data.train, MODELS, world)
@@ -107,7 +112,6 @@ class Job:
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
         keep, sharing = config.run.keep_checkpoints, (config.trainer.shard, config.overlap.train_ranks)
         self.checkpoints = checkpoint.Checkpoints(self.folder, self.source, keep, world, *sharing)
-        state = checkpoint.load_state(saved) if saved else {}
         if saved:
             self._restore(saved, state)
         # The first rank of a replica has its samples graded: any rank, when the size changes.
@@ -262,13 +266,23 @@ class Job:
         report = Report(preemptions(reports), generate_seconds(reports), rollout.lengths, seconds)
         self.planner.observe(plan.kind, report)
 
-    def measure_split(self, record: Record, reports: Sequence[RankReport]) -> SplitTimes:
-        """Take in the step of an endless rollout; return the times by which ranks train or decode, over its last steps.
-
-        The same on all ranks.
-        """
-        self.work.append(work_of(record, reports))
+    def split_times(self) -> SplitTimes:
+        """Return the times by which ranks train or decode, over the last steps of an endless rollout."""
         return SplitTimes.of(self.work, self.world.size, self.config.overlap.depth)
+
+    def review_split(self) -> bool:
+        """Say how many ranks should train, by the last steps; return whether other ranks are to train from here on.
+
+        With `overlap.train_ranks` = auto, after the first steps: in the job that resumes from the next checkpoint. The
+        same on all ranks.
+        """
+        times, now = self.split_times(), self.train_ranks
+        best = times.best(possible_splits(self.config, self.world.size))
+        if self.is_auto and self.step == TRIAL:
+            self.train_ranks = best
+        advice = "" if best == now else f", from now on {best}" if self.train_ranks == best else f", better {best}"
+        self.recorder.say(f"{now} of {self.world.size} ranks train{advice}: {times.reason()}")
+        return self.train_ranks != now
 
     def dump(self, groups: Sequence[Group], advantages: torch.Tensor) -> None:
         """Write what the step was trained on, when `run.dump_rollouts` asks for it. Collective."""
@@ -320,6 +334,7 @@ class Job:
             "policy": self.policy.state_dict(),
             "planner": self.planner.state_dict(),
             "timeouts": self.graders.timeouts.state_dict(),
+            "train_ranks": self.train_ranks,
         }
         if self.streaming:
             state["streaming"] = self.streaming.state_dict()
@@ -398,6 +413,8 @@ def introduce(job: Job, saved: Path | None, resume: bool) -> None:
         say(job.graders.judge.about)
     if resume:
         say(f"resumed from {saved}" if saved else f"no checkpoint in {job.folder}: starts afresh")
+    if job.is_auto and job.step < TRIAL:
+        say(f"overlap.train_ranks = auto: {job.train_ranks} of {job.world.size} ranks train in the first {TRIAL} steps")
     if any(p.task == "code" for p in (*job.cursor.prompts, *job.held_out)):
         say(f"sandbox: {sandbox.isolation()}")
 

@@ -254,8 +254,7 @@ class Recorder:
             error, count = result["standard_error"], result["num_prompts"]
             self.say(f"eval {step:4d} | {scores} | standard error {error:.3f}, {count} held-out prompts")
 
-    def finish(self, run: Path, step: int, steps: int) -> None:
-        """Close the files and print a table of the evaluations."""
+    def close(self) -> None:
         self.bar.close()
         if not self.active:
             return
@@ -264,6 +263,12 @@ class Recorder:
                 file.close()
         if self.wandb:
             self.wandb.finish()
+
+    def finish(self, run: Path, step: int, steps: int) -> None:
+        """Close the files and print a table of the evaluations."""
+        self.close()
+        if not self.active:
+            return
         rows = [(r["step"], r["eval"]) for r in read_records(self.path) if r.get("eval")]
         if rows:
             names = [name for name in rows[0][1] if "@" in name]

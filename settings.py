@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 import checkpoint
-from config import ConfigError, flatten, load_config, option, toml_text
+from config import Auto, ConfigError, flatten, load_config, option, toml_text
 from core import ModelShape, Tokenizer
 from data import DataConfig, load_prompts
 from engine.graphs import row_counts
@@ -312,9 +313,10 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     """Raise ConfigError on anything that would fail later: combinations, memory, data, graders, folders."""
     device, node_size = planned_device(config), own_node_size(world_size)
     dtype = model_dtype(config, device.type)
+    check_run_folder(config, resume)
+    config = with_split(config, world_size)
     check_settings(config, world_size, dtype)
     check_loggers(config.log)
-    check_run_folder(config, resume)
     given = shape_of(config), world_size, node_size, device
     memory = memory_plan(config, *given)
     if prints_plan and is_main:
@@ -529,6 +531,32 @@ def check_pools(c: Config, world_size: int) -> None:
             f"rollout.weights = sharded with overlap.train_ranks = {n}: ranks that decode have whole weights of their "
             "own; take rollout.weights = whole"
         )
+
+
+def possible_splits(c: Config, num_ranks: int) -> list[int]:
+    """Return the numbers of ranks that may train while the others decode."""
+    found = []
+    for n in range(1, num_ranks):
+        with suppress(ConfigError):
+            check_pools(replace(c, overlap=replace(c.overlap, train_ranks=n)), num_ranks)
+            found.append(n)
+    return found
+
+
+def with_split(c: Config, num_ranks: int, chosen: int = 0) -> Config:
+    """Return the settings with `overlap.train_ranks` = auto decided: the number that was chosen before, else a half.
+
+    Raises ConfigError when these ranks have no two pools.
+    """
+    if not isinstance(c.overlap.train_ranks, Auto):
+        return c
+    if not (possible := possible_splits(c, num_ranks)):
+        raise ConfigError(
+            f"overlap.train_ranks = auto: {num_ranks} ranks with rollout.tensor_parallel = {c.rollout.tensor_parallel} "
+            f"and trainer.shard = {c.trainer.shard} have no two pools; take more ranks, or overlap.train_ranks = 0"
+        )
+    n = chosen if chosen in possible else possible[len(possible) // 2]
+    return replace(c, overlap=replace(c.overlap, train_ranks=n))
 
 
 # `--resume` takes other values of these: they change no trajectory. (Rows stay, whatever names data.graders adds.) The

@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean
 
-from config import ConfigError, describe, load_config, option
+from config import Auto, ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
@@ -288,6 +288,8 @@ class Simulation:
         refuse_dynamic_sampling(config.stream, config.scheduler.dynamic_sampling)
         refuse_within_round(config.planner, config.stream.policy)
         o = config.overlap
+        if isinstance(o.train_ranks, Auto):
+            raise ConfigError("overlap.train_ranks = auto is for real runs; take a number, and then best_share of it")
         check_overlap(o, POLICIES[config.scheduler.policy](config.scheduler).config)
         for rule, is_on in (
             (f"planner.rule = {config.planner.rule}", config.planner.rule != "fixed"),

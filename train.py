@@ -4,6 +4,7 @@ The command line and the step loop. `job.Job` has the parts of a step; formulas 
 """
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -19,10 +20,11 @@ from config import ConfigError, describe, load_config
 from job import Job
 from metrics import Clock, Record
 from parallel import World
+from policies.split import TRIAL
 from process import ending, launcher, run_folder
 from process.ending import StopSignal
 from process.watchdog import Watchdog
-from records import of_replicas, step_record
+from records import of_replicas, step_record, work_of
 from settings import Config, check_run
 
 # ---- the step loop -----------------------------------------------------------------------------------------------
@@ -31,6 +33,13 @@ from settings import Config, check_run
 def train(config: Config, world: World, resume: bool, clock: Clock | None = None) -> None:
     """Run the whole training. Every rank runs this, in step with the others."""
     clock = clock or Clock(config.log.trace)
+    while not train_on(config, world, resume, clock):
+        resume = True
+        gc.collect()  # the job before: the next one needs its memory
+
+
+def train_on(config: Config, world: World, resume: bool, clock: Clock) -> bool:
+    """Train to the end of the run, and return True; or until other ranks are to train, with a checkpoint."""
     with clock.span("start"):
         job = Job(config, world, resume, clock)
     with job.graders, job.checkpoints, StopSignal() as stop:
@@ -38,8 +47,8 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
             before = job.evaluate()
             job.recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
             job.recorder.evaluation(0, before)
-        stopping = stop.agreed(world)
-        while job.step < config.run.steps and not stopping:
+        stopping, changes = stop.agreed(world), False
+        while job.step < config.run.steps and not stopping and not changes:
             record = take_step(job)
             is_last = job.step == config.run.steps
             if is_last or is_due(job.step, config.run.eval_every):
@@ -48,11 +57,17 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
             job.recorder.write(record)
             job.recorder.step(record)
             stopping = stop.agreed(world)
+            if job.pools and (is_last or job.step == TRIAL):
+                changes = job.review_split() and not is_last
             with clock.span("checkpoint"):
                 job.checkpoints.check()
-                if is_last or stopping or is_due(job.step, config.run.checkpoint_every):
-                    job.save(waits=is_last or stopping)
+                if is_last or stopping or changes or is_due(job.step, config.run.checkpoint_every):
+                    job.save(waits=is_last or stopping or changes)
+    if changes and not stopping:
+        job.recorder.close()
+        return False
     job.recorder.finish(job.folder, job.step, config.run.steps)
+    return True
 
 
 def take_step(job: Job) -> Record:
@@ -79,7 +94,8 @@ def take_step(job: Job) -> Record:
     job.recorder.timeline(job.step, tracks, played.get("kind", ""), played.get("queue", 0))
     record = step_record(job.step, seconds, rollout.groups, rollout.record, updates, reports)
     if job.config.overlap.depth:
-        times = job.measure_split(record, reports)
+        job.work.append(work_of(record, reports))
+        times = job.split_times()
         record["split"] = asdict(times) | {"best_share": times.best_share}
     return record
 

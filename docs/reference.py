@@ -36,6 +36,7 @@ def limits(of: Any) -> str:
     """Return the limits of an option in words."""
     words = {"min": "at least", "above": "more than", "max": "at most"}
     bounds = [f"{word} {f'{of[name]:,}'.removesuffix('.0')}" for name, word in words.items() if of[name] is not None]
+    bounds += ["or `auto`"] * of["auto"]
     return ", ".join(bounds) or ", ".join(f"`{choice}`" for choice in of["choices"] or ())
 
 

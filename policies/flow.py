@@ -48,7 +48,11 @@ class OverlapConfig:
         choices=("steps", "time"),
     )
     train_ranks: int = option(
-        0, "the first so many ranks only train while the others decode; 0: all ranks do both, in turns", min=0
+        0,
+        "the first so many ranks only train while the others decode; 0: all ranks do both, in turns; auto: half of "
+        "them, until the times of the first steps say how many should",
+        min=0,
+        auto=True,
     )
     sync: str = option(
         "at_once",

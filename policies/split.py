@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 RECENT = 10  # steps of a run whose work counts
+TRIAL = 3  # steps after which `overlap.train_ranks` = auto decides
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,8 @@ class SplitTimes:
     def best(self, possible: Sequence[int]) -> int:
         """Return the number of training ranks with the smallest bound."""
         return min(possible, key=self.step_seconds)
+
+    def reason(self) -> str:
+        """Return beta* and the times, for the console."""
+        sample = f"a sample decodes {self.generate:.3g} s, trains {self.train:.3g} s"
+        return f"beta* = {self.best_share:.2f} ({sample}; longest {self.longest:.3g} s)"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import settings
-from config import ConfigError, describe, dump_toml, flatten, load_config, option
+from config import Auto, ConfigError, check_options, describe, dump_toml, flatten, load_config, option
 from loss import ADVANTAGES, LOSSES
 from policies.planner import RULES
 from scheduler import POLICIES
@@ -257,6 +257,17 @@ def test_an_entry_of_a_table_can_be_chosen_and_help_says_what_it_is(key: str, ta
     for entry_name, value in table.items():
         assert f"{entry_name}: " in field.metadata["help"], f"{key}: {entry_name}"
         assert value.__doc__, f"{key}: {entry_name} needs a docstring: --help prints its first sentence"
+
+
+def test_a_number_that_the_program_may_choose_is_auto(toml) -> None:
+    given = load_config(settings.Config, toml('[overlap]\ntrain_ranks = "auto"'), [])
+    assert given == load_config(settings.Config, None, ["--overlap.train_ranks=auto"])
+    assert isinstance(given.overlap.train_ranks, Auto) and given.overlap.train_ranks < 0
+    assert load_config(settings.Config, toml(dump_toml(given)), []) == given
+    check_options(given.overlap, "overlap")
+    assert "must be int or auto" in refusal("--overlap.train_ranks=some", cls=settings.Config)
+    assert "must be int, such as" in refusal("--run.steps=auto", cls=settings.Config)
+    assert "too small" in refusal("--overlap.train_ranks=-1", cls=settings.Config)
 
 
 @pytest.mark.parametrize("key, default, limit", [row for row in limits() if row[2]["choices"]])

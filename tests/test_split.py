@@ -6,7 +6,9 @@ from random import Random
 import pytest
 from test_endless import LENGTHS, MODEL, config, endless
 
+from config import ConfigError, load_config
 from policies.split import SplitTimes, Work
+from settings import Config, possible_splits, with_split
 from simulation.costs import Efficiency
 
 
@@ -51,3 +53,18 @@ def test_times_of_an_even_division_find_one_near_the_best(seed: int) -> None:
     runs = {n: endless(config(12, 8, 32, seed, train_ranks=n, depth=depth), model) for n in range(1, 8)}
     seconds = {n: sum(r["seconds"]["step"] for r in run.records[2:-2]) for n, run in runs.items()}
     assert seconds[runs[4].split_times().best([*runs])] < 1.25 * min(seconds.values())
+
+
+def test_auto_takes_half_of_the_ranks_that_can_train_until_a_number_is_chosen() -> None:
+    def divided(ranks: int, chosen: int = 0, *more: str) -> int:
+        given = ["--overlap.depth=1", "--overlap.train_ranks=auto", *(f"--{setting}" for setting in more)]
+        return with_split(load_config(Config, None, given), ranks, chosen).overlap.train_ranks
+
+    assert [divided(ranks) for ranks in (2, 3, 4, 8)] == [1, 2, 2, 4]
+    assert divided(8, 3) == 3 and divided(4, 7) == 2  # chosen on more ranks
+    assert divided(8, 0, "rollout.tensor_parallel=2", "trainer.shard=2") == 2
+    assert divided(8, 3, "rollout.tensor_parallel=2") == 4  # of 2, 4, 6
+    with pytest.raises(ConfigError, match="1 ranks .* take more ranks, or overlap.train_ranks = 0"):
+        divided(1)
+    given = load_config(Config, None, ["--overlap.depth=1", "--overlap.train_ranks=3"])
+    assert with_split(given, 8, 5) is given and possible_splits(given, 4) == [1, 2, 3]

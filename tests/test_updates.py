@@ -19,7 +19,7 @@ from test_rollout import drain, full_logits, generate, make_engine, make_sequenc
 from torch.multiprocessing.spawn import ProcessException
 
 import train
-from checkpoint import list_checkpoints
+from checkpoint import list_checkpoints, load_state
 from config import ConfigError
 from core import Span, with_span
 from engine.sequence import Sequence
@@ -27,6 +27,7 @@ from metrics import Clock
 from model import Model
 from overlap.pools import Pools
 from parallel import World
+from policies.split import SplitTimes
 from rollout import Engine
 from rounds import Round
 from sampling import SamplingConfig, score
@@ -376,6 +377,27 @@ def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path, sync: str
     lag = 1 if sync == "with_batch" else 0  # the next batch is complete before the others have new weights
     assert newest == [max(step - lag, 0) for step in range(5)]
     assert max(ages(tmp_path / "straight")) <= 3
+
+
+def test_ranks_change_sides_by_measured_times(settings, run_ranks, tmp_path: Path, capfd) -> None:
+    """Decoding takes much longer than training here, so two of three ranks should decode; at first one does."""
+    make = partial(settings, **APART | dict(run__steps=5))
+    runs = make("auto", overlap__train_ranks="auto"), make("fixed")
+    run_ranks(3, train_runs, *runs)
+    said, auto, fixed = capfd.readouterr().out, tmp_path / "auto", tmp_path / "fixed"
+    assert "overlap.train_ranks = auto: 2 of 3 ranks train in the first 3 steps" in said
+    assert "2 of 3 ranks train, from now on 1: beta* = " in said and "1 of 3 ranks train: beta* = " in said
+    third = steps_of(auto)[2]["split"]
+    times = SplitTimes(**{name: value for name, value in third.items() if name != "best_share"})
+    assert times.best([1, 2]) == 1 == load_state(list_checkpoints(auto)[-1])["train_ranks"]
+    assert len([*(list_checkpoints(auto)[-1] / "optimizer").glob("*")]) == len(
+        [*(list_checkpoints(fixed)[-1] / "optimizer").glob("*")]
+    )
+    assert [r["step"] for r in steps_of(auto)] == [1, 2, 3, 4, 5] and tokens_of(auto) == tokens_of(fixed)
+    for mine, theirs in zip(losses(auto), losses(fixed), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+    run_ranks(3, partial(train_runs, resume=True), make("auto", overlap__train_ranks="auto", run__steps=6))
+    assert "1 of 3 ranks train" in (said := capfd.readouterr().out) and "2 of 3" not in said
 
 
 def test_pools_on_measured_time_train_each_prompt_once(settings, run_ranks, tmp_path: Path) -> None:
