@@ -1,7 +1,6 @@
 """A job: all state of one run and the parts of its steps, which `train.py` calls in the order of the paper."""
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,7 +23,7 @@ from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
 from policies.flow import Flow, check_steps
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
-from policies.split import RECENT, TRIAL, SplitTimes, Work
+from policies.split import TRIAL, SplitPolicy
 from records import (
     RankReport,
     audit_report,
@@ -33,6 +32,7 @@ from records import (
     lag_record,
     planner_record,
     preemptions,
+    work_of,
 )
 from rewards import sandbox
 from rewards.gradings import PoolStats
@@ -82,13 +82,14 @@ class Job:
         self.folder, self.step = Path(config.run.dir), 0
         saved = newest_checkpoint(self.folder, world) if resume else None
         state = checkpoint.load_state(saved) if saved else {}
-        self.is_auto = isinstance(config.overlap.train_ranks, Auto)
+        is_auto = isinstance(config.overlap.train_ranks, Auto)
         config = with_split(config, world.size, state.get("train_ranks", 0))
-        self.train_ranks = config.overlap.train_ranks  # of the job that goes on from here
+        train_ranks, possible = config.overlap.train_ranks, possible_splits(config, world.size)
+        self.split = SplitPolicy(world.size, config.overlap.depth, possible, train_ranks, is_auto)
         self.config, self.world, self.clock = config, world, clock or Clock()
         self.choice: Choice | None = None  # of the newest round
         self.is_released = False
-        self.pools = make_pools(world, config.overlap.train_ranks, self.clock) if config.overlap.train_ranks else None
+        self.pools = make_pools(world, train_ranks, self.clock) if train_ranks else None
         self.trains, self.decodes = (True, True) if not self.pools else (self.pools.trains, not self.pools.trains)
         self.source = Path(config.model.path)  # whose config and tokenizer checkpoints carry on
         if not config.model.path:
@@ -110,10 +111,10 @@ class Job:
             self.streaming = StreamTraining(config.stream, config.reward, *parts)
         self.cursor = PromptCursor(prompts, config.run.seed)
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
-        keep, sharing = config.run.keep_checkpoints, (config.trainer.shard, config.overlap.train_ranks)
+        keep, sharing = config.run.keep_checkpoints, (config.trainer.shard, train_ranks)
         self.checkpoints = checkpoint.Checkpoints(self.folder, self.source, keep, world, *sharing)
         if saved:
-            self._restore(saved, state)
+            restore(self, saved, state)
         # The first rank of a replica has its samples graded: any rank, when the size changes.
         grades = self.engine.parallel.rank == 0 or config.planner.rule != "fixed"
         tasks = {p.task for p in (*prompts, *self.held_out)} if grades and self.decodes else set()
@@ -122,17 +123,8 @@ class Job:
             self.graders.timeouts.load_state_dict(state["timeouts"])
         settings = {key: value for key, (value, _) in flatten(config).items()}
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
-        self.endless = self._open_endless(state) if config.overlap.depth and self.decodes else None
-        self.work = deque[Work](maxlen=RECENT)  # of an endless rollout's steps
+        self.endless = open_endless(self, state) if config.overlap.depth and self.decodes else None
         introduce(self, saved, resume)
-
-    def _open_endless(self, state: dict) -> Endless:
-        """Begin the endless rollout, or go on with the one of a checkpoint's state."""
-        flow = Flow(self.config.overlap, self.policy.config, self.cursor.take, self.config.run.steps)
-        endless = Endless(self._round(self.clock), flow)
-        if state:
-            endless.load_state_dict(state["endless"], self.cursor.prompts)
-        return endless
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -168,7 +160,7 @@ class Job:
     ) -> tuple[list[Group], Round]:
         """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
         self._refuse_if_released()
-        played = self._round(clock)
+        played = self.make_round(clock)
         with clock.span("rollout"):
             if streamed:
                 streamed.play(played, referee)
@@ -177,7 +169,7 @@ class Job:
         with clock.span("exchange"):
             return played.collect(), played
 
-    def _round(self, clock: Clock) -> Round:
+    def make_round(self, clock: Clock) -> Round:
         c = self.config
         settings = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
         sizes = (self.planner, self.tp_groups) if c.planner.within_round else None
@@ -259,30 +251,19 @@ class Job:
         for pool in pools:
             self.graders.timeouts.merge(pool.anchors)
 
-    def update_planner(self, plan: RoundPlan, rollout: Rollout, reports: Sequence[RankReport]) -> None:
-        """Report the round to the planner."""
+    def observe(self, plan: RoundPlan | None, rollout: Rollout, reports: Sequence[RankReport]) -> None:
+        """Report a round to the planner, and a step of an endless rollout to the policy of its split."""
+        if self.config.overlap.depth:
+            times = self.split.observe(work_of(rollout.groups, rollout.record["round"]["wasted_tokens"], reports))
+            rollout.record["split"] = asdict(times) | {"best_share": times.best_share}
+            if self.pools and self.step in (TRIAL, self.config.run.steps):
+                rollout.record["split"]["advice"] = self.split.review(self.step)
+        if not plan:
+            return
         resized = len(rollout.record["round"]["resized"])
         seconds = max(r.seconds.get("resize", 0.0) for r in reports) / resized if resized else None
         report = Report(preemptions(reports), generate_seconds(reports), rollout.lengths, seconds)
         self.planner.observe(plan.kind, report)
-
-    def split_times(self) -> SplitTimes:
-        """Return the times by which ranks train or decode, over the last steps of an endless rollout."""
-        return SplitTimes.of(self.work, self.world.size, self.config.overlap.depth)
-
-    def review_split(self) -> bool:
-        """Say how many ranks should train, by the last steps; return whether other ranks are to train from here on.
-
-        With `overlap.train_ranks` = auto, after the first steps: in the job that resumes from the next checkpoint. The
-        same on all ranks.
-        """
-        times, now = self.split_times(), self.train_ranks
-        best = times.best(possible_splits(self.config, self.world.size))
-        if self.is_auto and self.step == TRIAL:
-            self.train_ranks = best
-        advice = "" if best == now else f", from now on {best}" if self.train_ranks == best else f", better {best}"
-        self.recorder.say(f"{now} of {self.world.size} ranks train{advice}: {times.reason()}")
-        return self.train_ranks != now
 
     def dump(self, groups: Sequence[Group], advantages: torch.Tensor) -> None:
         """Write what the step was trained on, when `run.dump_rollouts` asks for it. Collective."""
@@ -334,7 +315,7 @@ class Job:
             "policy": self.policy.state_dict(),
             "planner": self.planner.state_dict(),
             "timeouts": self.graders.timeouts.state_dict(),
-            "train_ranks": self.train_ranks,
+            "train_ranks": self.split.chosen,
         }
         if self.streaming:
             state["streaming"] = self.streaming.state_dict()
@@ -346,19 +327,6 @@ class Job:
             self.checkpoints.save(self.step, self.trainer.model, tensors, state)
         if waits:
             self.checkpoints.wait()
-
-    def _restore(self, saved: Path, state: dict) -> None:
-        """Take over the state of a checkpoint. The model has its weights already. Collective."""
-        self.step = state["step"]
-        fill = partial(checkpoint.load_tensors, saved, world=self.trainer.world)
-        self.trainer.load_state_dict(state["trainer"], fill if self.trains else lambda _: None)
-        self.cursor.load_state_dict(state["cursor"])
-        self.planner.load_state_dict(state["planner"])
-        if self.streaming and "streaming" in state:
-            self.streaming.load_state_dict(state["streaming"])
-        self.policy.load_state_dict(state["policy"], self.cursor.prompts)
-        check_queue(self.policy, state, self.config.run.steps)
-        self.engine.load_weights(self.trainer.model, self.step)
 
     # ---- sharing a device ----------------------------------------------------------------------------------------
 
@@ -413,10 +381,33 @@ def introduce(job: Job, saved: Path | None, resume: bool) -> None:
         say(job.graders.judge.about)
     if resume:
         say(f"resumed from {saved}" if saved else f"no checkpoint in {job.folder}: starts afresh")
-    if job.is_auto and job.step < TRIAL:
-        say(f"overlap.train_ranks = auto: {job.train_ranks} of {job.world.size} ranks train in the first {TRIAL} steps")
+    if job.split.is_auto and job.step < TRIAL:
+        say(f"overlap.train_ranks = auto: {job.split.now} of {job.world.size} ranks train in the first {TRIAL} steps")
     if any(p.task == "code" for p in (*job.cursor.prompts, *job.held_out)):
         say(f"sandbox: {sandbox.isolation()}")
+
+
+def restore(job: Job, saved: Path, state: dict) -> None:
+    """Take over the state of a checkpoint. The model has its weights already. Collective."""
+    job.step = state["step"]
+    fill = partial(checkpoint.load_tensors, saved, world=job.trainer.world)
+    job.trainer.load_state_dict(state["trainer"], fill if job.trains else lambda _: None)
+    job.cursor.load_state_dict(state["cursor"])
+    job.planner.load_state_dict(state["planner"])
+    if job.streaming and "streaming" in state:
+        job.streaming.load_state_dict(state["streaming"])
+    job.policy.load_state_dict(state["policy"], job.cursor.prompts)
+    check_queue(job.policy, state, job.config.run.steps)
+    job.engine.load_weights(job.trainer.model, job.step)
+
+
+def open_endless(job: Job, state: dict) -> Endless:
+    """Begin the endless rollout, or go on with the one of a checkpoint's state."""
+    flow = Flow(job.config.overlap, job.policy.config, job.cursor.take, job.config.run.steps)
+    endless = Endless(job.make_round(job.clock), flow)
+    if state:
+        endless.load_state_dict(state["endless"], job.cursor.prompts)
+    return endless
 
 
 def check_queue(policy: RoundPolicy, state: dict, steps: int) -> None:

@@ -216,6 +216,8 @@ class Recorder:
                 f"rewards and trains {played['padded']} of them, because scheduler.max_draws is reached; raise it, or "
                 "take prompts of medium difficulty"
             )
+        if advice := record.get("split", {}).get("advice"):
+            self.say(advice)
         if "eval" in record:
             self.evaluation(record["step"], record["eval"])
 

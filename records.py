@@ -137,19 +137,19 @@ def lag_record(groups: Sequence[Group], version: int) -> Record:
     }
 
 
-def work_of(record: Record, reports: Sequence[RankReport]) -> Work:
-    """Return what the ranks of an endless rollout did in the step of this record."""
+def work_of(groups: Sequence[Group], wasted_tokens: int, reports: Sequence[RankReport]) -> Work:
+    """Return what the ranks of an endless rollout did in a step that trained these groups."""
+    lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
     decoding = [r.seconds.get("prefill", 0.0) + r.seconds.get("decode", 0.0) for r in reports]
-    engine = record["engine"]
     return Work(
         batches=1,
-        samples=record["samples"],
-        tokens=record["tokens"] + record["round"]["wasted_tokens"],
-        longest=record["length"]["max"],
-        decoded=engine["decoded_tokens"],
+        samples=len(lengths),
+        tokens=sum(lengths) + wasted_tokens,
+        longest=max(lengths),
+        decoded=sum(r.engine.decoded_tokens for r in reports),
         decode_seconds=sum(decoding),
         train_seconds=sum(r.seconds.get("train", 0.0) for r in reports),
-        engine_steps=engine["decode_steps"],
+        engine_steps=max(r.engine.decode_steps for r in reports),
         engine_seconds=max(decoding),
     )
 

@@ -56,6 +56,14 @@ class RunConfig:
     dump_rollouts: bool = option(False, "write every trained sample to rollouts/step_N.jsonl in the run folder")
     replay: str = option("", "train on the rollouts/ folder of an earlier run instead of generating")
 
+    def evaluates(self, step: int) -> bool:
+        """Whether there is an evaluation after a step."""
+        return step == self.steps or (self.eval_every > 0 and step % self.eval_every == 0)
+
+    def saves(self, step: int) -> bool:
+        """Whether there is a checkpoint after a step."""
+        return step == self.steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -313,10 +321,10 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     """Raise ConfigError on anything that would fail later: combinations, memory, data, graders, folders."""
     device, node_size = planned_device(config), own_node_size(world_size)
     dtype = model_dtype(config, device.type)
-    check_run_folder(config, resume)
-    config = with_split(config, world_size)
+    asked, config = config, with_split(config, world_size)
     check_settings(config, world_size, dtype)
     check_loggers(config.log)
+    check_run_folder(asked, resume)  # a run saves its settings as they were asked for
     given = shape_of(config), world_size, node_size, device
     memory = memory_plan(config, *given)
     if prints_plan and is_main:
@@ -548,7 +556,7 @@ def with_split(c: Config, num_ranks: int, chosen: int = 0) -> Config:
 
     Raises ConfigError when these ranks have no two pools.
     """
-    if not isinstance(c.overlap.train_ranks, Auto):
+    if not isinstance(c.overlap.train_ranks, Auto) or not c.overlap.depth:
         return c
     if not (possible := possible_splits(c, num_ranks)):
         raise ConfigError(

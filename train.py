@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until a handler is set
@@ -20,11 +19,10 @@ from config import ConfigError, describe, load_config
 from job import Job
 from metrics import Clock, Record
 from parallel import World
-from policies.split import TRIAL
 from process import ending, launcher, run_folder
 from process.ending import StopSignal
 from process.watchdog import Watchdog
-from records import of_replicas, step_record, work_of
+from records import of_replicas, step_record
 from settings import Config, check_run
 
 # ---- the step loop -----------------------------------------------------------------------------------------------
@@ -33,13 +31,6 @@ from settings import Config, check_run
 def train(config: Config, world: World, resume: bool, clock: Clock | None = None) -> None:
     """Run the whole training. Every rank runs this, in step with the others."""
     clock = clock or Clock(config.log.trace)
-    while not train_on(config, world, resume, clock):
-        resume = True
-        gc.collect()  # the job before: the next one needs its memory
-
-
-def train_on(config: Config, world: World, resume: bool, clock: Clock) -> bool:
-    """Train to the end of the run, and return True; or until other ranks are to train, with a checkpoint."""
     with clock.span("start"):
         job = Job(config, world, resume, clock)
     with job.graders, job.checkpoints, StopSignal() as stop:
@@ -47,27 +38,25 @@ def train_on(config: Config, world: World, resume: bool, clock: Clock) -> bool:
             before = job.evaluate()
             job.recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
             job.recorder.evaluation(0, before)
-        stopping, changes = stop.agreed(world), False
-        while job.step < config.run.steps and not stopping and not changes:
+        ends = stop.agreed(world) or job.step >= config.run.steps
+        while not ends and not job.split.moves:
             record = take_step(job)
-            is_last = job.step == config.run.steps
-            if is_last or is_due(job.step, config.run.eval_every):
+            if config.run.evaluates(job.step):
                 with clock.span("evaluate"):
                     record["eval"] = job.evaluate()
             job.recorder.write(record)
             job.recorder.step(record)
-            stopping = stop.agreed(world)
-            if job.pools and (is_last or job.step == TRIAL):
-                changes = job.review_split() and not is_last
+            ends = stop.agreed(world) or job.step == config.run.steps
             with clock.span("checkpoint"):
                 job.checkpoints.check()
-                if is_last or stopping or changes or is_due(job.step, config.run.checkpoint_every):
-                    job.save(waits=is_last or stopping or changes)
-    if changes and not stopping:
-        job.recorder.close()
-        return False
-    job.recorder.finish(job.folder, job.step, config.run.steps)
-    return True
+                if (waits := ends or job.split.moves) or config.run.saves(job.step):
+                    job.save(waits)
+    if ends:
+        return job.recorder.finish(job.folder, job.step, config.run.steps)
+    job.recorder.close()
+    del job  # ranks change sides in another one, which needs its memory
+    gc.collect()
+    train(config, world, True, clock)
 
 
 def take_step(job: Job) -> Record:
@@ -87,21 +76,11 @@ def take_step(job: Job) -> Record:
     seconds = time.perf_counter() - start
     reports, played = job.take_reports(), rollout.record.get("round", {})
     job.share_timeouts(report.pool for report in reports)
-    if plan:
-        job.update_planner(plan, rollout, reports)
+    job.observe(plan, rollout, reports)
     job.dump(rollout.groups, advantages)
     tracks = [report.track for report in of_replicas(reports)]
     job.recorder.timeline(job.step, tracks, played.get("kind", ""), played.get("queue", 0))
-    record = step_record(job.step, seconds, rollout.groups, rollout.record, updates, reports)
-    if job.config.overlap.depth:
-        job.work.append(work_of(record, reports))
-        times = job.split_times()
-        record["split"] = asdict(times) | {"best_share": times.best_share}
-    return record
-
-
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+    return step_record(job.step, seconds, rollout.groups, rollout.record, updates, reports)
 
 
 # ---- command line ------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def step(job: Job, left: int) -> dict[str, float]:
         job.learn(rollout)
         job.sync_weights()
     reports = job.take_reports()
-    job.update_planner(plan, rollout, reports)
+    job.observe(plan, rollout, reports)
     return {name: max(r.seconds[name] for r in reports) for name in ("step", "rollout", "train", "sync")}
 
 

@@ -1,5 +1,6 @@
 """How many ranks train while the others decode, by measured times. Pure. (ROLL Flash, Proposition 2)"""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
@@ -43,7 +44,7 @@ class SplitTimes:
 
     @property
     def best_share(self) -> float:
-        """The share of ranks that should train (beta*): training takes the bound of all work on all ranks."""
+        """The share of ranks that should train (beta*): then neither side takes longer than all ranks in turns."""
         train = self.samples * self.train
         return train / (self.samples * self.generate + self.ranks * self.tail + train)
 
@@ -56,7 +57,32 @@ class SplitTimes:
         """Return the number of training ranks with the smallest bound."""
         return min(possible, key=self.step_seconds)
 
-    def reason(self) -> str:
-        """Return beta* and the times, for the console."""
-        sample = f"a sample decodes {self.generate:.3g} s, trains {self.train:.3g} s"
-        return f"beta* = {self.best_share:.2f} ({sample}; longest {self.longest:.3g} s)"
+
+class SplitPolicy:
+    """Measures the steps of an endless rollout, and says how many ranks should train; where it may, it chooses."""
+
+    def __init__(self, ranks: int, depth: float, possible: Sequence[int], now: int, is_auto: bool):
+        """`now`: the number of ranks that train; `is_auto`: another one may be chosen."""
+        self.ranks, self.depth, self.possible, self.is_auto = ranks, depth, possible, is_auto
+        self.now = self.chosen = now
+        self.work = deque[Work](maxlen=RECENT)
+
+    @property
+    def moves(self) -> bool:
+        """Whether another number of ranks is to train from here on."""
+        return self.chosen != self.now
+
+    def observe(self, work: Work) -> SplitTimes:
+        """Take in a step; return the times over the last ones."""
+        self.work.append(work)
+        return SplitTimes.of(self.work, self.ranks, self.depth)
+
+    def review(self, step: int) -> str:
+        """Return the advice of the last steps, for the console; choose after the first ones."""
+        t = SplitTimes.of(self.work, self.ranks, self.depth)
+        best = t.best(self.possible)
+        if self.is_auto and step == TRIAL:
+            self.chosen = best
+        advice = "" if best == self.now else f", from now on {best}" if self.moves else f", better {best}"
+        times = f"a sample decodes {t.generate:.3g} s, trains {t.train:.3g} s; longest {t.longest:.3g} s"
+        return f"{self.now} of {self.ranks} ranks train{advice}: beta* = {t.best_share:.2f} ({times})"

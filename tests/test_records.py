@@ -105,6 +105,4 @@ def test_the_work_of_a_step_is_that_of_all_ranks() -> None:
     seconds = [{"train": 3.0}, {"train": 4.0}, {"prefill": 1.0, "decode": 4.0}, {"prefill": 1.0, "decode": 5.0}]
     reports = [replace(report(0, 0.0), engine=EngineStats(), seconds=each) for each in seconds]
     reports[2] = replace(reports[2], engine=EngineStats(decode_steps=20, decoded_tokens=70))
-    played = {"round": {"kind": "async", "wasted_tokens": 14}}
-    record = step_record(1, 2.0, [group(0, "a", 1.0, 0.0)], played, [UPDATE], reports)
-    assert work_of(record, reports) == Work(1, 2, 17, 2.0, 70, 11.0, 7.0, 20, 6.0)
+    assert work_of([group(0, "a", 1.0, 0.0)], 14, reports) == Work(1, 2, 17, 2.0, 70, 11.0, 7.0, 20, 6.0)
