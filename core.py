@@ -203,6 +203,7 @@ class Reward:
     error: str = ""
     cases: tuple[tuple[float, bool, bool], ...] = ()  # test cases that ran: seconds, passed, timed out
     parts: dict[str, float] = field(default_factory=dict)  # of the value, before weights
+    turns: tuple[float, ...] = ()  # of the value, earned in each turn; for `loss.credit` = turn
 
 
 class Reply(NamedTuple):
@@ -241,6 +242,7 @@ class Example:
     logprobs: Sequence[float]  # of `token_ids`, under the distribution they were sampled from
     advantage: float
     old_logprobs: Sequence[float] | None = None  # of the sampled tokens, recomputed by the trainer if asked to
+    turn_advantages: tuple[float, ...] = ()  # of each turn, in place of `advantage`
 
     @property
     def num_tokens(self) -> int:
@@ -249,6 +251,13 @@ class Example:
     @property
     def num_sampled(self) -> int:
         return sum(map(len, self.spans))
+
+    @property
+    def span_advantages(self) -> list[float]:
+        if not self.turn_advantages:
+            return [self.advantage] * len(self.spans)
+        turns = zip(turns_of(self.spans), self.turn_advantages, strict=True)
+        return [advantage for turn, advantage in turns for span in self.spans if span.start in turn]
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,7 @@ class Job:
         advantages = group_advantages(rollout.groups, c.loss, c.reward, c.rollout.max_response_tokens)
         if self.trains:
             with self.clock.span("train"):
-                put_groups(rollout.buffer, rollout.groups, advantages, c.loss.mask_truncated)
+                put_groups(rollout.buffer, rollout.groups, advantages, c.loss, c.reward, c.rollout.max_response_tokens)
                 updates = learn(self.trainer, rollout.buffer, self.clock.move)
         if self.pools:
             if self.trains:

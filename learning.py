@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 import parallel
 from buffer import SampleBuffer
-from core import Example, Group, Prompt, Sample
+from core import Example, Group, Prompt, Sample, SampleId, turns_of
 from loss import ADVANTAGES, LossConfig
 from reward import RewardConfig, by_grader, shaped_reward
 from trainer import Trainer
@@ -18,10 +19,36 @@ def group_advantages(groups: Sequence[Group], loss: LossConfig, reward: RewardCo
 
     `limit`: most tokens of a response.
     """
-    shaped = [
-        [shaped_reward(*graded, limit, reward.overlong_buffer) for graded in zip(g.samples, g.rewards)] for g in groups
-    ]
+    shaped = [_shaped(group, reward, limit) for group in groups]
     return advantages_of(shaped, [group.prompt.task for group in groups], loss, reward)
+
+
+def _shaped(group: Group, reward: RewardConfig, limit: int) -> list[float]:
+    return [shaped_reward(*graded, limit, reward.overlong_buffer) for graded in zip(group.samples, group.rewards)]
+
+
+def turn_advantages(
+    groups: Sequence[Group], loss: LossConfig, reward: RewardConfig, limit: int
+) -> dict[SampleId, tuple[float, ...]]:
+    """Return an advantage for each turn of each sample, for `loss.credit` = turn.
+
+    A turn's return is the reward, penalty included, less what the turns before it have earned. `loss.advantage`
+    compares it with the returns of the same turn in the group's other samples, of those that have so many turns.
+    """
+    found: dict[SampleId, tuple[float, ...]] = {}
+    for group in groups:
+        returns = []
+        for sample, graded, total in zip(group.samples, group.rewards, _shaped(group, reward, limit), strict=True):
+            earned = itertools.accumulate(itertools.chain(graded.turns, itertools.repeat(0.0)), initial=0.0)
+            returns.append([total - before for _, before in zip(turns_of(sample.spans), earned)])
+        own: list[list[float]] = [[] for _ in returns]
+        for turn in range(max(map(len, returns))):
+            alive = [i for i, values in enumerate(returns) if turn < len(values)]
+            [row] = advantages_of([[returns[i][turn] for i in alive]], [group.prompt.task], loss, reward).tolist()
+            for i, advantage in zip(alive, row, strict=True):
+                own[i].append(advantage)
+        found |= {sample.id: tuple(values) for sample, values in zip(group.samples, own, strict=True)}
+    return found
 
 
 def advantages_of(
@@ -45,10 +72,19 @@ def examples_of(
     ]
 
 
-def put_groups(buffer: SampleBuffer, groups: Sequence[Group], advantages: torch.Tensor, mask_truncated: bool) -> None:
+def put_groups(
+    buffer: SampleBuffer,
+    groups: Sequence[Group],
+    advantages: torch.Tensor,
+    loss: LossConfig,
+    reward: RewardConfig,
+    limit: int,
+) -> None:
     """Feed a buffer with the groups of a round, or of a recorded one, and their advantages [P, R]."""
+    by_turn = turn_advantages(groups, loss, reward, limit) if loss.credit == "turn" else {}
     for group, row in zip(groups, advantages.tolist(), strict=True):
-        buffer.put(group.visit, examples_of(group.prompt, group.samples, row, mask_truncated))
+        examples = examples_of(group.prompt, group.samples, row, loss.mask_truncated)
+        buffer.put(group.visit, [replace(e, turn_advantages=by_turn.get(e.id, ())) for e in examples])
 
 
 def learn(trainer: Trainer, buffer: SampleBuffer, progress: Callable[[], None] = lambda: None) -> list[dict]:

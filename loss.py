@@ -187,6 +187,12 @@ def weighted_sum(loss: Tensor, t: Tokens, normalisation: str, max_response_token
 class LossConfig:
     name: str = entry("ppo", "policy loss", LOSSES)
     advantage: str = entry("dr_grpo", "advantage", ADVANTAGES)
+    credit: str = option(
+        "episode",
+        "a turn's advantage comes from the rewards of the whole episode, or of this turn and those after it, against "
+        "the same turn of the group's other samples",
+        choices=("episode", "turn"),
+    )
     normalisation: str = option(
         "token",
         "an update is the mean over: token (all sampled tokens), sequence (mean of sequence means, as in GSPO), "

@@ -443,6 +443,11 @@ def check_loss(c: LossConfig) -> None:
         if (value := getattr(c, key)) != getattr(LossConfig, key):
             readers = ", ".join(name for name, own in OWN_OPTIONS.items() if key in own)
             raise ConfigError(f"loss.{key} = {value} has no effect with loss.name = {c.name}; it is for {readers}")
+    if c.credit == "turn" and c.advantage in BATCH_WIDE:
+        raise ConfigError(
+            f"loss.credit = turn compares within a group, but loss.advantage = {c.advantage} needs the whole batch; "
+            "take another advantage, or credit = episode"
+        )
     if c.name == "decoupled" and c.old_logprobs == "rollout":
         raise ConfigError(
             "loss.name = decoupled with loss.old_logprobs = rollout is ppo; take ppo, or loss.old_logprobs = trainer"
@@ -480,6 +485,8 @@ def check_stream(c: Config, num_ranks: int) -> None:
             f"{policy} trains a group before others are complete, but loss.advantage = {c.loss.advantage} needs all "
             f"groups; take one of {local}, or stream.policy = off"
         )
+    if c.loss.credit == "turn":
+        raise ConfigError(f"{policy} knows the advantages of whole episodes only; take loss.credit = episode")
     refuse_dynamic_sampling(c.stream, c.scheduler.dynamic_sampling)
     if c.planner.rule != "fixed":
         sizes = group_sizes(num_ranks, own_node_size(num_ranks))

@@ -196,7 +196,8 @@ class Trainer:
         logprobs, entropy = self._score(self.learner, batch, bool(self.loss.entropy_coef))  # [T], [T]
         lengths = torch.tensor([e.num_sampled for e in batch], device=device)
         sample = torch.repeat_interleave(torch.arange(len(batch), device=device), lengths)
-        advantages = torch.tensor([e.advantage for e in batch], device=device)[sample]
+        spans = torch.tensor([len(span) for e in batch for span in e.spans])
+        advantages = torch.tensor([a for e in batch for a in e.span_advantages]).repeat_interleave(spans).to(device)
         rollout, old = self._old_logprobs(batch, logprobs)
         tokens = Tokens(logprobs, old, rollout, advantages, sample, lengths)
         values, clipped = LOSSES[self.loss.name](tokens, self.loss)

@@ -140,7 +140,7 @@ def step(
     with clock.span("train"):
         advantages = group_advantages(groups, trainer.loss, FIXED, trainer.max_response_tokens)
         buffer = SampleBuffer(len(groups))
-        put_groups(buffer, groups, advantages, trainer.loss.mask_truncated)
+        put_groups(buffer, groups, advantages, trainer.loss, FIXED, trainer.max_response_tokens)
         learn(trainer, buffer)
         engine.load_weights(trainer.model, engine.version + 1)
     with clock.span("settle"):

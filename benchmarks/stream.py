@@ -132,7 +132,7 @@ def step(
         groups = current.collect()
     with clock.span("train"):
         advantages = group_advantages(groups, trainer.loss, RewardConfig(), trainer.max_response_tokens)
-        put_groups(buffer, groups, advantages, trainer.loss.mask_truncated)
+        put_groups(buffer, groups, advantages, trainer.loss, RewardConfig(), trainer.max_response_tokens)
         learn(trainer, buffer)
     seconds, added = zip(*parallel.gather_objects(world, (clock.take(), trainer.added)), strict=True)
     rollout, train = (max(s[name] for s in seconds) for name in ("rollout", "train"))

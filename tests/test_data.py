@@ -361,7 +361,7 @@ def test_a_dump_is_read_back_as_it_was(tmp_path):
     samples = tuple(Sample(0, i, 2, *packed, reason, spans) for i, reason in enumerate(FINISH_REASONS))
     prompt = Prompt(0, (1,), "é\n", "", "code", {"tests": [1, {"a": None}]}, "rows.jsonl:1")
     rewards = (
-        Reward(0.5, 0.25, "", ((0.1, True, False), (2.0, False, True)), {"a": 1.0}),
+        Reward(0.5, 0.25, "", ((0.1, True, False), (2.0, False, True)), {"a": 1.0}, (0.5, 0.0)),
         *[Reward(0, error="died")] * 3,
     )
     groups = [Group(prompt, 2, samples, rewards)]

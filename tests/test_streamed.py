@@ -103,7 +103,7 @@ def streamed_gradients(world: World, settings: list[str], losses: list[str]) -> 
             arrived.clear()
             advantages = group_advantages(groups, config.loss, config.reward, config.rollout.max_response_tokens)
             for each in (buffer, again):
-                put_groups(each, groups, advantages, config.loss.mask_truncated)
+                put_groups(each, groups, advantages, config.loss, config.reward, config.rollout.max_response_tokens)
             assert len(again) == len(buffer) + len(buffer.taken) == 32
             mixed, plain = learn(job.trainer, buffer)[0], learn(job.trainer, again)[0]
             mine, expected = seen[-2:]
@@ -309,6 +309,7 @@ def test_ranks_killed_while_streaming_lose_nothing(run_ranks, settings, tmp_path
     [
         (2, ["trainer.updates_per_step=2"], "trainer.updates_per_step = 2 changes them in between; take 1"),
         (2, ["loss.advantage=reinforce_baseline"], "needs all groups; take one of grpo, dr_grpo, rloo"),
+        (2, ["loss.credit=turn"], "knows the advantages of whole episodes only; take loss.credit = episode"),
         (2, ["scheduler.dynamic_sampling=true"], "may still drop a complete group"),
         (2, ["stream.first=0.6"], "stream.first = 0.6 is over stream.last = 0.5"),
         (2, ["trainer.shard=2"], "2 ranks with rollout.tensor_parallel = 1 and trainer.shard = 2 have no two halves"),

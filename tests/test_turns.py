@@ -17,16 +17,18 @@ from test_rollout import full_logits, make_engine, make_sequences
 from test_trainer import assert_same_gradient, gradient, make_trainer
 
 import parallel
+from buffer import SampleBuffer
 from checkpoint import load_model, load_tokenizer
-from core import Example, Prompt, Sample, SampleId, Span, turns_of, with_span
+from core import Example, Group, Prompt, Reward, Sample, SampleId, Span, turns_of, with_span
 from engine.cpu import BatchedPages
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import continued
-from learning import examples_of
+from learning import examples_of, group_advantages, put_groups
 from loss import LOSSES, LossConfig
 from model import Model
 from overlap.endless import _packed, _unpacked
 from parallel import TensorParallel, World
+from reward import RewardConfig
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig, sample, score, uniforms
 from trainer import join
@@ -396,8 +398,9 @@ def test_the_trainer_scores_sampled_tokens_as_the_engine_did(model: Model, kind:
         assert [*(e.old_logprobs or ())] == pytest.approx(sampled, abs=1e-4)
 
 
+@pytest.mark.parametrize("by_turn", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_sample_of_many_turns_is_the_sum_of_its_turns(model: Model, name: str) -> None:
+def test_a_sample_of_many_turns_is_the_sum_of_its_turns(model: Model, name: str, by_turn: bool) -> None:
     """Each turn as a sample of its own, with all before it as its prompt; but for losses of the whole sequence."""
     episodes = make_episodes(5)
     examples = examples_from(play(make(model), episodes).values(), episodes)
@@ -413,6 +416,11 @@ def test_a_sample_of_many_turns_is_the_sum_of_its_turns(model: Model, name: str)
         for e in noisy
         for turn in turns_of(e.spans)
     ]
+    if by_turn:
+        rng = Random(2)
+        noisy = [replace(e, turn_advantages=tuple(rng.uniform(-1, 1) for _ in turns_of(e.spans))) for e in noisy]
+        parts = (advantage for e in noisy for advantage in e.turn_advantages)
+        alone = [replace(e, advantage=advantage) for e, advantage in zip(alone, parts, strict=True)]
     wild = [replace(e, logprobs=[*e.logprobs]) for e in noisy]
     for e in wild:  # a given token's log-prob is nobody's business
         for i in {*range(len(e.token_ids))} - {i for turn in turns_of(e.spans) for i in turn}:
@@ -422,9 +430,29 @@ def test_a_sample_of_many_turns_is_the_sum_of_its_turns(model: Model, name: str)
         trainer = make_trainer(model, LossConfig(name=name, normalisation="token"))
         trainer.accumulate(way)
         found.append((gradient(trainer), trainer.sums.clone()))
-    whole, unread, parts = found
+    whole, unread, summed = found
     assert len(alone) > 2 * len(noisy) and whole[0].norm() > 1e-3
     assert torch.equal(whole[0], unread[0]) and torch.equal(whole[1], unread[1])
     if name != "gspo":  # its ratio is that of the whole sample
-        assert_same_gradient(whole[0], parts[0])
-        torch.testing.assert_close(whole[1], parts[1], rtol=1e-4, atol=1e-4)
+        assert_same_gradient(whole[0], summed[0])
+        torch.testing.assert_close(whole[1], summed[1], rtol=1e-4, atol=1e-4)
+
+
+def test_credit_of_a_turn_by_hand() -> None:
+    """A turn's return is what is not earned before it, compared within the turn."""
+    spans = Span(0, 1, 0), Span(2, 3, 0), Span(3, 4, 1), Span(6, 7, 1)  # three turns, the second of two versions
+    kinds = {"three": spans, "two": spans[:3], "one": spans[:1]}
+    samples = tuple(Sample(0, i, 0, (5,) * 7, (0.0,) * 7, "stop", own) for i, own in enumerate(kinds.values()))
+    rewards = Reward(3.0, turns=(1.0, 0.0, 2.0)), Reward(1.0, turns=(0.5,)), Reward(2.0)
+    groups, reward = [Group(Prompt(0, (9,), "", "", "math"), 0, samples, rewards)], RewardConfig(weights="math=2")
+    buffer, loss = SampleBuffer(1), LossConfig(credit="turn")
+    episodes = group_advantages(groups, loss, reward, 24)
+    put_groups(buffer, groups, episodes, loss, reward, 24)
+    [[three, two, one]] = [batch for part in buffer.deal(1, 1) for batch in part]
+    assert one.turn_advantages == (0.0,) and [e.advantage for e in (three, two, one)] == [2.0, -2.0, 0.0]
+    assert two.turn_advantages == (-2.0, 2 * (0.5 - 1.25))
+    assert three.turn_advantages == (2.0, 2 * (2.0 - 1.25), 0.0), "nobody else has a third turn"
+    assert three.span_advantages == [2.0, 1.5, 1.5, 0.0]
+    plain = SampleBuffer(1)
+    put_groups(plain, groups, episodes, LossConfig(), reward, 24)
+    assert all(not e.turn_advantages for part in plain.deal(1, 1) for batch in part for e in batch)
