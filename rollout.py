@@ -195,7 +195,7 @@ class Engine:
         self._refresh()
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, new or exported by another engine. Raises ValueError when it cannot fit."""
+        """Queue a sequence: new, exported, or `continued` after a turn. Raises ValueError when it cannot fit."""
         self._check(sequence)
         sequence.is_taken = True
         self.batcher.waiting.append(sequence)
@@ -253,7 +253,7 @@ class Engine:
         return self.flights.take()
 
     def abort(self, ids: Iterable[SampleId]) -> dict[SampleId, int]:
-        """Drop sequences by id, free their pages at once and return how many response tokens each had."""
+        """Drop sequences by id, free their pages, parked ones too, and return how many response tokens each had."""
         ids = set(ids)
         thrown = {sequence.id: len(sequence.token_ids) for sequence in self.export(ids)}
         return thrown | {sample.id: len(sample.token_ids) for sample in self.flights.take(ids)}
