@@ -31,7 +31,7 @@ class Started:
     is_late: bool = False  # their pages hold their context but for the last token
     sequences: list[Sequence] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)  # to make before
-    resumed: list[tuple[Parked, Sequence]] = field(default_factory=list)  # prefilled first; have pages again
+    resumed: list[tuple[Parked, Sequence]] = field(default_factory=list)  # have pages again; still in prefill
     predicts: list[int] = field(default_factory=list)  # which token of the chunks draws each one's next
 
 
