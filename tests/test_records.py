@@ -72,7 +72,7 @@ def test_the_lag_of_a_sample_counts_from_its_first_token_and_that_of_a_token_fro
     interrupted = Sample(1, 0, 0, (7,) * 9, (-1.0,) * 9, "stop", (Span(0, 2, 1), Span(4, 9, 3)))  # 2, 3 were given
     record = lag_record([whole, replace(whole, samples=(interrupted,))], 3)
     assert record["samples"] == {"2": 1, "3": 2} and record["tokens"] == {"0": 5, "2": 2, "3": 3}
-    assert record["length"] == {"2": 9.0, "3": 1.5} and record["max"] == 3
+    assert record["length"] == {"2": 7.0, "3": 1.5} and record["max"] == 3
     assert record["mean"] == pytest.approx(8 / 3) and record["token_mean"] == pytest.approx(1.3)
     fresh = lag_record([whole], 0)
     assert fresh["samples"] == {"0": 2} and fresh["max"] == fresh["mean"] == fresh["token_mean"] == 0
