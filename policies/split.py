@@ -84,5 +84,5 @@ class SplitPolicy:
         if self.is_auto and step == TRIAL:
             self.chosen = best
         advice = "" if best == self.now else f", from now on {best}" if self.moves else f", better {best}"
-        times = f"a sample decodes {t.generate:.3g} s, trains {t.train:.3g} s; longest {t.longest:.3g} s"
+        times = f"sample: decode {t.generate:.3g} s, train {t.train:.3g} s; longest {t.longest:.3g} s"
         return f"{self.now} of {self.ranks} ranks train{advice}: beta* = {t.best_share:.2f} ({times})"

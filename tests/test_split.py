@@ -7,7 +7,7 @@ import pytest
 from test_endless import LENGTHS, MODEL, config, endless
 
 from config import ConfigError, load_config
-from policies.split import SplitTimes, Work
+from policies.split import SplitPolicy, SplitTimes, Work
 from settings import Config, possible_splits, with_split
 from simulation.costs import Efficiency
 
@@ -53,6 +53,20 @@ def test_times_of_an_even_division_find_one_near_the_best(seed: int) -> None:
     runs = {n: endless(config(12, 8, 32, seed, train_ranks=n, depth=depth), model) for n in range(1, 8)}
     seconds = {n: sum(r["seconds"]["step"] for r in run.records[2:-2]) for n, run in runs.items()}
     assert seconds[runs[4].split_times().best([*runs])] < 1.25 * min(seconds.values())
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_a_number_is_chosen_after_the_first_steps_and_only_where_it_may(is_auto: bool) -> None:
+    policy = SplitPolicy(8, 1.0, range(1, 8), 4, is_auto)
+    for _ in range(3):
+        policy.observe(Work(1, 10, 1000, 100, 1000, 30.0, 10.0, 100, 1.0))
+    assert policy.review(2).startswith("4 of 8 ranks train, better 2: beta* = ") and not policy.moves
+    advice = "from now on 2" if is_auto else "better 2"
+    assert policy.review(3).startswith(f"4 of 8 ranks train, {advice}: beta* = ")
+    assert (policy.moves, policy.chosen) == (is_auto, 2 if is_auto else 4)
+    settled = SplitPolicy(8, 1.0, range(1, 8), 2, is_auto)
+    settled.observe(policy.work[0])
+    assert settled.review(3).startswith("2 of 8 ranks train: beta* = ") and not settled.moves
 
 
 def test_auto_takes_half_of_the_ranks_that_can_train_until_a_number_is_chosen() -> None:
