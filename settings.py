@@ -567,8 +567,9 @@ def with_split(c: Config, num_ranks: int, chosen: int = 0) -> Config:
         return c
     if not (possible := possible_splits(c, num_ranks)):
         raise ConfigError(
-            f"overlap.train_ranks = auto: {num_ranks} ranks with rollout.tensor_parallel = {c.rollout.tensor_parallel} "
-            f"and trainer.shard = {c.trainer.shard} have no two pools; take more ranks, or overlap.train_ranks = 0"
+            f"overlap.train_ranks = auto: {num_ranks} ranks have no two pools with rollout.weights = "
+            f"{c.rollout.weights}, rollout.tensor_parallel = {c.rollout.tensor_parallel} and trainer.shard = "
+            f"{c.trainer.shard}; take whole weights, smaller groups, more ranks, or overlap.train_ranks = 0"
         )
     n = chosen if chosen in possible else possible[len(possible) // 2]
     return replace(c, overlap=replace(c.overlap, train_ranks=n))

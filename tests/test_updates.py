@@ -470,7 +470,7 @@ def test_a_pool_is_waited_for_as_long_as_it_shows_signs_of_life(monkeypatch) -> 
     assert has_come()
 
 
-ONE_TRAINS, TWO_TRAIN = dict(overlap__train_ranks=1), dict(overlap__train_ranks=2)
+ONE_TRAINS, TWO_TRAIN, AUTO = (dict(overlap__train_ranks=n) for n in (1, 2, "auto"))
 OFF = dict(overlap__depth=0, overlap__bound=0)
 NO_PLACE = ["has no place in an endless rollout (overlap.depth = 1)", "leave it out"]
 WITHOUT = ["has no effect with overlap.depth = 0", "take overlap.depth = 1, or leave it out"]
@@ -501,6 +501,9 @@ REFUSED: list[tuple[int, dict, list[str]]] = [
     (1, dict(overlap__depth=2, overlap__bound=1), ["overlap.bound = 1", "2 batches ahead", "take overlap.bound = 2"]),
     (1, dict(scheduler__policy="tail_batching", scheduler__eta_prompts=4), ["eta_prompts = 4", "overlap.bound = 4"]),
     (1, ONE_TRAINS, ["overlap.train_ranks = 1 leaves none of 1 ranks to decode", "take fewer"]),
+    (4, AUTO | dict(rollout__weights="sharded", trainer__shard=2), ["train_ranks = auto", "whole weights"]),
+    (2, AUTO | OFF, ["has no effect with overlap.depth = 0"]),
+    (2, AUTO | dict(overlap__update_iterations=8, overlap__clock="time"), ["overlap.update_iterations = 8 has no"]),
     (4, dict(overlap__train_ranks=3, trainer__shard=2), ["trainer.shard = 2 does not divide", "train, 3", "[1, 3]"]),
     (8, dict(overlap__train_ranks=4, trainer__shard=2), ["trainer.shard = 2 with overlap.train_ranks = 4", "or 4"]),
     (
