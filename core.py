@@ -70,6 +70,7 @@ class Prompt:
     task: str  # name of the grader
     extra: dict = field(default_factory=dict)  # all fields of the data row, for graders
     where: str = ""  # file and line, for messages
+    env: str = ""  # name of the environment; none: one turn
 
 
 class VisitId(NamedTuple):

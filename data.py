@@ -16,7 +16,9 @@ import numpy as np
 
 from config import ConfigError, Dataclass, option, regular
 from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, Tokenizer, Visit
+from envs.games import ENVIRONMENTS
 from reward import reward_number
+from rewards import user_files
 from rewards.graders import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
 
@@ -29,9 +31,12 @@ DEEPEST = 50  # lists and objects within each other in a row; copies and graders
 T = TypeVar("T", bound=Dataclass)
 
 
+BUILT_IN = (*TASKS, *ENVIRONMENTS)
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    train: str = option("hailstone", f"training prompts: a built-in task ({', '.join(TASKS)}) or a JSONL file")
+    train: str = option("hailstone", f"training prompts: a built-in task ({', '.join(BUILT_IN)}) or a JSONL file")
     eval: str = option(
         "", "held-out prompts: a JSONL file; empty: the built-in task's own, or at most a tenth of data.train"
     )
@@ -42,6 +47,11 @@ class DataConfig:
     )
     graders: str = option(
         "", "your own graders that rows may name in addition to data.task, such as mine.py:f, separated by commas"
+    )
+    env: str = option(
+        "",
+        f"environment of JSONL rows: {', '.join(ENVIRONMENTS)}, module:function or file.py:function; rows with a task "
+        "of their own are graded by that instead of by its rewards; empty: rows have one turn",
     )
     chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
     template: str = option(
@@ -56,6 +66,7 @@ class _Row:
     fields: dict  # for its grader
     where: str  # for messages: file and line
     held_out: bool = False
+    env: str = ""
 
 
 def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -63,15 +74,15 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     if "{prompt}" not in config.template:
         raise ConfigError(f"data.template = {config.template!r} does not contain {{prompt}}")
     held_out: list[_Row] = []
-    if config.train in TASKS:
-        for key in ("task", "graders"):
+    if config.train in BUILT_IN:
+        for key in ("task", "graders", "env"):
             value = getattr(config, key)
             if value != getattr(DataConfig, key) and not config.eval:
                 raise ConfigError(
                     f"data.{key} = {value!r} has no effect: the built-in task {config.train} names its grader; remove "
                     "it, or give your own rows as data.train"
                 )
-        rows = _task_rows(config.train)
+        rows = _task_rows(config.train) if config.train in TASKS else _game_rows(config.train)
         train, held_out = ([row for row in rows if row.held_out == flag] for flag in (False, True))
         held_out = _spread(held_out, config.eval_prompts)
     else:
@@ -104,14 +115,21 @@ def _task_rows(name: str) -> list[_Row]:
     ]
 
 
+def _game_rows(name: str) -> list[_Row]:
+    game = ENVIRONMENTS[name]
+    return [
+        _Row({**game.row(n), "task": "env", "number": n}, f"{name} {n}", is_held_out(n), name) for n in game.numbers()
+    ]
+
+
 def read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
     graders = _graders(config)
     try:
         with open(regular(path), encoding="utf-8-sig") as file:  # skips a byte order mark
             lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
-            rows = [_row(line, where, config.task, graders) for where, line in lines]
+            rows = [_row(line, where, config, graders) for where, line in lines]
     except OSError as error:
-        built_in = f", and no built-in task has that name ({', '.join(TASKS)})" if key == "data.train" else ""
+        built_in = f", and no built-in task has that name ({', '.join(BUILT_IN)})" if key == "data.train" else ""
         raise ConfigError(f"{key} = {path!r}: cannot read this file ({error.strerror}){built_in}") from None
     except UnicodeDecodeError as error:
         said = f"{error.reason} at byte {error.start}"
@@ -130,10 +148,13 @@ def _graders(config: DataConfig) -> list[str]:
                 check_grader(name)
         except ConfigError as error:
             raise ConfigError(f"data.{key}: {error}") from None
-    return list(dict.fromkeys([*GRADERS, TASK_OF_JUDGE, config.task, *own]))
+    if config.env and config.env not in ENVIRONMENTS:
+        user_files.check_name("data.env: environment", config.env, ENVIRONMENTS)
+    built_in = [name for name in GRADERS if name != "env" or config.env]
+    return list(dict.fromkeys([*built_in, TASK_OF_JUDGE, config.task, *own]))
 
 
-def _row(line: str, where: str, task: str, graders: list[str]) -> _Row:
+def _row(line: str, where: str, config: DataConfig, graders: list[str]) -> _Row:
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
@@ -166,7 +187,8 @@ def _row(line: str, where: str, task: str, graders: list[str]) -> _Row:
             f"{where}: task = {row['task']!r:.60} is not a grader that a row may name ({', '.join(graders)}); "
             "correct it, or list your own grader in data.graders"
         )
-    return _Row({"task": task, **row}, where)
+    task = "env" if config.env and config.task == DataConfig.task else config.task
+    return _Row({"task": task, **row}, where, env=config.env)
 
 
 def _is_deep(value: object, levels: int) -> bool:
@@ -212,7 +234,7 @@ class _Encoder:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
-        return Prompt(index, token_ids, text, answer, task, row.fields, where)
+        return Prompt(index, token_ids, text, answer, task, row.fields, where, row.env)
 
     def _written(self, prompt: str | list[dict], where: str) -> str:
         """Return the prompt as the chat template writes it."""

@@ -34,10 +34,22 @@ MAX_TOKEN_CHARACTERS = 64  # of a given text, on average
 @dataclass(frozen=True)
 class EnvConfig:
     max_turns: int = option(128, "turns of an episode, at most; it ends there with its rewards so far", min=1)
+    max_turn_tokens: int = option(
+        0,
+        "tokens that the model may sample in a turn; the episode ends there with its rewards so far; 0: only "
+        "rollout.max_response_tokens, for all turns and texts together, is the limit",
+        min=0,
+    )
     max_reply_tokens: int = option(
         512, "tokens of a text that an environment gives; a longer one loses its middle", min=64
     )
     step_seconds: float = option(10.0, "time limit of a user's environment for a turn", above=0, max=1e7)
+    clock: str = option(
+        "time",
+        "time: a reply takes effect when it is there, and nobody waits for it; steps: at its turn's end, which makes a "
+        "run a function of its seed",
+        choices=("time", "steps"),
+    )
     num_workers: int = option(2, "worker processes per rank, for users' environments", min=1, max=1024)
     max_failures: int = option(
         3, "episodes in a row that the environment fails in, which end the run; 0: the run never ends for them", min=0

@@ -14,6 +14,7 @@ from buffer import SampleBuffer
 from config import Auto, ConfigError, flatten
 from core import Group, RoundPlan, Tokenizer, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts
+from envs.episodes import Episodes
 from learning import group_advantages, learn, put_groups
 from metrics import Clock, Record, Recorder, peak_memory, write_transcripts
 from model import Model, ModelShape, empty_model
@@ -121,6 +122,8 @@ class Job:
         self.graders = open_graders(config.reward, config.judge, tasks, world.device, dtype)
         if saved:
             self.graders.timeouts.load_state_dict(state["timeouts"])
+        played = (*prompts, *self.held_out) if self.decodes else ()
+        self.episodes = Episodes(config.env, config.reward, played, self.tokenizer, config.run.seed)
         settings = {key: value for key, (value, _) in flatten(config).items()}
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
         self.endless = open_endless(self, state) if config.overlap.depth and self.decodes else None
@@ -174,7 +177,7 @@ class Job:
         settings = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
         sizes = (self.planner, self.tp_groups) if c.planner.within_round else None
         world = self.pools.own if self.pools else self.world
-        return Round(self.engine, self.graders, world, clock, *settings, sizes)
+        return Round(self.engine, self.graders, world, clock, *settings, sizes, self.episodes)
 
     def next_batch(self) -> Rollout:
         """Go on with the endless rollout until a batch is there; its groups may be several updates old. Collective."""

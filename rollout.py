@@ -322,8 +322,22 @@ def sequences_for(
     visit: Visit, num_responses: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = ()
 ) -> list[Sequence]:
     """Return the sequences of one group. Their random numbers depend on nothing but their names and `seed`."""
-    prompt, keys = visit.prompt, [sample_key(seed, *visit.id, r) for r in range(num_responses)]
-    return [
-        Sequence(prompt.index, r, visit.epoch, prompt.token_ids, key, max_new_tokens, stop=stop)
-        for r, key in enumerate(keys)
-    ]
+    return [sequence_for(visit, r, seed, max_new_tokens, stop) for r in range(num_responses)]
+
+
+def sequence_for(
+    visit: Visit, response: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = (), max_turn_tokens: int = 0
+) -> Sequence:
+    """Return the sequence of one response, before its first token."""
+    key, prompt = sample_key(seed, *visit.id, response), visit.prompt
+    return Sequence(
+        prompt.index,
+        response,
+        visit.epoch,
+        prompt.token_ids,
+        key,
+        max_new_tokens,
+        stop=stop,
+        max_turn_tokens=max_turn_tokens,
+        has_turns=bool(prompt.env),
+    )

@@ -9,18 +9,22 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import parallel
-from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Visit, VisitId
+from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Tokenizer, Visit, VisitId
 from engine.sequence import Sequence as EngineSequence
+from environments import EnvConfig
+from envs.episodes import Episodes
 from metrics import Clock
 from parallel import TPGroups, World
 from policies.placement import Placement
 from policies.planner import ParallelismPlanner
-from reward import shaped_reward
-from rollout import Engine, sequences_for
+from reward import RewardConfig, shaped_reward
+from rollout import Engine, sequence_for
 from scheduler import SchedulerConfig, window
+
+REPLY_SECONDS = 0.002  # between two looks whether an environment has answered, while there is nothing to decode
 
 Note = TypeVar("Note")
 
@@ -62,10 +66,15 @@ class Round:
         overlong_buffer: int = 0,
         progress: Callable[[str, int, int], None] = lambda *_: None,
         sizes: tuple[ParallelismPlanner, TPGroups] | None = None,
+        episodes: Episodes | None = None,
     ):
-        """`seed`: of sampling; `overlong_buffer`: as in `reward.shaped_reward`; `sizes`: may change in the round."""
+        """`overlong_buffer`: as in `reward.shaped_reward`; `sizes`: may change in the round; `episodes`: of turns."""
         self.engine, self.graders, self.world, self.clock, self.config = engine, graders, world, clock, config
         self.seed, self.overlong_buffer, self.progress, self.sizes = seed, overlong_buffer, progress, sizes
+        self.episodes = episodes or Episodes(EnvConfig(), RewardConfig(), (), cast(Tokenizer, engine.tokenizer), seed)
+        self.fields: dict[SampleId, dict] = {}  # what graders are told of an episode
+        self.early: list[Finished] = []  # to be told with the next window
+        self.prefills_first = False  # no row decodes while a context is prefilled
         self.placement = Placement(engine.parallel.num_replicas)
         self.prompts: dict[VisitId, Visit] = {}
         self.samples: dict[SampleId, Sample] = {}  # finished on this rank
@@ -106,27 +115,90 @@ class Round:
 
         `lands`: no step is under way afterwards. Sequences move only then: one that moves has not ended meanwhile.
         """
-        events: list[Finished] = []
+        events, self.early = self.early, []
         is_watched = feeds or (self.sizes is not None and self.sizes[0].due > 0)
         iterations, steps = window(self.config, self.plan.kind, self.placement.num_replicas, may_leave, is_watched), 0
-        while not self.engine.is_idle and steps < iterations:
+        while steps < iterations and self._goes_on(iterations, steps, events):
+            if self.prefills_first and self.engine.batcher.waiting:
+                with self.clock.span("prefill"):
+                    events += self.finish(self.engine.prefill(), steps)
             steps += 1
             events += self.finish(self._step(), steps)
             self.rewards.update(self.graders.poll())
         if lands or may_leave or self.config.migrate:
             events += self.finish(self.engine.land(), steps + 1)  # the step that would have returned them
+        if self.waits_for_replies or self.config.migrate or self.sizes:
+            events += self.take_replies(steps + 1, waits=True)
         # A replica that ran dry counts on, so that iterations mean the same on all.
         self.iteration += steps if iterations == math.inf else int(iterations)
         return events
 
     def finish(self, samples: Iterable[Sample], steps: int) -> list[Finished]:
-        """Have samples graded that finished in a window's step; return their events."""
+        """Have samples graded that finished in a window's step; return their events. Other turns are to be answered."""
         events = []
-        for sample in samples if self.is_first else ():
-            self.samples[sample.id] = sample
-            self.grade(sample)
-            events.append(Finished(self.iteration + steps, sample.id, len(sample.token_ids)))
+        for sample in samples:
+            visit = self.prompts[sample.id.visit]
+            if visit.prompt.env:
+                self.episodes.end_turn(visit, self.sequence(sample.id), sample)
+            else:
+                events += self._end(sample, steps)
+        if self.waits_for_replies:
+            events += self.take_replies(steps, waits=True)
         return events
+
+    def _end(self, sample: Sample, steps: int) -> list[Finished]:
+        if not self.is_first:
+            return []
+        self.samples[sample.id] = sample
+        self.grade(sample)
+        return [Finished(self.iteration + steps, sample.id, len(sample.token_ids))]
+
+    # ---- turns (envs/episodes.py) ------------------------------------------------------------------------------
+
+    @property
+    def waits_for_replies(self) -> bool:
+        return self.episodes.config.clock == "steps"
+
+    def take_replies(self, steps: int, waits: bool = False) -> list[Finished]:
+        """Let sequences go on whose environment has answered; return the events of episodes that have ended."""
+        events: list[Finished] = []
+        if not self.episodes.awaited and not self.episodes.ready:
+            return events
+        for reply in self.episodes.poll(waits):
+            if isinstance(reply, EngineSequence):
+                self.engine.add(reply)
+            else:
+                sample, self.fields[reply[0].id] = reply
+                events += self._end(sample, steps)
+        return events
+
+    def settle(self) -> None:
+        """Have no reply under way: engine, graders and environments are used by others next."""
+        self.early += self.take_replies(0, waits=True)
+
+    def _goes_on(self, iterations: float, steps: int, events: list[Finished]) -> bool:
+        """Whether there is something to decode in this window; where windows have no end, it may be waited for."""
+        events += self.take_replies(steps, waits=self.waits_for_replies)
+        while self.engine.is_idle and self.episodes.awaited:
+            time.sleep(REPLY_SECONDS)
+            events += self.take_replies(steps)
+            if iterations < math.inf:
+                break  # other ranks may have more to do
+        return not self.engine.is_idle
+
+    def start(self, sequence: EngineSequence) -> None:
+        """Have a new sequence decoded, or one that comes from another replica."""
+        visit = self.prompts[sequence.id.visit]
+        if visit.prompt.env and not sequence.token_ids:
+            self.episodes.begin(visit, sequence)
+        else:
+            self.engine.add(sequence)
+
+    def sequence(self, id: SampleId) -> EngineSequence:
+        """Return a sequence before its first token."""
+        config, visit = self.engine.config, self.prompts[id.visit]
+        limits = config.max_response_tokens, config.stop, self.episodes.config.max_turn_tokens
+        return sequence_for(visit, id.response, self.seed, *limits)
 
     def exchange(self, events: Sequence[Finished], note: Note) -> tuple[list[Finished], list[Note]]:
         """Tell all ranks the events of a window, and a note; carry out what the referee decides.
@@ -146,6 +218,8 @@ class Round:
         """Stop and launch what the referee says. Collective where sequences migrate."""
         self.placement.remove(decision.abort)
         stopped = self.engine.abort(decision.abort) if decision.abort else {}
+        for awaited in self.episodes.withdraw(decision.abort):
+            stopped[awaited.sequence.id] = len(awaited.turn.token_ids) if awaited.turn else 0
         self.aborted.update(stopped if self.is_first else {})
         self._launch(decision.launch)
         if self.config.migrate:
@@ -163,19 +237,16 @@ class Round:
         ids = [visit.id for visit in prompts]
         self.prompts.update(zip(ids, prompts, strict=True))
         shares = self.placement.launch(ids, self.plan.num_responses, expected, self.config.placement == "spread")
-        mine = {*shares[self.engine.parallel.replica]}
-        limits = self.engine.config.max_response_tokens, self.engine.config.stop
-        for visit in prompts:
-            for sequence in sequences_for(visit, self.plan.num_responses, self.seed, *limits):
-                if sequence.id in mine:
-                    self.engine.add(sequence)
+        for id in shares[self.engine.parallel.replica]:
+            self.start(self.sequence(id))
 
     def grade(self, sample: Sample) -> None:
         """Have a finished sample graded, beside whatever comes next."""
         prompt = self.prompts[sample.id.visit].prompt
         assert self.engine.tokenizer, "graders read texts"
         text = self.engine.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        self.graders.submit(sample.id, prompt.task, text, prompt.answer, prompt.extra)
+        row = prompt.extra | self.fields.pop(sample.id, {})
+        self.graders.submit(sample.id, prompt.task, text, prompt.answer, row)
 
     def _step(self) -> list[Sample]:
         stats = self.engine.batcher.stats
@@ -210,12 +281,13 @@ class Round:
         if not moves:
             return
         replica = self.engine.parallel.replica
-        leaving = self.engine.export({id for id, source, _ in moves if source == replica})
+        ids = {id for id, source, _ in moves if source == replica}
+        leaving = [*self.engine.export(ids), *(awaited.sequence for awaited in self.episodes.withdraw(ids))]
         with self.clock.span("hand_over"):
             travelling = self._gather(leaving)
         for id, _, target in moves:
             if target == replica:
-                self.engine.add(travelling[id])
+                self.start(travelling[id])
         self.migrated += len(moves)
 
     def _gather(self, leaving: Sequence[EngineSequence]) -> dict[SampleId, EngineSequence]:
@@ -234,12 +306,14 @@ class Round:
         if not choice:
             return
         with self.clock.span("resize"):
-            sequences = self._gather(engine.export(engine.batcher.live_tokens()))
+            leaving = engine.export(engine.batcher.live_tokens())
+            leaving += [a.sequence for a in self.episodes.withdraw([*self.episodes.open])]
+            sequences = self._gather(leaving)
             engine.regroup(tp_groups[choice.size])
             self.placement = Placement(engine.parallel.num_replicas)
             shares = self.placement.deal({id: sequence.num_tokens for id, sequence in sequences.items()})
             for id in shares[engine.parallel.replica]:
-                engine.add(sequences[id])
+                self.start(sequences[id])
         self.resized.append({"iteration": self.iteration, "responses": len(sequences), **asdict(choice)})
 
     # ---- its groups ------------------------------------------------------------------------------------------
@@ -256,11 +330,14 @@ class Round:
         told = {id: (parallel.header_of(sample, self.world.rank), self.rewards[id]) for id, sample in mine.items()}
         seen = {id: (s.num_sampled, self.shaped(id)) for id, s in self.samples.items()} if self.plan.audit else {}
         trained: dict[SampleId, tuple[Sample, Reward]] = {}
-        for part, aborted, audited in parallel.gather_objects(self.world, (told, self.aborted, seen)):
+        failed, own = 0, (told, self.aborted, seen, self.episodes.take_failed() if self.is_first else 0)
+        for part, aborted, audited, again in parallel.gather_objects(self.world, own):
+            failed += again
             trained |= part
             self.aborted |= aborted
             self.audited |= audited
         self.record = {"windows": self.windows, "migrated": self.migrated, "resized": self.resized}
+        self.record |= {"failed_episodes": failed} if self.episodes.names else {}
         trained |= {id: (sample, self.rewards[id]) for id, sample in mine.items()}  # with their tokens
         groups = []
         for id, members in groupby(sorted(accepted), key=lambda id: id.visit):

@@ -10,10 +10,11 @@ import torch
 
 import checkpoint
 from config import Auto, ConfigError, flatten, load_config, option, toml_text
-from core import ModelShape, Tokenizer
+from core import ModelShape, Prompt, Tokenizer
 from data import DataConfig, load_prompts
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
+from environments import EnvConfig, resolve
 from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
@@ -79,6 +80,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -425,6 +427,7 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         raise ConfigError(
             f"judge.path = {c.judge.path!r}, but no data row has the task {TASK_OF_JUDGE}; take it as data.task"
         )
+    check_environments(c, everything)
     check_rewards(c.reward, everything)
     first.pop(TASK_OF_JUDGE, None)
     if is_main:
@@ -433,6 +436,25 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         raise ConfigError(
             f"data.train has {len(prompts)} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}; "
             "lower scheduler.num_prompts"
+        )
+
+
+def check_environments(c: Config, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError on environments that cannot be imported, and on settings that have no place beside them."""
+    names = {prompt.env for prompt in prompts if prompt.env}
+    for name in sorted(names):
+        resolve(name)
+    if not names and c.env != EnvConfig():
+        raise ConfigError("[env] has no effect: no data row has an environment; give data.env, or leave it out")
+    if names and c.env.clock == "time" and (c.rollout.tensor_parallel > 1 or c.planner.rule != "fixed"):
+        raise ConfigError(
+            "env.clock = time has no place beside tensor parallelism: the ranks of a replica would get replies at "
+            "different steps; take env.clock = steps"
+        )
+    if names and c.stream.policy != "off":
+        raise ConfigError(
+            f"stream.policy = {c.stream.policy} has no place beside environments ({', '.join(sorted(names))}): ranks "
+            "that leave a round would take its episodes with them; leave it out"
         )
 
 

@@ -33,7 +33,7 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
     clock = clock or Clock(config.log.trace)
     with clock.span("start"):
         job = Job(config, world, resume, clock)
-    with job.graders, job.checkpoints, StopSignal() as stop:
+    with job.graders, job.episodes, job.checkpoints, StopSignal() as stop:
         if job.step == 0:
             before = job.evaluate()
             job.recorder.write({"step": 0, "eval": before, "seconds": clock.take()})

@@ -21,6 +21,9 @@ import parallel
 from checkpoint import load_tokenizer, save_model
 from config import ConfigError, option
 from core import Example, SampleId, Span, Tokenizer
+from data import BUILT_IN
+from envs.games import ENVIRONMENTS
+from envs.player import transcript
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
@@ -36,7 +39,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    task: str = option("", f"built-in task that the small model learns ({', '.join(TASKS)}); empty: data.train")
+    task: str = option("", f"built-in task that the small model learns ({', '.join(BUILT_IN)}); empty: data.train")
     steps: int = option(600, "supervised updates", min=0)
     batch_size: int = option(64, "worked solutions per supervised update, over all ranks", min=1, max=65536)
     lr: float = option(3e-3, "peak learning rate; it falls linearly to 0", above=0.0, max=1.0)
@@ -62,9 +65,9 @@ def ensure_model(config: WarmStartConfig, train: str, models: Path, world: World
 def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
     """Return the folder for these inputs: the config, the task and the code that writes its solutions."""
     task = config.task or train
-    if task not in TASKS:
+    if task not in BUILT_IN:
         raise ConfigError(
-            f"model.path is empty, and a small model can only learn a built-in task ({', '.join(TASKS)}), "
+            f"model.path is empty, and a small model can only learn a built-in task ({', '.join(BUILT_IN)}), "
             f"not {task!r}; give a local Hugging Face folder as model.path, or name a built-in task as warm_start.task"
         )
     width, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
@@ -73,13 +76,14 @@ def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
             f"warm_start: hidden_size {width} must be an even multiple of num_heads {heads}, and num_heads a multiple "
             f"of num_kv_heads {kv_heads}"
         )
-    longest = max(len(TASKS[task].prompt(n) + TASKS[task].solution(n)) for n in TASKS[task].numbers()) + 1
+    longest = max(sum(len(text) for text, _ in _solution(task, n, Random(n), 0.0)) for n in _numbers(task)) + 1
     if config.steps and config.max_positions < longest:
         raise ConfigError(
             f"warm_start.max_positions = {config.max_positions} is too small: the longest solution of {task} takes "
             f"{longest} tokens"
         )
-    code = Path(__file__).with_name("tasks.py").read_bytes() + Path(__file__).read_bytes()
+    files = [Path(__file__), Path(__file__).with_name("tasks.py"), Path(__file__).parent / "envs" / "games.py"]
+    code = b"".join(file.read_bytes() for file in files)
     inputs = json.dumps([asdict(replace(config, task=task)), hashlib.sha256(code).hexdigest()], sort_keys=True)
     return models / f"{task}-{hashlib.sha256(inputs.encode()).hexdigest()[:8]}"
 
@@ -97,7 +101,7 @@ def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -
     model = _random_model(config, part).to(world.device)
     learning = TrainerConfig(lr=config.lr, lr_schedule="linear", lr_warmup_updates=20, beta2=0.99), LossConfig("sft")
     trainer = Trainer(model, *learning, SamplingConfig(), world, config.max_positions, config.steps)
-    numbers = [n for n in TASKS[task].numbers() if not is_held_out(n)]
+    numbers = [n for n in _numbers(task) if not is_held_out(n)]
     bar = tqdm(range(config.steps), desc="warm start", disable=None if world.is_main else True, leave=False)
     start = said = time.perf_counter()
     for step in bar:
@@ -178,12 +182,27 @@ def _random_model(config: WarmStartConfig, folder: Path) -> Model:
     return model
 
 
+def _numbers(task: str) -> list[int]:
+    return (TASKS[task] if task in TASKS else ENVIRONMENTS[task]).numbers()
+
+
+def _solution(task: str, n: int, rng: Random, slip: float) -> list[tuple[str, bool]]:
+    """Return the texts of a problem in order, the prompt first, each with whether the model is to write it."""
+    if task in TASKS:
+        of = TASKS[task]
+        return [(of.prompt(n), False), (of.slip(of.solution(n), rng, slip), True)]
+    return [(ENVIRONMENTS[task].row(n)["prompt"], False), *transcript(task, n, rng.getrandbits(32), slip)]
+
+
 def _examples(config: WarmStartConfig, task: str, numbers: list[int], step: int, tokenizer: Tokenizer) -> list[Example]:
     """Return the worked solutions of a step, with slips."""
-    rng, of = Random(f"{config.seed} {step}"), TASKS[task]
-    examples = []
+    rng, examples = Random(f"{config.seed} {step}"), []
     for i, n in enumerate(rng.choices(numbers, k=config.batch_size)):
-        prompt = tokenizer.encode(of.prompt(n))
-        ids = tuple(tokenizer.encode(of.slip(of.solution(n), rng, config.slip) + END))
-        examples.append(Example(SampleId(0, i, 0), tuple(prompt), ids, (Span(0, len(ids), 0),), (), 1.0))
+        (prompt, _), *texts = _solution(task, n, rng, config.slip)
+        ids, spans = list[int](), list[Span]()
+        for text, is_written in texts:
+            start = len(ids)
+            ids += tokenizer.encode(text + END if is_written else text)
+            spans += [Span(start, len(ids), 0)] if is_written else []
+        examples.append(Example(SampleId(0, i, 0), tuple(tokenizer.encode(prompt)), tuple(ids), tuple(spans), (), 1.0))
     return examples

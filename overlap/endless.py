@@ -18,7 +18,6 @@ from engine.sequence import Sequence as EngineSequence
 from metrics import Record
 from model import Model
 from policies.flow import Flow
-from rollout import sequences_for
 from rounds import Round
 
 IDLE_SECONDS = 0.01  # between two windows in which nothing is decoded
@@ -32,6 +31,8 @@ class Endless:
         self.interrupted: list[EngineSequence] = []  # not in the engine now
         self.is_out = True  # all sequences are out of the engine, if there are any
         self.is_filled = False  # the next batch is complete
+        # Else rows would count steps that depend on who is prefilled beside them, and so on the number of ranks.
+        round.prefills_first = flow.config.clock == "steps"
         round.begin(flow.plan, flow)
 
     def next_batch(self) -> tuple[list[Group], Record]:
@@ -84,7 +85,7 @@ class Endless:
 
     def _play_window(self, note: bool) -> bool:
         """Decode a window and carry out what the policy says; return whether any rank had the note."""
-        _, notes = self.round.exchange(self._decode(), note)
+        _, notes = self.round.exchange(self.round.decode(lands=True), note)
         return any(notes)
 
     def _go_on(self) -> None:
@@ -95,14 +96,6 @@ class Endless:
         for sequence in self.interrupted:
             engine.add(sequence)
         self.interrupted, self.is_out = [], False
-
-    def _decode(self) -> list[Finished]:
-        """Decode a window. On the steps' clock contexts are prefilled before, and its steps are counted from there."""
-        r, events = self.round, list[Finished]()
-        if self.flow.config.clock == "steps":
-            with r.clock.span("prefill"):
-                events = r.finish(r.engine.prefill(), 0)
-        return events + r.decode(lands=True)
 
     def _forget(self, visits: Collection[VisitId]) -> None:
         """Forget the finished samples of groups that are trained, or launched again because they got too old."""
@@ -131,7 +124,8 @@ class Endless:
         self.is_out = True
 
     def lend_engine(self) -> None:
-        """Leave engine and graders idle: others use them before the next batch. Waits for grades."""
+        """Leave engine, graders and environments idle: others use them before the next batch. Waits for them."""
+        self.round.settle()
         self.interrupt()
         with self.round.clock.span("reward"):
             self.round.rewards.update(self.round.graders.drain())
@@ -143,7 +137,8 @@ class Endless:
         self.lend_engine()
         r = self.round
         samples = [(_packed(sample), sample.finish_reason, asdict(r.rewards[id])) for id, sample in r.samples.items()]
-        own = {"sequences": [_packed(sequence) for sequence in self.interrupted], "samples": samples}
+        early = [(event.iteration, event.id, event.num_tokens) for event in r.early]
+        own = {"sequences": [*map(_packed, self.interrupted)], "samples": samples, "early": early}
         replicas = parallel.gather_objects(r.world, own)[:: r.engine.parallel.size]
         return {"flow": self.flow.state_dict(), "iteration": r.iteration, "replicas": replicas}
 
@@ -154,11 +149,13 @@ class Endless:
         r.iteration = state["iteration"]
         r.prompts = {id: group.visit for id, group in self.flow.open.items()}
         if len(replicas) != (count := r.placement.num_replicas):
-            sequences, samples = (sorted(x for part in replicas for x in part[key]) for key in ("sequences", "samples"))
-            replicas = [{"sequences": sequences[i::count], "samples": samples[i::count]} for i in range(count)]
+            keys = ("sequences", "samples", "early")
+            whole = {key: sorted(x for part in replicas for x in part[key]) for key in keys}
+            replicas = [{key: values[i::count] for key, values in whole.items()} for i in range(count)]
         for live, part in zip(r.placement.live, replicas, strict=True):
             live.update({SampleId(*packed[0]): 1.0 for packed in part["sequences"]})  # as when all are alike
         own = replicas[r.engine.parallel.replica]
+        r.early = [Finished(at, SampleId(*id), count) for at, id, count in own["early"] if r.is_first]
         self.interrupted = [self._sequence(*packed) for packed in own["sequences"]]
         for packed, reason, reward in own["samples"] if r.is_first else ():
             id, tokens, logprobs, spans = _unpacked(*packed)
@@ -167,9 +164,7 @@ class Endless:
 
     def _sequence(self, *packed: Any) -> EngineSequence:
         id, tokens, logprobs, spans = _unpacked(*packed)
-        limits = self.round.engine.config.max_response_tokens, self.round.engine.config.stop
-        sequence = sequences_for(self.round.prompts[id.visit], id.response + 1, self.round.seed, *limits)[-1]
-        return replace(sequence, token_ids=tokens, logprobs=logprobs, spans=spans)
+        return replace(self.round.sequence(id), token_ids=tokens, logprobs=logprobs, spans=spans)
 
 
 def _packed(response: Sample | EngineSequence) -> tuple:

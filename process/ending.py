@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import parallel
 from config import ConfigError
+from environments import EpisodeError
 from metrics import Clock
 from parallel import World
 from process.workers import WorkerError
@@ -83,7 +84,7 @@ def _explain(error: BaseException, clock: Clock) -> int:
     """Say why the work has failed; return the exit code."""
     if isinstance(error, ConfigError):
         return refuse(error)
-    if isinstance(error, NonFiniteError | WorkerError):
+    if isinstance(error, NonFiniteError | WorkerError | EpisodeError):
         return _fail(str(error), code=1)
     stage = clock.failed_in or "start"
     place = f"{stage} of step {clock.step}"

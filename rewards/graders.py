@@ -78,14 +78,20 @@ def code(response: str, answer: str, row: dict) -> Reward:
     return Reward(1.0, cases=tuple(ran))
 
 
+def env(response: str, answer: str, row: dict) -> float:
+    """The sum of what the environment has given. (envs/episodes.py)"""
+    return row.get("env_reward", 0.0)  # none while graders are tried, before any episode
+
+
 GRADERS: dict[str, Grader] = {
+    "env": env,
     "match": exact_match,
     "hailstone": hailstone,
     "reverse_add": reverse_add,
     "math": math_answer,
     "code": code,
 }
-INLINE = {"match", "hailstone", "reverse_add"}  # called in the trainer's process; all others may hang or crash
+INLINE = {"env", "match", "hailstone", "reverse_add"}  # called in the trainer's process; all others may hang or crash
 WARM_UP: dict[str, Callable[[], object]] = {  # called once by each worker, so that no sample pays for imports
     "math": lambda: math_answer("\\boxed{1}", "1", {}),
     "code": sandbox.isolation,

@@ -64,6 +64,13 @@ def test_own_data_and_reward(example, tiny, tmp_path, capsys) -> None:
     assert [brief(text, "41", {}) for text in ("=41", f"{'9' * 97}=41", "=14")] == pytest.approx([1.097, 1.0, 0.0])
 
 
+def test_own_environment(tiny, tmp_path) -> None:
+    own = tiny(data__env="examples/own_environment.py:retry", data__task="env", run__dump_rollouts="true")
+    assert train.main(own) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert {reward["value"] for row in rows for reward in row["rewards"]} <= {0.0, 0.5, 0.75, 1.0}
+
+
 def test_own_loss(example, tiny, tmp_path) -> None:
     """The built-in loss would clip every second update."""
     bounds = {"trainer__updates_per_step": 2, "loss__clip_low": 0, "loss__clip_high": 0}

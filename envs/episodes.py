@@ -1,0 +1,131 @@
+"""The episodes of a rank: environments answer the sequences whose turn has ended.
+
+Tokens are only appended. What the model has sampled is decoded for the environment, and never encoded again; what the
+environment gives is tokenised alone. An episode lives where its sequence is: one that comes from elsewhere, or out of a
+checkpoint, is played again from its turns.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import cast
+
+from core import Prompt, Sample, SampleId, Tokenizer, Visit, turns_of
+from engine.sequence import Sequence, continued
+from environments import EnvConfig, EpisodeError, Played, reply_tokens
+from envs.pool import EnvPool
+from reward import RewardConfig
+
+Ended = tuple[Sample, dict]  # of an episode, and what graders get to know of it
+
+
+@dataclass
+class Awaited:
+    """A sequence whose environment has not answered yet."""
+
+    visit: Visit
+    sequence: Sequence  # before its first token
+    turn: Sample | None = None  # what the engine returned; None: the text before the first turn is awaited
+    actions: list[str] = field(default_factory=list)  # to be sent first: a replay
+
+
+class Episodes:
+    """Begins and continues the sequences of prompts that name an environment. Ranks of a replica all make the same.
+
+    An episode whose environment fails begins again, so it neither completes its prompt nor counts as 0. Raises
+    EpisodeError on texts that cannot be read, and WorkerError when environments fail too often in a row.
+    """
+
+    def __init__(
+        self, config: EnvConfig, limits: RewardConfig, prompts: Iterable[Prompt], tokenizer: Tokenizer, seed: int
+    ):
+        self.config, self.tokenizer, self.seed = config, tokenizer, seed
+        self.names = {prompt.env for prompt in prompts if prompt.env}
+        self.pool = EnvPool(config, limits, self.names)
+        self.awaited: dict[SampleId, Awaited] = {}
+        self.open: set[SampleId] = set()  # the pool has their episodes
+        self.ready: list[Sequence | Ended] = []  # of turns that need no answer
+        self.failed = 0  # episodes that began again
+
+    def __enter__(self) -> "Episodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+
+    def begin(self, visit: Visit, sequence: Sequence) -> None:
+        """Ask for the text before the first turn of a new sequence."""
+        self._begin(Awaited(visit, sequence))
+
+    def end_turn(self, visit: Visit, sequence: Sequence, turn: Sample) -> None:
+        """Ask for the answer to a turn. `turn`: the sample that the engine returned."""
+        is_open, is_whole = turn.id in self.open, turn.finish_reason == "stop"
+        places = turns_of(turn.spans) if is_whole else turns_of(turn.spans)[:-1]  # the environment gets whole turns
+        texts = (turn.token_ids[place.start : place.stop] for place in (places[-1:] if is_open else places))
+        actions = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
+        awaited = self.awaited[turn.id] = Awaited(visit, sequence, turn)
+        if not is_open:
+            self._begin(replace(awaited, actions=actions))
+        elif is_whole:
+            self.pool.act(turn.id, *actions)
+        else:
+            self.ready.append(self._answer(awaited, self.pool.played(turn.id)))
+
+    def poll(self, waits: bool) -> list[Sequence | Ended]:
+        """Return sequences that go on, and episodes that have ended. `waits`: until nothing is awaited any more."""
+        replies, self.ready = self.ready, []
+        while True:
+            for key, played, error in self.pool.wait() if waits else self.pool.poll():
+                awaited = self.awaited[id := cast(SampleId, key)]
+                if error:
+                    self.failed += 1
+                    self._begin(Awaited(awaited.visit, awaited.sequence))
+                elif awaited.actions and not played.end:
+                    self.pool.act(id, awaited.actions.pop(0))
+                else:
+                    replies.append(self._answer(awaited, played))
+            if not waits or not self.awaited:
+                return sorted(replies, key=lambda reply: (reply if isinstance(reply, Sequence) else reply[0]).id)
+
+    def take_failed(self) -> int:
+        """Return the episodes that began again since the last call."""
+        failed, self.failed = self.failed, 0
+        return failed
+
+    def withdraw(self, ids: Collection[SampleId]) -> list[Awaited]:
+        """Forget episodes whose sequences are stopped, or go on elsewhere; return those that waited for an answer."""
+        self.pool.forget(self.open.intersection(ids))
+        self.open.difference_update(ids)
+        return [self.awaited.pop(id) for id in ids if id in self.awaited]
+
+    def _begin(self, awaited: Awaited) -> None:
+        visit, id = awaited.visit, awaited.sequence.id
+        seed = Random(f"{self.seed} {tuple(visit.id)}").getrandbits(32)  # the same for all responses of a prompt
+        self.awaited[id] = awaited
+        self.open.add(id)
+        self.pool.begin(id, visit.prompt.env, visit.prompt.extra, seed)
+
+    def _answer(self, awaited: Awaited, played: Played) -> Sequence | Ended:
+        """Append the reply, or end the episode: also where the reply would leave no room for a turn."""
+        sequence, turn = awaited.sequence, awaited.turn
+        del self.awaited[sequence.id]
+        reason = played.end if not turn or turn.finish_reason == "stop" else turn.finish_reason
+        if not reason:
+            reply = reply_tokens(played.texts[-1], self.tokenizer, self.config.max_reply_tokens)
+            if not turn and not reply:
+                return sequence
+            if not reply:
+                raise self._failure(awaited, f"gives no text after turn {len(played.actions)}, so the turn would go on")
+            if len(turn.token_ids if turn else ()) + len(reply) < sequence.max_new_tokens:
+                return continued(sequence, turn or sequence, reply)
+            reason = "length"
+        if not turn:
+            raise self._failure(awaited, "begins with a text that leaves no room in rollout.max_response_tokens")
+        self.open.discard(turn.id)
+        if not played.end:
+            self.pool.forget([turn.id])
+        return replace(turn, finish_reason=reason), {"env_reward": played.reward, "turns": len(turns_of(turn.spans))}
+
+    def _failure(self, awaited: Awaited, said: str) -> EpisodeError:
+        prompt = awaited.visit.prompt
+        return EpisodeError(f"environment {prompt.env} {said} ({prompt.where})")

@@ -1,0 +1,165 @@
+"""Rounds of several turns: environments answer, what they give is not trained, and a run is a function of its seed."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from multiprocessing import ProcessError
+from pathlib import Path
+from random import Random
+
+import pytest
+from conftest import ROOT, steps_of, train_runs
+from test_updates import losses, tokens_of, train_and_be_killed, trained
+from torch.multiprocessing.spawn import ProcessException
+from worlds import chat
+
+import train
+from core import Prompt, Sample, Span, Visit, turns_of
+from engine.sequence import Sequence as EngineSequence
+from environments import EnvConfig, Episode
+from envs.episodes import Episodes
+from reward import RewardConfig
+from rollout import sequence_for
+from warm_start import byte_tokenizer
+
+CHAT = f"{ROOT}/tests/worlds.py:chat"
+LIMIT = 64
+
+
+@pytest.fixture
+def settings(settings, tmp_path: Path):
+    rows = [{"prompt": f"row {i}", "answer": ""} for i in range(24)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return partial(
+        settings,
+        run__steps=4,
+        run__eval_every=0,
+        run__dump_rollouts="true",
+        data__eval_prompts=0,
+        data__train=tmp_path / "prompts.jsonl",
+        data__env=CHAT,
+        env__max_turn_tokens=24,
+        env__clock="steps",
+        scheduler__policy="synchronous",
+        scheduler__window_iterations=4,
+        rollout__stop=json.dumps([*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]),
+        rollout__max_response_tokens=LIMIT,
+        rollout__step_tokens=64,
+        rollout__kv_gib=0.05,
+        trainer__lr=3e-3,
+    )
+
+
+def check_transcripts(folder: Path) -> set[str]:
+    """Replay each sample: what was given is the environment's, and so is the reward. Return the reasons for its end."""
+    tokenizer, reasons = byte_tokenizer(), set()
+    for row in (row for step in trained(folder) for row in step):
+        seed = Random(f"0 {(row['epoch'], row['prompt']['index'])}").getrandbits(32)
+        for sample, reward in zip(row["samples"], row["rewards"], strict=True):
+            ids, reason = sample["token_ids"], sample["finish_reason"]
+            turns = turns_of([Span(*span.values()) for span in sample["spans"]])
+            texts = [tokenizer.decode(ids[t.start : t.stop], skip_special_tokens=True) for t in turns]
+            episode = Episode(chat, {}, seed, 128)
+            is_cut = reason == "cut" or (reason == "length" and len(ids) == LIMIT)  # else a reply had no room
+            for text in texts[: len(texts) - is_cut]:
+                episode.act(text)
+            assert reward["value"] == pytest.approx(episode.reward)
+            ends = [0, *(turn.stop for turn in turns)]
+            given = [tokenizer.decode(ids[end : turn.start]) for end, turn in zip(ends, turns)]
+            assert given == episode.texts[: len(given)] and len(ids) <= LIMIT
+            assert all(sample["logprobs"][i] == 0 for end, t in zip(ends, turns) for i in range(end, t.start))
+            reasons.add(reason)
+    return reasons
+
+
+def test_replies_are_given_and_exactly_the_rest_is_trained(settings, tmp_path: Path) -> None:
+    assert train.main(settings("one")) == 0
+    assert check_transcripts(tmp_path / "one") == {"stop", "cut", "length"}
+    for record, step in zip(steps_of(tmp_path / "one"), trained(tmp_path / "one"), strict=True):
+        sampled = sum(s["end"] - s["start"] for row in step for sample in row["samples"] for s in sample["spans"])
+        assert record["train"]["trained_tokens"] == sampled and record["train"]["logprob_diff_max"] < 1e-4
+
+
+def test_ranks_change_no_token(settings, run_ranks, tmp_path: Path) -> None:
+    assert train.main(settings("one")) == 0
+    late = dict(overlap__depth=1, overlap__bound=3)
+    assert train.main(settings("late", **late)) == 0
+    run_ranks(2, train_runs, settings("two"), settings("tp", rollout__tensor_parallel=2), settings("late two", **late))
+    for name, like in (("two", "one"), ("tp", "one"), ("late two", "late")):
+        assert tokens_of(tmp_path / name) == tokens_of(tmp_path / like)
+        for mine, theirs in zip(losses(tmp_path / name), losses(tmp_path / like), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+    check_transcripts(tmp_path / "late two")
+    versions = [len({s["version"] for s in x["spans"]}) for step in trained(tmp_path / "late") for row in step
+                for x in row["samples"]]  # fmt: skip
+    assert max(versions) > 1, "an update interrupts episodes"
+
+
+def test_episodes_go_on_from_a_checkpoint_and_lose_surplus_ones(settings, run_ranks, tmp_path: Path) -> None:
+    surplus = dict(scheduler__eta_responses=1.5, scheduler__eta_prompts=1.5, scheduler__policy="tail_batching")
+    make = partial(settings, run__steps=6, run__checkpoint_every=2, overlap__depth=1, overlap__bound=3, **surplus)
+    run_ranks(2, train_runs, make("straight"))
+    with pytest.raises((ProcessError, ProcessException)):
+        run_ranks(2, train_and_be_killed, make("killed"))
+    run_ranks(2, partial(train_runs, resume=True), make("killed"))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
+    check_transcripts(tmp_path / "killed")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_slow_and_failing_environments_hold_up_nobody_and_train_nothing_else(
+    settings, run_ranks, tmp_path, depth
+) -> None:
+    (tmp_path / "tries").mkdir()
+    rows = [{"prompt": f"row {i}", "answer": "", "folder": str(tmp_path / "tries")} for i in range(24)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = dict(data__env=CHAT.replace("chat", "needs_patience"), env__clock="time", env__max_failures=0, run__steps=2)
+    run_ranks(2, train_runs, settings("patient", overlap__depth=depth, run__eval_every=2, data__eval_prompts=2, **own))
+    check_transcripts(tmp_path / "patient")
+    assert sum(r["round"]["failed_episodes"] for r in steps_of(tmp_path / "patient")) > 0
+
+
+def test_an_episode_that_moved_goes_on_where_it_was() -> None:
+    tokenizer, prompt = byte_tokenizer(), Prompt(3, (5, 6), "", "", "env", {}, "row 3", env="guess")
+    prompt = replace(prompt, extra={"answer": "12"})
+    visit = Visit(0, prompt)
+
+    def play(moves: bool) -> tuple[Sample, dict]:
+        episodes = Episodes(EnvConfig(clock="steps"), RewardConfig(), [prompt], tokenizer, seed=0)
+        sequence = sequence_for(visit, 1, 0, LIMIT)
+        episodes.begin(visit, sequence)
+        [answer] = episodes.poll(waits=True)
+        for guess in ("50", "06", "12"):
+            if moves:
+                episodes = Episodes(EnvConfig(), RewardConfig(), [prompt], tokenizer, seed=0)
+            assert isinstance(answer, EngineSequence)
+            ids = [*answer.token_ids, *tokenizer.encode(guess)]
+            spans = (*answer.spans, Span(len(answer.token_ids), len(ids), 0))
+            turn = Sample(3, 1, 0, ids, [*answer.logprobs, -1.0, -1.0], "stop", spans)
+            episodes.end_turn(visit, sequence, turn)
+            [answer] = episodes.poll(waits=True)
+        assert not episodes.open and not episodes.awaited and not isinstance(answer, EngineSequence)
+        return answer
+
+    assert play(moves=True) == play(moves=False)
+    sample, fields = play(moves=False)
+    assert tokenizer.decode(sample.token_ids) == "50>06<12" and fields == {"env_reward": 1.0, "turns": 3}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (dict(data__env=f"{ROOT}/tests/worlds.py:breaks"), ["environments failed in 3 episodes", "no such door"]),
+        (dict(data__env=f"{ROOT}/tests/worlds.py:is_silent"), ["gives no text after turn 1, so the turn would go on"]),
+        (dict(data__env="chess"), ["data.env: environment 'chess' is not built in", "guess"]),
+        (dict(data__env=f"{ROOT}/tests/worlds.py:nothing"), ["has no such function"]),
+        (dict(data__env=""), ["[env] has no effect"]),
+        (dict(rollout__tensor_parallel=1, planner__rule="paper", env__clock="time"), ["env.clock = time has no place"]),
+        (dict(stream__policy="fixed"), ["stream.policy = fixed has no place beside environments"]),
+        (dict(data__task="env", data__env=""), ["env"]),
+    ],
+)
+def test_what_cannot_be_played_is_said_in_a_line(settings, capsys, overrides: dict, parts: list[str]) -> None:
+    assert train.main(settings("refused", **overrides)) in (1, 2)
+    said = capsys.readouterr()
+    assert all(part in (said.out + said.err) for part in parts) and "Traceback" not in said.err

@@ -1,0 +1,44 @@
+"""Environments of the tests, named in configs by file and function."""
+
+import time
+from pathlib import Path
+from random import SystemRandom
+
+from core import Reply, Turns
+
+
+def chat(row: dict, seed: int) -> Turns:
+    """Three to six turns; replies say how long a turn was, and digits are rewarded at once."""
+    reward, text = 0.0, f"{seed % 7}:"
+    for _ in range(3 + seed % 4):
+        action = yield Reply(text, reward)
+        reward, text = min(sum(c.isdigit() for c in action) / 8, 1.0), f"[{len(action)}]"
+    return reward
+
+
+def breaks(row: dict, seed: int) -> Turns:
+    yield ""
+    raise KeyError("no such door")
+
+
+def is_silent(row: dict, seed: int) -> Turns:
+    yield ""
+    yield ""
+    return None
+
+
+def needs_patience(row: dict, seed: int) -> Turns:
+    """`chat`, with replies that take their time, and whose first episodes of a prompt fail."""
+    tries = Path(row["folder"]) / str(seed)
+    with open(tries, "a", encoding="utf-8") as file:
+        file.write(".")
+    turns, action = chat(row, seed), None
+    try:
+        while True:
+            text = turns.send(action)
+            action = yield text
+            time.sleep(SystemRandom().random() / 50)
+            if tries.stat().st_size < 13:  # of four responses, each tried three times
+                raise ConnectionError("nobody answers")
+    except StopIteration as ended:
+        return ended.value
