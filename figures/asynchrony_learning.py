@@ -8,7 +8,8 @@ python figures/asynchrony_learning.py --seeds 1 --losses ppo tis --alphas 2     
 alpha is the paper's asynchronous ratio, here `overlap.depth` and with it `overlap.bound`. At alpha 0 the weights that
 sampled a batch are those that it trains, so all losses have the same gradient: one run of each seed, whose range is the
 band of every panel. Each run has one rank, so that several fit on a machine: on the clock of steps, the default, tokens
-are the same on any number. (ROLL Flash, arXiv 2510.11345, Figure 7)
+are the same on any number. A run that gets no held-out prompt right has collapsed and is ended: its responses run to
+the limit. `--once LOSS-ALPHA ...` trains one seed of those that do. (ROLL Flash, arXiv 2510.11345, Figure 7)
 """
 
 import argparse
@@ -26,7 +27,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from run import moving
-from training_runs import CONFIG, command_line, make, of_run, run
+from training_runs import CONFIG, command_line, has_collapsed, make, of_run, run
 
 from metrics import read_records
 
@@ -45,7 +46,8 @@ def trained(loss: str, alpha: int, seed: int, quick: bool) -> dict:
     """Return the rewards of all steps of a run, its evaluations, and the mean lag of its samples."""
     settings = [f"run.seed={seed}", f"warm_start.seed={seed}", "scheduler.policy=synchronous"]
     settings += [f"loss.name={loss}", *LOSSES[loss][1], *([f"overlap.depth={alpha}"] if alpha else [])]
-    folder = run(f"asynchrony-{loss}-{alpha}-seed{seed}", *settings, ranks=1, quick=quick)
+    name = f"asynchrony-{loss}-{alpha}-seed{seed}"
+    folder = run(name, *settings, ranks=1, quick=quick, until=has_collapsed)
     records = read_records(folder / "steps.jsonl")
     steps = [r for r in records if r["step"]]
     return {
@@ -61,15 +63,13 @@ def trained(loss: str, alpha: int, seed: int, quick: bool) -> dict:
 
 def curves(rows: list[dict]) -> dict[str, tuple[list[int], list[list[float]]]]:
     """Return for reward and accuracy the steps, and at each the values of all seeds."""
-    rewards = [moving(row["reward"]) for row in rows]
-    accuracies = [[100 * e["avg@4"] for e in row["evaluations"]] for row in rows]
-    return {
-        "reward, mean of ten steps": ([*range(1, len(rewards[0]) + 1)], [list(v) for v in zip(*rewards, strict=True)]),
-        "held-out avg@4 (%)": (
-            [e["step"] for e in rows[0]["evaluations"]],
-            [list(v) for v in zip(*accuracies, strict=True)],
-        ),
-    }
+    rewards = [dict(enumerate(moving(row["reward"]), 1)) for row in rows]
+    accuracies = [{e["step"]: 100 * e["avg@4"] for e in row["evaluations"]} for row in rows]
+    found = {}
+    for title, curves in (("reward, mean of ten steps", rewards), ("held-out avg@4 (%)", accuracies)):
+        steps = sorted(set[int]().union(*curves))
+        found[title] = steps, [[curve[step] for curve in curves if step in curve] for step in steps]
+    return found
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -114,13 +114,15 @@ def compare(rows: list[dict]) -> dict:
         difference = accuracy - statistics.mean(e["avg@4"] for e in base)
         error = sum(e["standard_error"] ** 2 for e in (*mine, *base)) ** 0.5 / len(seeds)
         lag = statistics.mean(row["lag"] for row in rows if (row["loss"], row["alpha"]) == (loss, alpha))
-        is_inside = spread[0] <= accuracy <= spread[1]
+        is_inside, collapsed = spread[0] <= accuracy <= spread[1], sum(e["avg@4"] == 0 for e in mine)
         print(
             f"{loss:10} alpha {alpha}: {accuracy:.3f}, {difference:+.3f} (standard error {error:.3f}), mean lag "
             f"{lag:.2f}{'' if is_inside else ', outside the range of alpha 0'}"
+            f"{f', {collapsed} of {len(mine)} collapsed' if collapsed else ''}"
         )
         values = {
             "seeds": len(seeds),
+            "collapsed": collapsed,
             "accuracy": accuracy,
             "difference": difference,
             "standard_error": error,
@@ -140,13 +142,15 @@ def compare(rows: list[dict]) -> dict:
 def train(args: argparse.Namespace, seeds: Sequence[int]) -> list[dict]:
     alphas = args.alphas[:1] if args.quick else args.alphas
     kinds = [SYNCHRONOUS, *((loss, alpha) for loss in args.losses for alpha in alphas)]
-    return [trained(*kind, seed, args.quick) for seed in seeds for kind in kinds]
+    once = [] if args.quick else args.once
+    return [trained(*k, seed, args.quick) for seed in seeds for k in kinds if not seed or f"{k[0]}-{k[1]}" not in once]
 
 
 def main() -> None:
     parser = command_line(__doc__, "asynchrony_learning")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=[*LOSSES])
     parser.add_argument("--alphas", nargs="+", type=int, default=ALPHAS)
+    parser.add_argument("--once", nargs="+", default=[], help="such as tis-8: with one seed, whatever --seeds says")
     make("asynchrony_learning", parser.parse_args(), train, draw, compare)
 
 

@@ -8,20 +8,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/tiny.toml"
-FOLDERS = (".", "engine", "overlap", "policies", "process", "rewards", "simulation")  # where rooms are
+FOLDERS = (".", "engine", "envs", "overlap", "policies", "process", "rewards", "simulation")  # where rooms are
+LOOK_SECONDS = 1.0  # between two looks whether a run has ended, or should
 QUICK = (
     *("run.steps=5", "run.eval_every=5", "data.eval_prompts=16", "warm_start.steps=20"),
     *("scheduler.num_prompts=4", "rollout.max_response_tokens=64"),
 )
 
+sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "benchmarks"))  # last: a benchmark may have the name of a room
 
 from results import committed, fingerprint
+
+from metrics import read_records
 
 
 def stamp(quick: bool) -> dict[str, str]:
@@ -33,10 +38,22 @@ def stamp(quick: bool) -> dict[str, str]:
     return {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()), "code": code}
 
 
-def run(name: str, *settings: str, ranks: int = 2, quick: bool = False) -> Path:
+def never(folder: Path) -> bool:
+    return False
+
+
+def has_collapsed(folder: Path) -> bool:
+    """Return whether a run got no held-out prompt right in some evaluation."""
+    path = folder / "steps.jsonl"
+    evaluations = [record["eval"] for record in read_records(path) if record.get("eval")] if path.exists() else []
+    return any(evaluation["avg@4"] == 0 for evaluation in evaluations)
+
+
+def run(name: str, *settings: str, ranks: int = 2, quick: bool = False, until: Callable[[Path], bool] = never) -> Path:
     """Train `configs/tiny.toml` with `--settings` in runs/`name`, unless that is done; return the run's folder.
 
-    A profile is measured first where the planner needs one. With `quick` a few steps, in a folder made anew.
+    A profile is measured first where the planner needs one. With `quick` a few steps, in a folder made anew. A run may
+    be ended before its last step: as soon as `until` says so of its folder.
     """
     folder = ROOT / "runs" / (f"quick-{name}" if quick else name)
     if quick:
@@ -51,7 +68,8 @@ def run(name: str, *settings: str, ranks: int = 2, quick: bool = False) -> Path:
     keys = [f"--{setting}" for setting in (*settings, *(QUICK if quick else ()), f"run.dir={folder}")]
     if "planner.rule=predict" in settings and not begun:
         launch(ranks, "profiler.py", *keys)
-    launch(ranks, "train.py", *keys, *(["--resume"] if begun else []))
+    if not until(folder):
+        launch(ranks, "train.py", *keys, *(["--resume"] if begun else []), until=partial(until, folder))
     return folder
 
 
@@ -103,10 +121,16 @@ def make(
     print(json.dumps(summary(rows)))
 
 
-def launch(ranks: int, script: str, *arguments: str) -> None:
+def launch(ranks: int, script: str, *arguments: str, until: Callable[[], bool] = lambda: False) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
     # The run's lines are progress: standard output is for results.
-    subprocess.run([*command, "--config", CONFIG, *arguments], cwd=ROOT, check=True, stdout=sys.stderr)
+    process, is_over = subprocess.Popen([*command, "--config", CONFIG, *arguments], cwd=ROOT, stdout=sys.stderr), False
+    while process.poll() is None:
+        time.sleep(LOOK_SECONDS)
+        if not is_over and (is_over := until()):
+            process.terminate()  # it ends after its step
+    if process.returncode and not is_over:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 if __name__ == "__main__":
