@@ -31,8 +31,10 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -41,7 +43,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
 from tail_batching import in_turn, on_ranks, progress_bar
 
 import parallel
@@ -59,6 +60,7 @@ from sampling import SamplingConfig
 from sharding import shard_groups, shard_model
 
 PROMPT = 16  # tokens
+Meet = Callable[[], object]
 RESPONSES = 4  # of one prompt
 WINDOW = 16  # engine steps between two looks at what is left of a round
 SHAPE: dict[str, Any] = {
@@ -150,7 +152,7 @@ class Doubling(ParallelismPlanner):
         return Choice(self.size, "doubled") if larger else None
 
 
-def play(contender: Contender, engine: Engine, tp_groups: TPGroups, world: World, current: Round) -> Played:
+def play(contender: Contender, engine: Engine, tp_groups: TPGroups, world: World, meet: Meet, current: Round) -> Played:
     """Let a contender choose its size and decode a round. Collective."""
     move(engine, tp_groups, contender.size)
     engine.stats.take()
@@ -160,9 +162,9 @@ def play(contender: Contender, engine: Engine, tp_groups: TPGroups, world: World
     move(engine, tp_groups, size)
     moved = time.perf_counter()
     add(engine, current)
-    samples, changes = decode(contender.planner, engine, tp_groups, world, current.kind)
+    samples, changes = decode(contender.planner, engine, tp_groups, world, meet, current.kind)
     end = time.perf_counter()
-    wait_busily(world)
+    meet()
     tokens = {sample.id: hash(tuple(sample.token_ids)) for sample in samples}
     own = end - start, end - moved, engine.stats.preemptions, tokens, changes
     seconds, decoding, preemptions, parts, all_changes = zip(*parallel.gather_objects(world, own), strict=True)
@@ -174,11 +176,13 @@ def play(contender: Contender, engine: Engine, tp_groups: TPGroups, world: World
     return played
 
 
-def wait_busily(world: World) -> None:
-    """Wait for all ranks without giving the core away."""
-    everyone = dist.barrier(group=world.objects, async_op=True)
-    while not everyone.is_completed():
-        pass
+def meeting(world: World) -> Meet:
+    """Return a call that waits for all ranks without giving the core away. Collective."""
+    shared = parallel.with_shared_memory(world).shared
+    if not shared:
+        return partial(parallel.barrier, world)
+    shared.patience = sys.maxsize
+    return partial(shared.exchange, torch.zeros(1))
 
 
 def move(engine: Engine, tp_groups: TPGroups, size: int) -> None:
@@ -197,7 +201,7 @@ def add(engine: Engine, current: Round) -> None:
 
 
 def decode(
-    planner: ParallelismPlanner, engine: Engine, tp_groups: TPGroups, world: World, kind: str
+    planner: ParallelismPlanner, engine: Engine, tp_groups: TPGroups, world: World, meet: Meet, kind: str
 ) -> tuple[list[Sample], list[float]]:
     """Decode to the end; return this replica's samples, and the seconds of each change of the size. Collective."""
     samples, changes = list[Sample](), list[float]()
@@ -208,7 +212,7 @@ def decode(
             steps -= 1
         if not planner.due:
             return samples, changes
-        wait_busily(world)
+        meet()
         live = parallel.gather_objects(world, [*engine.batcher.live_tokens().values()])[:: engine.parallel.size]
         if not any(live):
             return samples, changes
@@ -296,7 +300,7 @@ class Measured:
 
 
 def run_layout(layout: str, scale: Scale, work: list[Round], tp_groups: TPGroups, world: World) -> Measured:
-    engine = build(scale.longest, world, tp_groups, layout)
+    engine, meet = build(scale.longest, world, tp_groups, layout), meeting(world)
     profile = Profile({}, measure(engine, tp_groups, world))
     config, pages = engine.config, engine.num_pages
     limits = EngineLimits(world.size, pages, config.page_size, config.max_running, scale.longest)
@@ -307,7 +311,7 @@ def run_layout(layout: str, scale: Scale, work: list[Round], tp_groups: TPGroups
                 playing = [side for side in sides if current.kind == "long" or not side.without]
                 for side in in_turn(playing, turn + i):
                     bar.set_postfix_str(side.name)
-                    side.rounds[i] = play(side, engine, tp_groups, world, current)
+                    side.rounds[i] = play(side, engine, tp_groups, world, meet, current)
                 bar.update()
     packed = regroup_seconds(engine, tp_groups, world, 4)
     engine = build(scale.longest, world, tp_groups, layout, prepack=False)
