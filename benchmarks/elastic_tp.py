@@ -60,7 +60,6 @@ from sampling import SamplingConfig
 from sharding import shard_groups, shard_model
 
 PROMPT = 16  # tokens
-Meet = Callable[[], object]
 RESPONSES = 4  # of one prompt
 WINDOW = 16  # engine steps between two looks at what is left of a round
 SHAPE: dict[str, Any] = {
@@ -137,6 +136,9 @@ def rounds(scale: Scale, ranks: int) -> list[Round]:
             lengths = [min(int(limit / 8 * rng.lognormvariate(0, 0.9)) + 1, limit) for _ in range(20 * ranks)]
         result.append(Round(("short", "long")[step % 2], tuple(lengths)))
     return result
+
+
+Meet = Callable[[], object]  # waits for all ranks
 
 
 # ---- on each rank ------------------------------------------------------------------------------------------------
