@@ -165,14 +165,16 @@ class Episode(Played):
 
 
 def reply_tokens(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
-    """Return the tokens of a given text, tokenised alone; if they are over `limit`, their middle is cut out."""
+    """Return the tokens of a given text, tokenised alone; if they are over `limit`, their middle is cut out.
+
+    The text cannot spell special tokens, such as the end of a turn: it may come from anywhere.
+    """
     most = limit * MAX_TOKEN_CHARACTERS
     if len(text) > most:
         text = text[: most // 2] + CUT + text[-most // 2 :]  # a megabyte would take seconds to tokenise
-    ids = tokenizer.encode(text)
+    ids, note = (tokenizer.encode(t, add_special_tokens=False, split_special_tokens=True) for t in (text, CUT))
     if len(ids) <= limit:
         return ids
-    note = tokenizer.encode(CUT)
     rest = limit - len(note)
     return [*ids[: rest - rest // 2], *note, *ids[len(ids) - rest // 2 :]]
 

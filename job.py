@@ -123,7 +123,8 @@ class Job:
         if saved:
             self.graders.timeouts.load_state_dict(state["timeouts"])
         played = (*prompts, *self.held_out) if self.decodes else ()
-        self.episodes = Episodes(config.env, config.reward, played, self.tokenizer, config.run.seed)
+        chat = config.data.chat and bool(self.tokenizer.chat_template)
+        self.episodes = Episodes(config.env, config.reward, played, self.tokenizer, config.run.seed, chat)
         settings = {key: value for key, (value, _) in flatten(config).items()}
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
         self.endless = open_endless(self, state) if config.overlap.depth and self.decodes else None

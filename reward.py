@@ -119,4 +119,5 @@ def add_up(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Rewar
         next(iter(errors), ""),
         next((reward.cases for reward in rewards.values() if reward.cases), ()),
         parts,
+        next((tuple(weights[n] * turn for turn in reward.turns) for n, reward in rewards.items() if reward.turns), ()),
     )

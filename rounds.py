@@ -169,6 +169,7 @@ class Round:
                 self.engine.add(reply)
             else:
                 sample, self.fields[reply[0].id] = reply
+                self.engine.abort([sample.id])  # frees the pages that are kept for its next turn
                 events += self._end(sample, steps)
         return events
 

@@ -15,6 +15,7 @@ from data import DataConfig, load_prompts
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
 from environments import EnvConfig, resolve
+from envs.chat import chat_glue
 from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
@@ -427,7 +428,7 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         raise ConfigError(
             f"judge.path = {c.judge.path!r}, but no data row has the task {TASK_OF_JUDGE}; take it as data.task"
         )
-    check_environments(c, everything)
+    check_environments(c, everything, tokenizer)
     check_rewards(c.reward, everything)
     first.pop(TASK_OF_JUDGE, None)
     if is_main:
@@ -439,13 +440,17 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         )
 
 
-def check_environments(c: Config, prompts: Sequence[Prompt]) -> None:
+def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:
     """Raise ConfigError on environments that cannot be imported, and on settings that have no place beside them."""
     names = {prompt.env for prompt in prompts if prompt.env}
     for name in sorted(names):
         resolve(name)
+    if names and c.data.chat and tokenizer.chat_template:
+        chat_glue(tokenizer)
     if not names and c.env != EnvConfig():
         raise ConfigError("[env] has no effect: no data row has an environment; give data.env, or leave it out")
+    if not names and c.loss.credit == "turn":
+        raise ConfigError("loss.credit = turn has no effect: no data row has an environment; take credit = episode")
     if names and c.env.clock == "time" and (c.rollout.tensor_parallel > 1 or c.planner.rule != "fixed"):
         raise ConfigError(
             "env.clock = time has no place beside tensor parallelism: the ranks of a replica would get replies at "

@@ -13,6 +13,7 @@ from typing import cast
 from core import Prompt, Sample, SampleId, Tokenizer, Visit, turns_of
 from engine.sequence import Sequence, continued
 from environments import EnvConfig, EpisodeError, Played, reply_tokens
+from envs.chat import chat_glue
 from envs.pool import EnvPool
 from reward import RewardConfig
 
@@ -37,10 +38,18 @@ class Episodes:
     """
 
     def __init__(
-        self, config: EnvConfig, limits: RewardConfig, prompts: Iterable[Prompt], tokenizer: Tokenizer, seed: int
+        self,
+        config: EnvConfig,
+        limits: RewardConfig,
+        prompts: Iterable[Prompt],
+        tokenizer: Tokenizer,
+        seed: int,
+        chat: bool = False,
     ):
+        """`chat`: prompts and replies are messages of a chat."""
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self.names = {prompt.env for prompt in prompts if prompt.env}
+        self.before, self.after = chat_glue(tokenizer) if chat and self.names else ([], [])
         self.pool = EnvPool(config, limits, self.names)
         self.awaited: dict[SampleId, Awaited] = {}
         self.open: set[SampleId] = set()  # the pool has their episodes
@@ -114,6 +123,13 @@ class Episodes:
             reply = reply_tokens(played.texts[-1], self.tokenizer, self.config.max_reply_tokens)
             if not turn and not reply:
                 return sequence
+            if not turn and self.before + self.after:
+                raise self._failure(
+                    awaited, "begins with a text, but the chat asks the model to write; put the text into the prompt"
+                )
+            if turn:
+                is_ended = self.before[:1] == [turn.token_ids[-1]]  # the model has sampled the end of its turn
+                reply = [*self.before[is_ended:], *reply, *self.after]
             if not reply:
                 raise self._failure(awaited, f"gives no text after turn {len(played.actions)}, so the turn would go on")
             if len(turn.token_ids if turn else ()) + len(reply) < sequence.max_new_tokens:
@@ -124,7 +140,7 @@ class Episodes:
         self.open.discard(turn.id)
         if not played.end:
             self.pool.forget([turn.id])
-        return replace(turn, finish_reason=reason), {"env_reward": played.reward, "turns": len(turns_of(turn.spans))}
+        return replace(turn, finish_reason=reason), {"turn_rewards": [*played.rewards]}
 
     def _failure(self, awaited: Awaited, said: str) -> EpisodeError:
         prompt = awaited.visit.prompt

@@ -78,9 +78,10 @@ def code(response: str, answer: str, row: dict) -> Reward:
     return Reward(1.0, cases=tuple(ran))
 
 
-def env(response: str, answer: str, row: dict) -> float:
+def env(response: str, answer: str, row: dict) -> Reward:
     """The sum of what the environment has given. (envs/episodes.py)"""
-    return row.get("env_reward", 0.0)  # none while graders are tried, before any episode
+    earned = row.get("turn_rewards", [])  # none while graders are tried, before any episode
+    return Reward(sum(earned), turns=tuple(earned))
 
 
 GRADERS: dict[str, Grader] = {
@@ -179,12 +180,14 @@ def grade(grader: Grader, response: str, answer: str, row: dict) -> Reward:
     value, error, start = 0.0, "", time.perf_counter()
     parts: dict[str, float] = {}
     cases: tuple[tuple[float, bool, bool], ...] = ()
+    turns: tuple[float, ...] = ()
     try:
         result: object = grader(response, answer, row)
         if inspect.isawaitable(result):
             result = asyncio.run(_wait_for(result))
         if isinstance(result, Reward):
-            error, cases, result = str(result.error), result.cases if grader is code else (), result.value
+            cases, turns = result.cases if grader is code else (), result.turns if grader is env else ()
+            error, result = str(result.error), result.value
         named = result if isinstance(result, dict) else {"": result}
         numbers = {str(name): reward_number(value) for name, value in named.items()}
         known = {name: number for name, number in numbers.items() if number is not None}
@@ -195,7 +198,7 @@ def grade(grader: Grader, response: str, answer: str, row: dict) -> Reward:
             value, parts = number, known if isinstance(result, dict) else {}
     except (Exception, SystemExit) as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return Reward(value, time.perf_counter() - start, error[:500], cases, parts)
+    return Reward(value, time.perf_counter() - start, error[:500], cases, parts, turns)
 
 
 async def _wait_for(result: Awaitable[object]) -> object:

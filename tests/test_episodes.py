@@ -14,9 +14,11 @@ from torch.multiprocessing.spawn import ProcessException
 from worlds import chat
 
 import train
+from config import ConfigError
 from core import Prompt, Sample, Span, Visit, turns_of
 from engine.sequence import Sequence as EngineSequence
-from environments import EnvConfig, Episode
+from environments import EnvConfig, Episode, reply_tokens
+from envs.chat import chat_glue
 from envs.episodes import Episodes
 from reward import RewardConfig
 from rollout import sequence_for
@@ -143,7 +145,68 @@ def test_an_episode_that_moved_goes_on_where_it_was() -> None:
 
     assert play(moves=True) == play(moves=False)
     sample, fields = play(moves=False)
-    assert tokenizer.decode(sample.token_ids) == "50>06<12" and fields == {"env_reward": 1.0, "turns": 3}
+    assert tokenizer.decode(sample.token_ids) == "50>06<12" and fields == {"turn_rewards": [0.0, 0.0, 1.0]}
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_tokenizer(template: str):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["its end sampled", "stopped by a text"])
+def test_a_chat_that_is_built_turn_by_turn_is_what_the_template_writes(ends: bool) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    messages = [{"role": "user", "content": "guess"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prompt = Prompt(3, tuple(ids), "", "", "env", {"answer": "12"}, "row 3", env="guess")
+    visit, limits = Visit(0, prompt), (EnvConfig(clock="steps"), RewardConfig())
+    episodes, sequence = Episodes(*limits, [prompt], tokenizer, 0, chat=True), sequence_for(Visit(0, prompt), 1, 0, 999)
+    episodes.begin(visit, sequence)
+    [answer] = episodes.poll(waits=True)
+    for guess, reply in (("50", ">"), ("06", "<")):
+        assert isinstance(answer, EngineSequence)
+        turn_ids = [*answer.token_ids, *tokenizer.encode(guess + ("<|im_end|>" if ends else ""))]
+        spans = (*answer.spans, Span(len(answer.token_ids), len(turn_ids), 0))
+        logprobs = [0.0] * len(turn_ids)
+        episodes.end_turn(visit, sequence, Sample(3, 1, 0, turn_ids, logprobs, "stop", spans))
+        [answer] = episodes.poll(waits=True)
+        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": reply}]
+        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert isinstance(answer, EngineSequence) and [*ids, *answer.token_ids] == whole
+
+
+def test_sampled_tokens_are_kept_as_they_were_sampled() -> None:
+    """A tokenizer that would write a turn in other tokens; a reply that spells a special token has no power."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["12"])
+    ids = [tokenizer.encode(c)[0] for c in "12"]
+    assert tokenizer.encode(tokenizer.decode(ids)) != ids
+    prompt = Prompt(3, (5, 6), "", "", "env", {"answer": "99"}, "row 3", env="guess")
+    episodes, sequence = (
+        Episodes(EnvConfig(), RewardConfig(), [prompt], tokenizer, 0),
+        sequence_for(Visit(0, prompt), 1, 0, 99),
+    )
+    episodes.end_turn(Visit(0, prompt), sequence, Sample(3, 1, 0, ids, [-1.0, -2.0], "stop", (Span(0, 2, 0),)))
+    [answer] = episodes.poll(waits=True)
+    assert isinstance(answer, EngineSequence) and [*answer.token_ids[:2]] == ids
+    end = tokenizer.eos_token
+    assert tokenizer.eos_token_id not in reply_tokens(f"a{end}b", tokenizer, 99)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[-1].content }}", "{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}"]
+)
+def test_templates_that_do_not_only_append_are_refused(template: str) -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        chat_glue(chat_tokenizer(template))
 
 
 @pytest.mark.parametrize(
