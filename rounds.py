@@ -162,15 +162,13 @@ class Round:
     def take_replies(self, steps: int, waits: bool = False) -> list[Finished]:
         """Let sequences go on whose environment has answered; return the events of episodes that have ended."""
         events: list[Finished] = []
-        if not self.episodes.awaited and not self.episodes.ready:
-            return events
-        for reply in self.episodes.poll(waits):
+        for reply in self.episodes.poll(waits) if self.episodes.awaited or self.episodes.ready else ():
             if isinstance(reply, EngineSequence):
                 self.engine.add(reply)
             else:
-                sample, self.fields[reply[0].id] = reply
-                self.engine.abort([sample.id])  # frees the pages that are kept for its next turn
-                events += self._end(sample, steps)
+                self.engine.abort([id := reply[0].id])  # frees the pages that are kept for its next turn
+                self.fields[id] = reply[1]
+                events += self._end(reply[0], steps)
         return events
 
     def settle(self) -> None:
@@ -178,7 +176,7 @@ class Round:
         self.early += self.take_replies(0, waits=True)
 
     def _goes_on(self, iterations: float, steps: int, events: list[Finished]) -> bool:
-        """Whether there is something to decode in this window; where windows have no end, it may be waited for."""
+        """Whether there is something to decode; waited for where the window has no end."""
         events += self.take_replies(steps, waits=self.waits_for_replies)
         while self.engine.is_idle and self.episodes.awaited:
             time.sleep(REPLY_SECONDS)

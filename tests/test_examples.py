@@ -65,7 +65,7 @@ def test_own_data_and_reward(example, tiny, tmp_path, capsys) -> None:
 
 
 def test_own_environment(tiny, tmp_path) -> None:
-    own = tiny(data__env="examples/own_environment.py:retry", data__task="env", run__dump_rollouts="true")
+    own = tiny(data__env=f"{ROOT}/examples/own_environment.py:retry", data__task="env", run__dump_rollouts="true")
     assert train.main(own) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert {reward["value"] for row in rows for reward in row["rewards"]} <= {0.0, 0.5, 0.75, 1.0}
