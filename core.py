@@ -109,6 +109,7 @@ class Visit:
 
     epoch: int
     prompt: Prompt
+    launch: int = 0  # how often it was launched before, and given up for its age: its responses are drawn anew
 
     @property
     def id(self) -> VisitId:

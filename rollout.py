@@ -329,7 +329,8 @@ def sequence_for(
     visit: Visit, response: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = (), max_turn_tokens: int = 0
 ) -> Sequence:
     """Return the sequence of one response, before its first token."""
-    key, prompt = sample_key(seed, *visit.id, response), visit.prompt
+    again = (visit.launch,) if visit.launch else ()
+    key, prompt = sample_key(seed, *visit.id, response, *again), visit.prompt
     return Sequence(
         prompt.index,
         response,

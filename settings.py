@@ -602,9 +602,10 @@ def with_split(c: Config, num_ranks: int, chosen: int = 0) -> Config:
     return replace(c, overlap=replace(c.overlap, train_ranks=n))
 
 
-# `--resume` takes other values of these: they change no trajectory. (Rows stay, whatever names data.graders adds.) The
-# last three lines change it by rounding only; as another number of ranks does, those of the rollout may decide who
-# waits where rows or pages are short, and so which samples a race trains.
+# `--resume` takes other values of these: they change no trajectory; only run.steps does, in the last batches of an
+# endless rollout. (Rows stay, whatever names data.graders adds.) The last three lines change it by rounding only; as
+# another number of ranks does, those of the rollout may decide who waits where rows or pages are short, and so which
+# samples a race trains.
 FREE_TO_CHANGE = (
     *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device_gib")),
     *("run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),
@@ -635,6 +636,8 @@ def check_run_folder(config: Config, resume: bool) -> None:
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream."))
         is_free &= key != "run.steps" or config.trainer.lr_schedule == "constant"  # a schedule ends with the run
+        # Between two batches all sequences leave the engine, and KV of older weights is not kept.
+        is_free &= key not in ("run.eval_every", "run.checkpoint_every") or config.overlap.flight != "keep"
         if value != before[key][0] and not is_free:
             raise ConfigError(
                 f"--resume: {key} is {value!r} now and was {before[key][0]!r} when {folder} was started; "

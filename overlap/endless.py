@@ -58,6 +58,8 @@ class Endless:
             return
         self._go_on()
         decision = self.flow.begin()
+        # Replies were settled between two batches: what ended then may belong to a group that is given up now.
+        self.round.early = [event for event in self.round.early if event.id not in decision.abort]
         self._forget({visit.id for visit in decision.launch})
         self.round.carry_out(decision)
         while not self.round.decision.done:

@@ -14,7 +14,7 @@ longest response is waited for. The paper's asynchronous ratio alpha is both.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from config import ConfigError, option
 from core import Decision, Finished, Prompt, RoundPlan, SampleId, Visit, VisitId
@@ -209,7 +209,7 @@ class Flow:
         oldest = self.version - self.config.largest_age
         late = [self.open.pop(visit) for visit in [v for v, group in self.open.items() if group.start < oldest]]
         self.complete = [visit for visit in self.complete if visit in self.open]
-        self.again += [group.visit for group in late]
+        self.again += [replace(group.visit, launch=group.visit.launch + 1) for group in late]
         self.dropped += len(late)
         self.wasted_tokens += sum(group.tokens for group in late)
         return sorted(id for group in late for id in group.live)
@@ -221,21 +221,28 @@ class Flow:
         return {  # without `batch`: `begin` decides it again
             "version": self.version,
             "groups": [
-                (*id, g.start, sorted(s.response for s in g.live), [s.response for s in g.kept], g.tokens)
+                (
+                    *id,
+                    g.visit.launch,
+                    g.start,
+                    [s.response for s in sorted(g.live)],
+                    [s.response for s in g.kept],
+                    g.tokens,
+                )
                 for id, g in self.open.items()
             ],
             "complete": self.complete,
-            "again": [visit.id for visit in self.again],
+            "again": [(*visit.id, visit.launch) for visit in self.again],
         }
 
     def load_state_dict(self, state: dict, prompts: Sequence[Prompt]) -> None:
         self.version = state["version"]
         self.complete = [VisitId(*id) for id in state["complete"]]
-        self.again = [Visit(epoch, prompts[i]) for epoch, i in state["again"]]
-        for epoch, i, start, live, kept, tokens in state["groups"]:
+        self.again = [Visit(epoch, prompts[i], launch) for epoch, i, launch in state["again"]]
+        for epoch, i, launch, start, live, kept, tokens in state["groups"]:
             id = VisitId(epoch, i)
             ids = {id.sample(r) for r in live}, [id.sample(r) for r in kept]
-            self.open[id] = OpenGroup(Visit(epoch, prompts[i]), start, *ids, tokens)
+            self.open[id] = OpenGroup(Visit(epoch, prompts[i], launch), start, *ids, tokens)
 
 
 def check_steps(state: dict, num_prompts: int, steps: int) -> None:
@@ -276,7 +283,7 @@ def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:
     ahead = config.depth + scheduler.eta_prompts - 1
     if config.late == "wait" and ahead > config.largest_age:
         raise ConfigError(
-            f"overlap.bound = {config.bound} with overlap.depth = {config.depth:g} and scheduler.eta_prompts = "
+            f"overlap.bound = {config.bound or 'depth'} with overlap.depth = {config.depth:g}, scheduler.eta_prompts = "
             f"{scheduler.eta_prompts:g}: the rollout runs {ahead:g} batches ahead, so groups get older than "
             f"{config.largest_age}; take overlap.bound = {math.ceil(ahead)} or more"
         )

@@ -108,6 +108,21 @@ def test_episodes_go_on_from_a_checkpoint_and_lose_surplus_ones(settings, run_ra
     check_transcripts(tmp_path / "killed")
 
 
+def test_episodes_that_end_between_batches_may_belong_to_groups_that_are_given_up(settings, tmp_path: Path) -> None:
+    often = dict(
+        run__steps=14,
+        run__checkpoint_every=1,
+        env__clock="time",
+        rollout__stop=json.dumps([chr(i) for i in range(33, 127)]),
+    )
+    late = dict(overlap__depth=1, overlap__bound=1, overlap__late="drop", scheduler__window_iterations=2)
+    long = dict(
+        data__env=CHAT.replace("chat", "many_turns"), rollout__max_response_tokens=120, scheduler__num_prompts=3
+    )
+    assert train.main(settings("dropped", **often, **late, **long, scheduler__num_responses=3)) == 0
+    assert sum(r["round"]["dropped"] for r in steps_of(tmp_path / "dropped")) > 0
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_slow_and_failing_environments_hold_up_nobody_and_train_nothing_else(
     settings, run_ranks, tmp_path, depth

@@ -11,6 +11,8 @@ from config import ConfigError
 from core import Finished, Prompt, SampleId, VisitId
 from data import PromptCursor
 from policies.flow import Flow, FlowStats, OverlapConfig
+from rollout import sequence_for
+from sampling import sample_key
 from scheduler import SchedulerConfig
 
 PROMPTS = [Prompt(i, (i,), str(i), "", "match") for i in range(60)]
@@ -210,3 +212,20 @@ def test_a_bound_that_the_depth_breaks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"eta_prompts = 1.25.* take overlap.bound = 2"):
         Flow(OverlapConfig(depth=1), SchedulerConfig(num_prompts=4), PromptCursor(PROMPTS, 0).take, 12)
     Flow(OverlapConfig(depth=2, bound=1, late="drop"), SETTINGS[0][1], PromptCursor(PROMPTS, 0).take, 12)
+
+
+def test_what_is_given_up_for_its_age_is_drawn_anew() -> None:
+    overlap, scheduler = SETTINGS[0]
+    played = toy(with_late(overlap, "drop"), scheduler, 1, steps=30)
+    launches = Counter[int]()
+    for _ in range(24):
+        played.step()
+        launches.update(group.visit.launch for group in played.flow.open.values())
+    assert launches[0] and launches[1]
+    state = played.flow.state_dict()
+    again = Flow(played.flow.config, scheduler, played.flow.take, 30)
+    again.load_state_dict(state, PROMPTS)
+    assert again.state_dict() == state
+    visit = next(iter(played.flow.open.values())).visit
+    keys = [sequence_for(replace(visit, launch=n), 0, 0, 9).key for n in range(3)]
+    assert len(set(keys)) == 3 and keys[0] == sample_key(0, *visit.id, 0)

@@ -16,6 +16,13 @@ def chat(row: dict, seed: int) -> Turns:
     return reward
 
 
+def many_turns(row: dict, seed: int) -> Turns:
+    """One to thirty turns."""
+    for turn in range(1 + seed % 30):
+        yield f"{turn}" if turn else ""
+    return 1.0
+
+
 def breaks(row: dict, seed: int) -> Turns:
     yield ""
     raise KeyError("no such door")
