@@ -85,12 +85,12 @@ def env(response: str, answer: str, row: dict) -> Reward:
 
 
 GRADERS: dict[str, Grader] = {
-    "env": env,
     "match": exact_match,
     "hailstone": hailstone,
     "reverse_add": reverse_add,
     "math": math_answer,
     "code": code,
+    "env": env,
 }
 INLINE = {"env", "match", "hailstone", "reverse_add"}  # called in the trainer's process; all others may hang or crash
 WARM_UP: dict[str, Callable[[], object]] = {  # called once by each worker, so that no sample pays for imports

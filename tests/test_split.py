@@ -78,7 +78,7 @@ def test_auto_takes_half_of_the_ranks_that_can_train_until_a_number_is_chosen() 
     assert divided(8, 3) == 3 and divided(4, 7) == 2  # chosen on more ranks
     assert divided(8, 0, "rollout.tensor_parallel=2", "trainer.shard=2") == 2
     assert divided(8, 3, "rollout.tensor_parallel=2") == 4  # of 2, 4, 6
-    with pytest.raises(ConfigError, match="1 ranks .* take more ranks, or overlap.train_ranks = 0"):
+    with pytest.raises(ConfigError, match="1 ranks have no two pools .* more ranks, or overlap.train_ranks = 0"):
         divided(1)
     given = load_config(Config, None, ["--overlap.depth=1", "--overlap.train_ranks=3"])
     assert with_split(given, 8, 5) is given and possible_splits(given, 4) == [1, 2, 3]
