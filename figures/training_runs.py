@@ -115,6 +115,8 @@ def make(
         rows = train(arguments, range(1 if arguments.quick else arguments.seeds))
         refuse_mixed(rows)
         data.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    if not data.exists():
+        raise SystemExit(f"error: there is no {data.relative_to(ROOT)} to draw; train the runs first, without --draw")
     rows = json.loads(data.read_text(encoding="utf-8"))
     refuse_mixed(rows)
     draw(rows, out / f"{name}.png")
