@@ -318,17 +318,10 @@ class Engine:
             self.flights.evict([newest], self.version)
 
 
-def sequences_for(
-    visit: Visit, num_responses: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = ()
-) -> list[Sequence]:
-    """Return the sequences of one group. Their random numbers depend on nothing but their names and `seed`."""
-    return [sequence_for(visit, r, seed, max_new_tokens, stop) for r in range(num_responses)]
-
-
 def sequence_for(
     visit: Visit, response: int, seed: int, max_new_tokens: int, stop: tuple[str, ...] = (), max_turn_tokens: int = 0
 ) -> Sequence:
-    """Return the sequence of one response, before its first token."""
+    """Return the sequence of one response, before its first token. Its random numbers depend on its name and `seed`."""
     again = (visit.launch,) if visit.launch else ()
     key, prompt = sample_key(seed, *visit.id, response, *again), visit.prompt
     return Sequence(

@@ -167,7 +167,7 @@ class Round:
                 self.engine.add(reply)
             else:
                 self.engine.abort([id := reply[0].id])  # frees the pages that are kept for its next turn
-                self.fields[id] = reply[1]
+                self.fields |= {id: reply[1]} if self.is_first else {}  # who has it graded
                 events += self._end(reply[0], steps)
         return events
 

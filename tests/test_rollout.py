@@ -31,13 +31,17 @@ from engine.sequence import Sequence
 from engine.shard import Shard
 from model import Model, parse_shape
 from rewards.judge import background_stream
-from rollout import Engine, RolloutConfig, cache_of, num_pages_for, sequences_for
+from rollout import Engine, RolloutConfig, cache_of, num_pages_for, sequence_for
 from sampling import SamplingConfig, sample, sample_key, score, uniforms
 
 CPU = torch.device("cpu")
 GREEDY = SamplingConfig(temperature=0.0)
 NEVER = 999  # outside the vocabulary: an end token that is not drawn
 LIMIT = 40  # response tokens
+
+
+def sequences_for(visit: Visit, num_responses: int, seed: int, limit: int) -> list[Sequence]:
+    return [sequence_for(visit, response, seed, limit) for response in range(num_responses)]
 
 
 @pytest.fixture(scope="module")
