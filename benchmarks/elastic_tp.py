@@ -6,9 +6,10 @@ Short rounds (many sequences) and long ones (few, long) take turns while lengths
 turns round by round on one engine; each has a planner of its own, which learns of its own rounds only. What is timed is
 what a run does: the planner chooses, the engine regroups when that is another size than the contender's last, and
 decodes the round. Before, the engine is brought to the contender's last size, untimed. Every contender plays all rounds
-several times, each time with a new planner; its time with the middle total counts. All this is done twice: with whole
-weights, and with sharded ones, which come from masters that lie over all ranks. A rank that waits for others keeps its
-core busy: where ranks share cores the others would else decode faster, as no GPU does that has idle neighbours.
+several times, each time with a new planner; of each round the time of the middle turn counts. All this is done twice:
+with whole weights, and with sharded ones, which come from masters that lie over all ranks. A rank that waits for others
+keeps its core busy: where ranks share cores the others would else decode faster, as no GPU does that has idle
+neighbours.
 
 Two more contenders play long rounds only, and change the size inside them: as `planner.within_round` predicts, and
 doubled whenever half of the responses have ended.
@@ -359,6 +360,11 @@ def report(found: dict[str, Measured], work: list[Round], broadcast: float) -> d
     }
 
 
+def middle_seconds(same: List[Contender], rounds: List[int]) -> float:
+    """Return the seconds of a contender's rounds, each of the middle one of its turns."""
+    return sum(median(side.rounds[i].seconds for side in same) for i in rounds)
+
+
 def compare_within(turns: list[list[Contender]], layout: str) -> list[dict[str, Any]]:
     """Print and return what changes of the size within long rounds came to."""
     by_name, rows = {same[0].name: same for same in zip(*turns)}, []
@@ -366,9 +372,7 @@ def compare_within(turns: list[list[Contender]], layout: str) -> list[dict[str, 
         if not (others := by_name.get(same[0].without)):
             continue
         long = [*same[0].rounds]
-        with_, without = (
-            sum(median(side.rounds[i].seconds for side in sides) for i in long) for sides in (same, others)
-        )
+        with_, without = middle_seconds(same, long), middle_seconds(others, long)
         changes = median(sum(played.changes for played in side.rounds.values()) for side in same)
         pairs = [(a.rounds[i].tokens, b.rounds[i].tokens) for a, b in zip(same, others) for i in long]
         changed = sum(theirs[id] != mine[id] for mine, theirs in pairs for id in mine)
@@ -385,28 +389,28 @@ def compare(turns: list[list[Contender]], work: list[Round], layout: str) -> dic
     all_rounds = (same for same in zip(*turns) if not same[0].without)
     by_name = {same[0].name: sorted(same, key=lambda c: c.seconds) for same in all_rounds}
     middle = {name: same[len(same) // 2] for name, same in by_name.items()}
-    fixed = [side for name, side in middle.items() if name.startswith("fixed")]
+    fixed = [name for name in middle if name.startswith("fixed")]
     for i, current in enumerate(work):
         played = ((side.name, side.rounds[i]) for side in middle.values())
         row = "   ".join(f"{name} {p.seconds:5.2f} s, TP {p.size}, {p.preemptions:3d} preempted" for name, p in played)
         print(f"round {i:2d} {current.kind:5} {len(current.lengths):3d} x at most {max(current.lengths):4d}   {row}")
-    rows = []
+    rows, took = [], {name: middle_seconds(same, range(len(work))) for name, same in by_name.items()}
     for name, side in middle.items():
         sizes = " ".join(str(played.size) for played in side.rounds.values())
         seconds = [same.seconds for same in by_name[name]]
-        name += ", sharded" if layout == "sharded" else ""
+        row_name = name + ", sharded" * (layout == "sharded")
         print(
-            f"{name:16} {side.seconds:8.2f} s ({min(seconds):.2f} .. {max(seconds):.2f})   "
+            f"{row_name:16} {took[name]:8.2f} s ({min(seconds):.2f} .. {max(seconds):.2f})   "
             f"{side.preemptions:5d} preemptions   sizes {sizes}"
         )
-        times = {"seconds": round(side.seconds, 2), "least": round(min(seconds), 2), "most": round(max(seconds), 2)}
-        rows.append({"contender": name, **times, "preemptions": side.preemptions, "sizes": sizes})
-    hindsight = sum(min(p.seconds for p in played) for played in zip(*(side.rounds.values() for side in fixed)))
+        times = {"seconds": round(took[name], 2), "least": round(min(seconds), 2), "most": round(max(seconds), 2)}
+        rows.append({"contender": row_name, **times, "preemptions": side.preemptions, "sizes": sizes})
+    hindsight = sum(min(middle_seconds(by_name[name], [i]) for name in fixed) for i in range(len(work)))
     print(f"best fixed size of every round in hindsight, {layout} weights: {hindsight:.2f} s")
-    best_fixed, preemptions = min(side.seconds for side in fixed), max(middle["fixed 1"].preemptions, 1)
+    best_fixed, preemptions = min(took[name] for name in fixed), max(middle["fixed 1"].preemptions, 1)
     rules = [(name, middle[name]) for name in ("predict", "paper")]
     return {
-        "regret": {name: round(side.seconds / best_fixed - 1, 4) for name, side in rules},
+        "regret": {name: round(took[name] / best_fixed - 1, 4) for name, _ in rules},
         "preemptions": {name: round(side.preemptions / preemptions, 3) for name, side in rules},
         "hindsight": round(hindsight, 2),
         "rows": rows,
