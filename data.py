@@ -15,7 +15,7 @@ from typing import TypeVar, get_args, get_origin
 import numpy as np
 
 from config import ConfigError, Dataclass, option, regular
-from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, Tokenizer, Visit
+from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, Tokenizer, Visit, turns_of
 from envs.games import ENVIRONMENTS
 from reward import reward_number
 from rewards import user_files
@@ -323,6 +323,38 @@ def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: Se
         for group, row in zip(groups, advantages, strict=True):
             file.write(json.dumps({**asdict(group), "advantages": row}, default=list) + "\n")  # arrays as lists
     part.replace(path)
+
+
+def labelled(label: str, text: str) -> str:
+    """Return the lines of a text behind a label: a prompt, a given text or a turn."""
+    return f"{label:<8}| " + f"\n{'':<8}| ".join(text.splitlines())
+
+
+def transcript(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> str:
+    """Return prompt and response as a person reads them: of several turns, with given and sampled texts apart."""
+    texts, end = [labelled("prompt", prompt.text)], 0
+    for number, turn in enumerate(turns_of(sample.spans), 1):
+        for label, places in (("given", slice(end, turn.start)), (f"turn {number}", slice(turn.start, turn.stop))):
+            if ids := sample.token_ids[places]:
+                texts.append(labelled(label, tokenizer.decode(ids, skip_special_tokens=True)))
+        end = turn.stop
+    return (
+        "\n".join(texts) if prompt.env else prompt.text + tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+    )
+
+
+def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Tokenizer, count: int = 16) -> None:
+    """Write the first response to some held-out prompts, for a person to read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for group in groups[:: max(len(groups) // count, 1)][:count]:
+        sample, reward = group.samples[0], group.rewards[0]
+        cost = f"{len(sample.token_ids)} tokens, {sample.finish_reason}"
+        head = f"--- prompt {group.prompt.index} | reward {reward.value:g} | {cost}"
+        error = f"error: {reward.error}\n" if reward.error else ""
+        text = transcript(group.prompt, sample, tokenizer)
+        parts.append(f"{head}\n{text}\nanswer: {group.prompt.answer}\n{error}")
+    path.write_text("\n".join(parts), encoding="utf-8")
 
 
 def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:

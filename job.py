@@ -13,10 +13,10 @@ import parallel
 from buffer import SampleBuffer
 from config import Auto, ConfigError, flatten
 from core import Group, RoundPlan, Tokenizer, Visit
-from data import PromptCursor, dump_groups, load_groups, load_prompts
+from data import PromptCursor, dump_groups, load_groups, load_prompts, write_transcripts
 from envs.episodes import Episodes
 from learning import group_advantages, learn, put_groups
-from metrics import Clock, Record, Recorder, peak_memory, write_transcripts
+from metrics import Clock, Record, Recorder, peak_memory
 from model import Model, ModelShape, empty_model
 from overlap.endless import Endless
 from overlap.pools import make_pools
@@ -247,6 +247,7 @@ class Job:
             memory=peak_memory(),
             pool=pool,
             judge=judge,
+            episodes=self.episodes.take_stats(),
         )
         return parallel.gather_objects(self.world, own)
 
@@ -287,13 +288,14 @@ class Job:
         self._refuse_if_released()
         if self.endless:
             self.endless.lend_engine()
-        groups = list[Group]()
+        groups, own = list[Group](), self.episodes.take_stats()
         if self.decodes:
             self.engine.regroup(self.engine.parallel)  # new weights, on all ranks: a rank without work makes no step
             prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
             plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
             groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
         self.engine.stats.take()  # the next step counts from zero
+        self.episodes.stats = own
         if self.pools:
             event = f"evaluation {self.step}"
             self.pools.wait_for(event) if self.trains else self.pools.signal(event)

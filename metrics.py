@@ -17,7 +17,6 @@ import torch
 from tqdm import tqdm
 
 from config import ConfigError, option
-from core import Group, Tokenizer
 
 Record = dict[str, Any]  # one line of JSON
 
@@ -216,6 +215,8 @@ class Recorder:
                 f"rewards and trains {played['padded']} of them, because scheduler.max_draws is reached; raise it, or "
                 "take prompts of medium difficulty"
             )
+        if failed := record.get("episodes", {}).get("failed"):
+            self.say(f"{warning}{failed} episodes began again, because their environment failed")
         if advice := record.get("split", {}).get("advice"):
             self.say(advice)
         if "eval" in record:
@@ -254,7 +255,8 @@ class Recorder:
         if result:
             scores = " ".join(f"{name} {value:.3f}" for name, value in result.items() if "@" in name)
             error, count = result["standard_error"], result["num_prompts"]
-            self.say(f"eval {step:4d} | {scores} | standard error {error:.3f}, {count} held-out prompts")
+            turns = f" | turns P50 {n['p50']:g} P99 {n['p99']:g}" if (n := result.get("turns")) else ""
+            self.say(f"eval {step:4d} | {scores} | standard error {error:.3f}, {count} held-out prompts{turns}")
 
     def close(self) -> None:
         self.bar.close()
@@ -271,18 +273,33 @@ class Recorder:
         self.close()
         if not self.active:
             return
-        rows = [(r["step"], r["eval"]) for r in read_records(self.path) if r.get("eval")]
+        records = read_records(self.path)
+        rows = [(r["step"], r["eval"]) for r in records if r.get("eval")]
         if rows:
             names = [name for name in rows[0][1] if "@" in name]
             print("\n  step" + "".join(name.rjust(9) for name in names) + "   mean length   max length   cut off")
             for at, result in rows:
                 scores, length = "".join(f"{result[name]:9.3f}" for name in names), result["length"]
                 print(f"{at:6d}{scores}{length['mean']:14.1f}{length['max']:13.0f}{result['truncated']:10.1%}")
+        if played := [r for r in records if "episodes" in r]:
+            print(f"\n{of_episodes(played)}")
         if step < steps:
             print(f"\nstopped after step {step} of {steps}; continue with --resume")
         model = run / "checkpoints" / f"step_{step:06d}"
         saved = f", model {model}" if model.exists() else ""
         print(f"\nrecords {self.path}, transcripts {run / 'samples'}{saved}")
+
+
+def of_episodes(records: Sequence[Record]) -> str:
+    """Return a line about the episodes of a run's steps."""
+    turns, seconds = (records[-1]["episodes"][name] for name in ("turns", "reply_seconds"))
+    kept, again = (sum(r["engine"][f"{name}_tokens"] for r in records) for name in ("resumed", "recomputed"))
+    pages = max(r["engine"]["peak_parked_pages"] for r in records)
+    return (
+        f"episodes: turns P50 {turns['p50']:g} P99 {turns['p99']:g}, replies P50 {brief(seconds['p50'])} s P99 "
+        f"{brief(seconds['p99'])} s in the last step; {sum(r['episodes']['failed'] for r in records)} failed; of turns "
+        f"before, {kept} tokens were kept (in {pages} pages at most) and {again} computed again"
+    )
 
 
 class Trace:
@@ -392,17 +409,3 @@ def peak_memory() -> dict[str, float]:
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
     gpu = {"gpu_mib": torch.cuda.max_memory_allocated() / 2**20} if torch.cuda.is_initialized() else {}
     return {"host_mib": host, **gpu}
-
-
-def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Tokenizer, count: int = 16) -> None:
-    """Write the first response to some held-out prompts, for a person to read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for group in groups[:: max(len(groups) // count, 1)][:count]:
-        sample, reward = group.samples[0], group.rewards[0]
-        text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        cost = f"{len(sample.token_ids)} tokens, {sample.finish_reason}"
-        head = f"--- prompt {group.prompt.index} | reward {reward.value:g} | {cost}"
-        error = f"error: {reward.error}\n" if reward.error else ""
-        parts.append(f"{head}\n{group.prompt.text}{text}\nanswer: {group.prompt.answer}\n{error}")
-    path.write_text("\n".join(parts), encoding="utf-8")

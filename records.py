@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from core import Group, SampleId
+from core import Group, SampleId, turns_of
 from engine.sequence import EngineStats
+from envs.episodes import EpisodeStats
 from loss import ADVANTAGES, LossConfig
 from metrics import RankTrack, Record, quantiles
 from policies.planner import Choice
@@ -28,6 +29,7 @@ class RankReport:
     memory: dict[str, float]
     pool: PoolStats
     judge: JudgeStats
+    episodes: EpisodeStats
 
 
 def of_replicas(reports: Sequence[RankReport]) -> Sequence[RankReport]:
@@ -84,6 +86,7 @@ def step_record(
         "mixed_groups": sum(len({r.value for r in g.rewards}) > 1 for g in groups) / len(groups),
         "truncated": sum(s.is_truncated for s in samples) / len(samples),
         "length": quantiles(lengths),
+        **episodes_record(groups, reports),
         **({**played, "round": {**played["round"], "window_wait": window_wait}} if played else {}),
         "train": train_record(updates),
         "engine": engine_record(reports),
@@ -109,9 +112,23 @@ def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
     return {
         **{name: sum(getattr(r.engine, name) for r in reports) for name in (*tokens, "preemptions", "regroup_bytes")},
         "decode_steps": max(r.engine.decode_steps for r in reports),
-        "peak_pages": max(r.engine.peak_pages for r in reports),
+        **{name: max(getattr(r.engine, name) for r in reports) for name in ("peak_pages", "peak_parked_pages")},
         "pages": reports[0].num_pages,
     }
+
+
+def turns_record(groups: Sequence[Group]) -> Record:
+    """Return the turns of samples that an environment answered; empty when there are none."""
+    turns = [len(turns_of(sample.spans)) for group in groups if group.prompt.env for sample in group.samples]
+    return {"turns": quantiles(turns)} if turns else {}
+
+
+def episodes_record(groups: Sequence[Group], reports: Sequence[RankReport]) -> Record:
+    """Return the turns of a step's samples, and how environments answered meanwhile; empty without environments."""
+    turns, replicas = turns_record(groups), of_replicas(reports)
+    seconds = [x for r in replicas for x in r.episodes.reply_seconds]
+    failed = sum(r.episodes.failed for r in replicas)
+    return {"episodes": {**turns, "reply_seconds": quantiles(seconds), "failed": failed}} if turns else {}
 
 
 def lag_record(groups: Sequence[Group], version: int) -> Record:
@@ -243,6 +260,7 @@ def evaluation_record(groups: Sequence[Group], seconds: float) -> Record:
         "seconds": seconds,
         "truncated": sum(s.is_truncated for g in groups for s in g.samples) / rewards.numel(),
         "length": quantiles([s.num_sampled for g in groups for s in g.samples]),
+        **turns_record(groups),
     }
 
 

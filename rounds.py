@@ -329,14 +329,11 @@ class Round:
         told = {id: (parallel.header_of(sample, self.world.rank), self.rewards[id]) for id, sample in mine.items()}
         seen = {id: (s.num_sampled, self.shaped(id)) for id, s in self.samples.items()} if self.plan.audit else {}
         trained: dict[SampleId, tuple[Sample, Reward]] = {}
-        failed, own = 0, (told, self.aborted, seen, self.episodes.take_failed() if self.is_first else 0)
-        for part, aborted, audited, again in parallel.gather_objects(self.world, own):
-            failed += again
+        for part, aborted, audited in parallel.gather_objects(self.world, (told, self.aborted, seen)):
             trained |= part
             self.aborted |= aborted
             self.audited |= audited
         self.record = {"windows": self.windows, "migrated": self.migrated, "resized": self.resized}
-        self.record |= {"failed_episodes": failed} if self.episodes.names else {}
         trained |= {id: (sample, self.rewards[id]) for id, sample in mine.items()}  # with their tokens
         groups = []
         for id, members in groupby(sorted(accepted), key=lambda id: id.visit):

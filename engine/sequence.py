@@ -152,6 +152,7 @@ class EngineStats:
     prefilled_tokens: int = 0
     preemptions: int = 0
     peak_pages: int = 0
+    peak_parked_pages: int = 0  # of turns before, kept for the next
     resumed_tokens: int = 0  # of turns before, that were not computed again because their pages were kept
     recomputed_tokens: int = 0  # of resumed contexts, that were computed again: pages were not kept, or preempted
     shared_tokens: int = 0  # prompt tokens that were not computed, because another sequence had them

@@ -5,6 +5,7 @@ environment gives is tokenised alone. An episode lives where its sequence is: on
 checkpoint, is played again from its turns.
 """
 
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -28,6 +29,15 @@ class Awaited:
     sequence: Sequence  # before its first token
     turn: Sample | None = None  # what the engine returned; None: the text before the first turn is awaited
     actions: list[str] = field(default_factory=list)  # to be sent first: a replay
+    since: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(slots=True)
+class EpisodeStats:
+    """What happened since the newest `take_stats`. The ranks of a replica all count the same."""
+
+    failed: int = 0  # episodes that began again
+    reply_seconds: list[float] = field(default_factory=list)  # that sequences waited for an answer
 
 
 class Episodes:
@@ -54,7 +64,7 @@ class Episodes:
         self.awaited: dict[SampleId, Awaited] = {}
         self.open: set[SampleId] = set()  # the pool has their episodes
         self.ready: list[Sequence | Ended] = []  # of turns that need no answer
-        self.failed = 0  # episodes that began again
+        self.stats = EpisodeStats()
 
     def __enter__(self) -> "Episodes":
         return self
@@ -87,19 +97,20 @@ class Episodes:
             for key, played, error in self.pool.wait() if waits else self.pool.poll():
                 awaited = self.awaited[id := cast(SampleId, key)]
                 if error:
-                    self.failed += 1
+                    self.stats.failed += 1
                     self._begin(Awaited(awaited.visit, awaited.sequence))
                 elif awaited.actions and not played.end:
                     self.pool.act(id, awaited.actions.pop(0))
                 else:
+                    self.stats.reply_seconds.append(time.perf_counter() - awaited.since)
                     replies.append(self._answer(awaited, played))
             if not waits or not self.awaited:
                 return sorted(replies, key=lambda reply: (reply if isinstance(reply, Sequence) else reply[0]).id)
 
-    def take_failed(self) -> int:
-        """Return the episodes that began again since the last call."""
-        failed, self.failed = self.failed, 0
-        return failed
+    def take_stats(self) -> EpisodeStats:
+        """Return what happened since the last call."""
+        taken, self.stats = self.stats, EpisodeStats()
+        return taken
 
     def withdraw(self, ids: Collection[SampleId]) -> list[Awaited]:
         """Forget episodes whose sequences are stopped, or go on elsewhere; return those that waited for an answer."""

@@ -226,8 +226,9 @@ def _instead(choices: Sequence[str]) -> Callable[[str, Random, float], str]:
 ENVIRONMENTS: dict[str, Game] = {
     "guess": Game(
         environment=guess,
-        numbers=lambda: list(range(100)),
-        row=lambda n: {"prompt": "guess", "answer": f"{n:02d}"},
+        # Ten problems have the same answer: a number that training never asks for would, rightly, never be guessed.
+        numbers=lambda: list(range(1000)),
+        row=lambda n: {"prompt": "guess", "answer": f"{n % 100:02d}"},
         players={
             "random": lambda row, texts, actions, rng: f"{rng.randrange(100):02d}",
             "expert": _bisect,

@@ -10,7 +10,7 @@ from statistics import mean, median
 
 from config import ConfigError
 from core import Environment
-from data import DataConfig, read_jsonl
+from data import DataConfig, labelled, read_jsonl
 from environments import EnvConfig, Episode, EpisodeError, resolve
 from envs.games import ENVIRONMENTS, Player
 from rewards import user_files
@@ -57,18 +57,14 @@ def transcript(name: str, number: int, seed: int, slip: float) -> list[tuple[str
 
 def play(environment: Environment, row: dict, seed: int, max_turns: int, player: Player) -> None:
     """Play an episode and print it."""
-
-    def say(label: str, text: str) -> None:
-        print(f"{label:<8}| " + f"\n{'':<8}| ".join(text.splitlines()))
-
-    say("prompt", str(row["prompt"]))
+    print(labelled("prompt", str(row["prompt"])))
     episode, rng = Episode(environment, row, seed, max_turns), Random(seed)
     while not episode.end:
         if episode.texts[-1]:
-            say("given", episode.texts[-1])
+            print(labelled("given", episode.texts[-1]))
         action = player(row, episode.texts, episode.actions, rng)
         if player is not ask_human:
-            say(f"turn {len(episode.texts)}", action)
+            print(labelled(f"turn {len(episode.texts)}", action))
         episode.act(action)
     print(f"reward {episode.reward:g} after {len(episode.actions)} turns ({episode.end})")
 

@@ -110,7 +110,7 @@ def test_parked_pages_go_before_anybody_waits_or_is_preempted(kind: type[Pages])
     batcher.waiting.append(second)  # it has two pages and needs three
     step(batcher)
     assert [*batcher.parked] == [first.id, third.id] and batcher.pages.used == 7 and batcher.running == [second]
-    assert batcher.stats.resumed_tokens == 9 + 3 - 1
+    assert batcher.stats.resumed_tokens == 9 + 3 - 1 and batcher.stats.peak_parked_pages == 6
     newcomer = Sequence(3, 0, 0, (3,) * 9, 3, 60)
     batcher.waiting.append(newcomer)
     step(batcher)

@@ -12,7 +12,7 @@ import pytest
 import data
 from config import ConfigError
 from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, VisitId
-from data import DataConfig, PromptCursor, dump_groups, load_groups, load_prompts
+from data import DataConfig, PromptCursor, dump_groups, load_groups, load_prompts, write_transcripts
 from tasks import TASKS, is_held_out
 from warm_start import byte_tokenizer
 
@@ -367,6 +367,39 @@ def test_a_dump_is_read_back_as_it_was(tmp_path):
     groups = [Group(prompt, 2, samples, rewards)]
     dump_groups(tmp_path, 7, groups, [[0.0, 0.0]])
     assert load_groups(tmp_path, 7, vocabulary=50) == groups
+
+
+def test_transcripts_show_some_prompts_with_reward_and_cause_of_failure(plain, tmp_path):
+    text, logprobs, spans = plain.encode("abc"), (0.0,) * 3, (Span(0, 3, 0),)
+    groups = [
+        Group(
+            Prompt(i, (1,), f"question {i}: ", "abc", "match"),
+            -1,
+            (Sample(i, 0, -1, text, logprobs, "stop", spans),),
+            (Reward(1.0) if i else Reward(0.0, error="TimeoutError: 2 s"),),
+        )
+        for i in range(40)
+    ]
+    write_transcripts(tmp_path / "new" / "step.txt", groups, plain)
+    text = (tmp_path / "new" / "step.txt").read_text()
+    assert text.count("--- prompt") == 16 and text.count("error: TimeoutError: 2 s") == 1
+    assert "--- prompt 2 | reward 1 | 3 tokens, stop\nquestion 2: abc\nanswer: abc\n" in text
+
+
+def test_transcripts_tell_given_texts_from_sampled_ones(plain, tmp_path):
+    text = plain.encode("map\n..left<|endoftext|>?!right")
+    spans = Span(6, 8, 0), Span(8, 11, 1), Span(13, 18, 1)  # an update came in the first turn
+    sample = Sample(0, 0, -1, array("i", text), array("f", [0.0] * 18), "stop", spans)
+    prompt = Prompt(0, (1,), "lake", "", "env", env="lake")
+    write_transcripts(tmp_path / "step.txt", [Group(prompt, -1, (sample,), (Reward(1.0),))], plain)
+    assert (tmp_path / "step.txt").read_text().splitlines()[1:-1] == [
+        "prompt  | lake",
+        "given   | map",
+        "        | ..",
+        "turn 1  | left",
+        "given   | ?!",
+        "turn 2  | right",
+    ]
 
 
 def test_a_dump_that_is_none_is_refused_by_name(tmp_path):

@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 from conftest import ROOT
 
+from config import load_config
 from core import Environment, Reply
 from environments import EnvConfig, Episode, EpisodeError, reply_tokens, resolve
 from envs.adapters import from_gym, tools
@@ -16,6 +17,7 @@ from envs.games import ENVIRONMENTS, Player
 from envs.player import main, played, transcript, write_anything
 from rewards import user_files
 from rewards.graders import exact_match
+from settings import Config, check_run
 from tasks import is_held_out
 from warm_start import byte_tokenizer
 
@@ -354,6 +356,25 @@ def test_a_transcript_for_a_warm_start_says_what_is_to_be_learned(name: str) -> 
         episode.act(text)
     assert episode.end and pieces == episode.transcript() == transcript(name, n, 3, 0.2)
     assert len({str(transcript(name, n, seed, 0.5)) for seed in range(20)}) > 1
+
+
+@EVERY
+def test_the_config_of_a_game_lets_every_problem_be_solved(name: str, tmp_path) -> None:
+    config = load_config(Config, str(ROOT / "configs" / f"{name}.toml"), [f"--run.dir={tmp_path / 'run'}"])
+    check_run(config, 1, resume=False, is_main=True)
+    game, limits = ENVIRONMENTS[name], config.env
+    for n in game.numbers():
+        episode = played(game.environment, game.row(n), game.players["expert"], n, limits.max_turns)
+        lengths = [len(text) + is_written for text, is_written in episode.transcript()]  # bytes, and the end of a turn
+        assert episode.end == "stop" and max(map(len, episode.actions)) < limits.max_turn_tokens
+        assert sum(lengths) <= config.rollout.max_response_tokens
+
+
+def test_training_asks_for_every_number_that_the_evaluation_asks_for() -> None:
+    """Else the model would learn, rightly, which numbers are never asked for, and lose held-out games by that."""
+    game = ENVIRONMENTS["guess"]
+    trained, held_out = ({game.row(n)["answer"] for n in game.numbers() if is_held_out(n) == x} for x in (False, True))
+    assert trained == held_out and len(trained) == 100
 
 
 def test_the_relay_has_a_long_tail_of_turns() -> None:

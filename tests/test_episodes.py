@@ -133,7 +133,9 @@ def test_slow_and_failing_environments_hold_up_nobody_and_train_nothing_else(
     own = dict(data__env=CHAT.replace("chat", "needs_patience"), env__clock="time", env__max_failures=0, run__steps=2)
     run_ranks(2, train_runs, settings("patient", overlap__depth=depth, run__eval_every=2, data__eval_prompts=2, **own))
     check_transcripts(tmp_path / "patient")
-    assert sum(r["round"]["failed_episodes"] for r in steps_of(tmp_path / "patient")) > 0
+    records = steps_of(tmp_path / "patient")
+    assert sum(r["episodes"]["failed"] for r in records) > 0
+    assert all(r["episodes"]["turns"]["max"] >= 1 and r["episodes"]["reply_seconds"]["max"] > 0 for r in records)
 
 
 def test_an_episode_that_moved_goes_on_where_it_was() -> None:
@@ -156,6 +158,7 @@ def test_an_episode_that_moved_goes_on_where_it_was() -> None:
             episodes.end_turn(visit, sequence, turn)
             [answer] = episodes.poll(waits=True)
         assert not episodes.open and not episodes.awaited and not isinstance(answer, EngineSequence)
+        assert len(episodes.take_stats().reply_seconds) == (1 if moves else 4)
         return answer
 
     assert play(moves=True) == play(moves=False)

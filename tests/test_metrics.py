@@ -10,7 +10,6 @@ import pytest
 
 import metrics
 from config import ConfigError
-from core import Group, Prompt, Reward, Sample
 from metrics import (
     COLUMNS,
     Clock,
@@ -24,7 +23,6 @@ from metrics import (
     peak_memory,
     quantiles,
     read_records,
-    write_transcripts,
 )
 
 TRAIN = {"loss": -0.0123, "grad_norm": 0.5, "entropy": 1.25, "logprob_diff_max": 3e-6, "skipped": ""}
@@ -290,6 +288,24 @@ def test_a_run_ends_with_a_table_of_its_evaluations(tmp_path, capsys) -> None:
     assert str(tmp_path / "steps.jsonl") in files and "step_000002" in files
 
 
+def test_a_run_with_environments_says_how_its_episodes_went(tmp_path, capsys) -> None:
+    recorder = make_recorder(tmp_path)
+    for step, failed in ((1, 2), (2, 0)):
+        episodes = {"turns": quantiles([1, step]), "reply_seconds": quantiles([0.25]), "failed": failed}
+        engine = {"resumed_tokens": 30, "recomputed_tokens": 4, "peak_parked_pages": 9 - step}
+        record = make_record(step, episodes=episodes, engine=engine, eval=make_eval(0.5) | {"turns": quantiles([3, 7])})
+        recorder.write(record)
+        recorder.step(record)
+    said = capsys.readouterr().out
+    assert said.count("began again") == 1 and "WARNING: step 1: 2 episodes began again" in said
+    assert said.count("held-out prompts | turns P50 5 P99 6.96") == 2
+    recorder.finish(tmp_path, 9, 9)
+    assert (
+        "episodes: turns P50 1.5 P99 1.99, replies P50 0.250 s P99 0.250 s in the last step; 2 failed; "
+        "of turns before, 60 tokens were kept (in 8 pages at most) and 8 computed again\n"
+    ) in capsys.readouterr().out
+
+
 def test_a_run_that_reached_its_end_or_evaluated_nothing_says_no_more(tmp_path, capsys) -> None:
     recorder = make_recorder(tmp_path)
     recorder.write({"step": 0, "eval": {}, "seconds": {}})
@@ -297,23 +313,6 @@ def test_a_run_that_reached_its_end_or_evaluated_nothing_says_no_more(tmp_path, 
     recorder.finish(tmp_path, 9, 9)
     [files] = filter(None, capsys.readouterr().out.splitlines())
     assert files.startswith("records ")
-
-
-def test_transcripts_show_some_prompts_with_reward_and_cause_of_failure(tmp_path) -> None:
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(96 + i) for i in ids))
-    groups = [
-        Group(
-            Prompt(i, (1,), f"question {i}: ", "abc", "match"),
-            -1,
-            (Sample(i, 0, -1, (1, 2, 3), (0.0,) * 3, "stop", ()),),
-            (Reward(1.0) if i else Reward(0.0, error="TimeoutError: 2 s"),),
-        )
-        for i in range(40)
-    ]
-    write_transcripts(tmp_path / "new" / "step.txt", groups, tokenizer)
-    text = (tmp_path / "new" / "step.txt").read_text()
-    assert text.count("--- prompt") == 16 and text.count("error: TimeoutError: 2 s") == 1
-    assert "--- prompt 2 | reward 1 | 3 tokens, stop\nquestion 2: abc\nanswer: abc\n" in text
 
 
 # ---- loggers -----------------------------------------------------------------------------------------------------

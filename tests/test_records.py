@@ -7,6 +7,7 @@ import pytest
 
 from core import Group, Prompt, Reward, Sample, Span
 from engine.sequence import EngineStats
+from envs.episodes import EpisodeStats
 from policies.split import Work
 from records import (
     RankReport,
@@ -43,7 +44,9 @@ def report(rank: int, rollout: float) -> RankReport:
     engine = EngineStats(regroup_bytes=5)
     if rank % 2 == 0:
         engine = replace(engine, decode_steps=10 + rank, decoded_tokens=100, preemptions=3, peak_pages=rank)
-    return RankReport(engine, 2, 64, seconds, ([], []), {"host_mib": 10.0}, PoolStats(graded=1), JudgeStats())
+    return RankReport(
+        engine, 2, 64, seconds, ([], []), {"host_mib": 10.0}, PoolStats(graded=1), JudgeStats(), EpisodeStats()
+    )
 
 
 def test_a_step_adds_up_replicas_and_takes_the_slowest_rank() -> None:
@@ -76,6 +79,19 @@ def test_the_lag_of_a_sample_counts_from_its_first_token_and_that_of_a_token_fro
     assert record["mean"] == pytest.approx(8 / 3) and record["token_mean"] == pytest.approx(1.3)
     fresh = lag_record([whole], 0)
     assert fresh["samples"] == {"0": 2} and fresh["max"] == fresh["mean"] == fresh["token_mean"] == 0
+
+
+def test_turns_and_replies_are_counted_where_environments_answer() -> None:
+    alone = group(0, "a", 1.0, 0.0)
+    reports = [replace(report(i, 4.0), episodes=EpisodeStats(i, [1.0 + i])) for i in range(4)]
+    assert "episodes" not in step_record(3, 2.0, [alone], {}, [UPDATE], reports)
+    spans = (Span(0, 2, 1), Span(2, 4, 2), Span(5, 9, 2)), (Span(0, 9, 2),)  # two turns, the first of two versions; one
+    samples = tuple(replace(s, token_ids=(7,) * 9, spans=x) for s, x in zip(alone.samples, spans, strict=True))
+    played = replace(alone, prompt=replace(alone.prompt, env="guess"), samples=samples)
+    record = step_record(3, 2.0, [alone, played], {}, [UPDATE], reports)["episodes"]
+    assert record["turns"]["max"] == 2 and record["turns"]["mean"] == 1.5
+    assert record["failed"] == 0 + 2 and record["reply_seconds"]["mean"] == 2.0, "once for each replica"
+    assert evaluation_record([played], 1.0)["turns"] == record["turns"]
 
 
 def test_a_prompt_passes_by_its_best_response() -> None:
