@@ -180,6 +180,13 @@ BENCHMARKS = {
         "figures/asynchrony_learning.py",
         (*ROUND, *TRAINING, "policies/flow.py", "overlap/*.py", *RUN, "warm_start.py", "configs/tiny.toml"),
     ),
+    "environments_learning": Benchmark(
+        "figures/environments_learning.py",
+        (
+            *(*ROUND, *TRAINING, "environments.py", "envs/*.py", *RUN, "warm_start.py"),
+            *("configs/guess.toml", "configs/relay.toml"),
+        ),
+    ),
     "soak": Benchmark(
         "benchmarks/soak.py --steps 4000",
         (*RUN, "checkpoint.py", *ROUND, *TRAINING, *REWARDS, *STREAM),

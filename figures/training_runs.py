@@ -30,9 +30,9 @@ from metrics import read_records
 
 
 def stamp(quick: bool) -> dict[str, str]:
-    """Return commit and date, and a hash of all rooms and the config: `code`. Raises RuntimeError when uncommitted."""
+    """Return commit and date, and a hash of all rooms and configs: `code`. Raises RuntimeError when uncommitted."""
     rooms = (path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
-    files = [*sorted(str(path.relative_to(ROOT)) for path in rooms), CONFIG]
+    files = sorted(str(path.relative_to(ROOT)) for path in (*rooms, *ROOT.glob("configs/*.toml")))
     code = hashlib.sha256("".join(fingerprint(ROOT / file) for file in files).encode()).hexdigest()[:16]
     commit = "quick" if quick else committed(files)
     return {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()), "code": code}
@@ -49,8 +49,15 @@ def has_collapsed(folder: Path) -> bool:
     return any(evaluation["avg@4"] == 0 for evaluation in evaluations)
 
 
-def run(name: str, *settings: str, ranks: int = 2, quick: bool = False, until: Callable[[Path], bool] = never) -> Path:
-    """Train `configs/tiny.toml` with `--settings` in runs/`name`, unless that is done; return the run's folder.
+def run(
+    name: str,
+    *settings: str,
+    ranks: int = 2,
+    quick: bool = False,
+    until: Callable[[Path], bool] = never,
+    config: str = CONFIG,
+) -> Path:
+    """Train `config` with `--settings` in runs/`name`, unless that is done; return the run's folder.
 
     A profile is measured first where the planner needs one. With `quick` a few steps, in a folder made anew. A run may
     be ended before its last step: as soon as `until` says so of its folder.
@@ -65,7 +72,9 @@ def run(name: str, *settings: str, ranks: int = 2, quick: bool = False, until: C
     if not begun:
         folder.parent.mkdir(exist_ok=True)
         beside(folder).write_text(json.dumps(now), encoding="utf-8")
-    keys = [f"--{setting}" for setting in (*settings, *(QUICK if quick else ()), f"run.dir={folder}")]
+    keys = [
+        f"--{setting}" for setting in (f"config={config}", *settings, *(QUICK if quick else ()), f"run.dir={folder}")
+    ]
     if "planner.rule=predict" in settings and not begun:
         launch(ranks, "profiler.py", *keys)
     if not until(folder):
@@ -126,7 +135,7 @@ def make(
 def launch(ranks: int, script: str, *arguments: str, until: Callable[[], bool] = lambda: False) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
     # The run's lines are progress: standard output is for results.
-    process, is_over = subprocess.Popen([*command, "--config", CONFIG, *arguments], cwd=ROOT, stdout=sys.stderr), False
+    process, is_over = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=sys.stderr), False
     while process.poll() is None:
         time.sleep(LOOK_SECONDS)
         if not is_over and (is_over := until()):

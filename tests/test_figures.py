@@ -71,6 +71,43 @@ def test_asynchronous_runs_are_drawn_and_compared_with_the_synchronous_ones(load
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_runs_of_games_are_drawn_beside_players_and_told_where_they_miss_the_target(load, tmp_path: Path) -> None:
+    script = load("environments_learning")
+    made = {
+        "commit": "0" * 40,
+        "date": "2026-11-22",
+        "samples": 8,
+        "seconds": 60,
+        "logprob_diff_max": 1e-5,
+        "failed": 0,
+    }
+    rows = [
+        made
+        | {"game": game, "seed": seed, "players": script.players(game), "reward": [0.3, last]}
+        | {
+            "evaluations": [
+                {"step": step, "avg@4": score, "standard_error": 0.03, "num_prompts": 8, "turns": {"mean": 5.0}}
+                for step, score in ((0, 0.5), (2, last))
+            ]
+        }
+        for game, lasts in {"guess": (0.97, 0.5), "relay": (0.9, 0.4)}.items()
+        for seed, last in enumerate(lasts)
+    ]
+    found = script.summary(rows)
+    assert [(r["game"], r["reached"]) for r in found["rows"]] == [
+        ("guess", "yes"),
+        ("guess", "no"),
+        ("relay", "yes"),
+        ("relay", "no"),
+    ]
+    assert found["rows"][1]["standard_errors"] == 0 and found["rows"][3]["standard_errors"] < 0
+    guess, relay = found["players"]
+    assert guess["expert"] == relay["expert"] == 1 and guess["random"] == pytest.approx(0.07, abs=0.03)
+    assert guess["random"] < guess["teacher with slips"] < 0.51 and relay["random"] == 0
+    script.draw(rows, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("name", ["out.pdf", "out.png"])
 def test_a_run_is_drawn(name: str, load, tmp_path: Path) -> None:
     run = load("run")
