@@ -44,10 +44,10 @@ def config_of(game: str) -> str:
 
 def score(game: str, player: Player) -> float:
     """Return the mean reward of a player over all held-out problems."""
-    environment, numbers = ENVIRONMENTS[game].environment, [n for n in ENVIRONMENTS[game].numbers() if is_held_out(n)]
-    seeds = range(-(-EPISODES // len(numbers)))
-    rows = [(ENVIRONMENTS[game].row(n), seed) for seed in seeds for n in numbers]
-    return statistics.mean(played(environment, row, player, seed).reward for row, seed in rows)
+    own = ENVIRONMENTS[game]
+    numbers = [n for n in own.numbers() if is_held_out(n)]
+    episodes = enumerate(numbers * -(-EPISODES // len(numbers)))  # a seed each: slips of one seed are alike
+    return statistics.mean(played(own.environment, own.row(n), player, seed).reward for seed, n in episodes)
 
 
 def players(game: str) -> dict[str, float]:
