@@ -36,6 +36,7 @@ from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
 from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, window
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
+from simulation.episodes import EpisodeReplica, Episodes, EpisodesConfig, check_episodes, skip_idle
 from simulation.workload import Drawn, LengthModel, Lengths, Recorded
 
 CONFIGS = Path(__file__).parent / "configs" / "simulate"
@@ -99,6 +100,7 @@ class SimulationConfig:
     stream: StreamConfig = field(default_factory=StreamConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    env: EpisodesConfig = field(default_factory=EpisodesConfig)
 
     @property
     def decoding_gpus(self) -> int:
@@ -132,7 +134,9 @@ class SimulatedRound:
     def _make_replicas(self, tp: int) -> list[Replica]:
         c = self.run.config.cluster
         costs = [self.run.costs_at(i, tp) for i in range(self.run.config.decoding_gpus // tp)]
-        return [Replica(each, each.pages, c.page_size, c.max_running, c.shared_prompts) for each in costs]
+        given = [(each, each.pages, c.page_size, c.max_running, c.shared_prompts) for each in costs]
+        episodes = self.run.episodes
+        return [EpisodeReplica(episodes, *each) if episodes else Replica(*each) for each in given]
 
     @property
     def seconds(self) -> float:
@@ -175,12 +179,14 @@ class SimulatedRound:
         ids, count = [visit.id for visit in prompts], self.plan.num_responses
         self.prompts.update({visit.id: visit.prompt for visit in prompts})
         lengths = {id: self.run.workload.lengths(id, count, self.step) for id in ids}
-        self.drawn += [length for drawn in lengths.values() for length in drawn]
         spread = self.run.config.scheduler.placement == "spread"
         for replica, share in zip(self.replicas, self.placement.launch(ids, count, expected, spread), strict=True):
             for id in share:
-                size = len(self.prompts[id.visit].token_ids)
-                replica.add(Response(id, size, lengths[id.visit][id.response]))
+                given = id, len(self.prompts[id.visit].token_ids), lengths[id.visit][id.response]
+                episodes = self.run.episodes
+                response = episodes.episode(*given, self.step) if episodes else Response(*given)
+                self.drawn.append(response.length)
+                replica.add(response)
 
     def decode(self, looks: bool = False, until: float = math.inf) -> list[Finished]:
         """Go on to the end of the first window with an event, or of the next. They begin together on all replicas.
@@ -191,11 +197,12 @@ class SimulatedRound:
         is_watched = self.scale_down is not None or (self.run.planner is not None and self.run.planner.due > 0)
         size = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, is_watched)
         windows = 1
+        awaits = skip_idle(self.replicas, until)
         if size < math.inf:
             first = min(replica.next_event() for replica in self.replicas)
-            if first == math.inf:
+            if first == math.inf and not awaits:
                 return []  # dynamic sampling waits for its grades
-            windows = 1 if looks else math.ceil((first - self.iteration) / size)
+            windows = 1 if looks or awaits else math.ceil((first - self.iteration) / size)
             if until < math.inf:
                 pace = size * max(replica.step_seconds for replica in self.replicas)
                 windows = min(windows, max(math.ceil((until - self.seconds) / pace), 1))
@@ -297,9 +304,17 @@ class Simulation:
         ):
             if o.depth and is_on:
                 raise ConfigError(f"overlap.depth = {o.depth:g} leaves no rounds to {rule}")
+        others = {
+            f"stream.policy = {config.stream.policy}": config.stream.policy != "off",
+            f"planner.rule = {config.planner.rule}": config.planner.rule != "fixed",
+            "scheduler.migrate = true": config.scheduler.migrate,
+            f"env.barrier = true and overlap.depth = {o.depth:g}": config.env.barrier and o.depth > 0,
+        }
+        check_episodes(config.env, others)
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
         c = config.cluster
         self.workload = workload or Drawn(model.lengths, c.seed)
+        self.episodes = Episodes(config.env, c.seed, self.workload.limit) if config.env.turns else None
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, c.seed)
         count = math.ceil(config.scheduler.num_prompts * self.policy.config.eta_prompts) * (c.steps + 1)
         prompts = self.workload.prompts(count)

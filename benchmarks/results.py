@@ -45,7 +45,7 @@ REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.py")
 ENDLESS = ("policies/flow.py", "overlap/endless.py", "overlap/pools.py")
 SIMULATOR = (
-    *("simulate.py", "simulation/*.py", "engine/pages.py", "rewards/timeouts.py"),
+    *("simulate.py", "simulation/*.py", "engine/pages.py", "envs/latency.py", "rewards/timeouts.py"),
     *(f"policies/{name}.py" for name in ("flow", "placement", "planner", "replica", "scale_down", "step_times")),
     *("scheduler.py", "configs/simulate/*.toml"),
 )

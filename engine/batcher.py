@@ -101,7 +101,8 @@ class Batcher:
 
     def _admit(self, late: Started) -> None:
         state, donors = (len(self.admitted) + len(late.sequences), self.pages.free), (self._computing, self._cached)
-        for sequence, donor, is_late, shared, own in self.admission.admit(self.waiting, *state, *donors, self._parked):
+        kept = self._parked_pages
+        for sequence, donor, is_late, shared, own in self.admission.admit(self.waiting, *state, *donors, kept):
             if parked := None if donor else self._parked(sequence):
                 self.pages.resume(parked, sequence)
                 late.resumed.append((parked, sequence))
@@ -137,6 +138,10 @@ class Batcher:
         """Return the parked pages that begin a sequence, unless another computes the same context now."""
         parked = self.parked.get(sequence.id)
         return parked if parked and parked.begins(sequence) and sequence.context not in self.prefills else None
+
+    def _parked_pages(self, sequence: Sequence) -> list[int]:
+        parked = self._parked(sequence)
+        return parked.pages if parked else []
 
     def full_rows(self) -> list[Sequence]:
         """Return the sequences whose next token needs a new page."""

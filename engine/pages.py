@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -99,18 +99,18 @@ class Admission:
         free: int,
         computing: Callable[[S], S | None],
         cached: Callable[[S], S | None],
-        parked: Callable[[S], Holder | None] = lambda _: None,
+        parked: Callable[[S], Collection[int]] = lambda _: (),
     ) -> Iterator[tuple[S, S | None, bool, int, int]]:
         """Take sequences off `waiting`, in order, while rows and pages last.
 
         Yields (sequence, donor, whether it is late, pages of the donor to share, pages to take). The donor has, or will
         have, the same context in its pages. `computing` returns a sequence that computes the same context in this step,
         `cached` one that has computed the same prompt before, and then the new sequence is late. A resumed sequence's
-        own tokens are in nobody's pages, but for those that were `parked` for it: it is computed again.
+        own tokens are in nobody's pages, but for the pages that were `parked` for it: it is computed again.
         """
         while waiting and num_admitted < self.max_running:
             tokens, kept = waiting[0].num_tokens, parked(waiting[0])
-            needed, shared = pages_needed(tokens, self.page_size) - (len(kept.pages) if kept else 0), 0
+            needed, shared = pages_needed(tokens, self.page_size) - len(kept), 0
             if not self.shares_prompts and not has_room(needed, free, self.num_pages, num_admitted):
                 return  # before it looks for a donor, step after step
             donor, is_late = None if kept else computing(waiting[0]), False

@@ -8,9 +8,10 @@ closed-form sum.
 
 import math
 from collections import deque
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import takewhile
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class Response:
     length: int
     done: int = 0  # tokens it had when it was admitted
     start: int = 0  # the replica's iteration at that time
+    kept: int = 0  # tokens that are still in its pages when it is admitted again
     shared: int = 0  # pages of its prompt that others may share
     sharers: list[int] = field(default_factory=list)  # `shared` of all that have these pages
 
@@ -62,16 +64,17 @@ class Replica:
         self.iteration = 0
         self.running: dict[SampleId, Response] = {}  # in order of admission
         self.waiting: deque[Response] = deque()
+        self.parked: dict[SampleId, Response] = {}  # have their pages still, as long as nobody needs them; oldest first
         self.ending: list[tuple[int, SampleId]] = []  # heap; entries of responses that left early are passed over
         self.prompts: dict[VisitId, list[Response]] = {}  # the running ones
         self.new: dict[SampleId, Response] = {}  # admitted, their context not computed
         self.has_begun, self.event = False, math.inf  # what comes before the next step is done; see `next_event`
         # Pages: of each sequence the whole ones, counted at iteration 0, and how many tokens are left over.
-        self.whole_pages = self.saved_pages = self.base = 0
+        self.whole_pages = self.saved_pages = self.parked_pages = self.base = 0
         self.left_over, self.steps = np.zeros(page_size, np.int64), np.arange(page_size)
         self.busy = 0.0
         self.events = self.preemptions = self.decoded = 0
-        self.recomputed = 0  # tokens of contexts that were computed again
+        self.recomputed = self.resumed = 0  # tokens of contexts that were computed again, and that were not
         self.plain = (0, 0, 0.0)  # steps that compute no context: how many, the tokens that they drew, their seconds
 
     @property
@@ -84,6 +87,7 @@ class Replica:
 
     def remove(self, ids: Set[SampleId]) -> list[Response]:
         """Take those of `ids` that are here out, with their tokens; another replica's `add` continues them."""
+        self.forget(ids)
         gone = [self._release(id) for id in self.running.keys() & ids]
         gone += [s for s in self.waiting if s.id in ids]
         self.waiting = deque(s for s in self.waiting if s.id not in ids)
@@ -94,7 +98,20 @@ class Replica:
         """Take the pages of all: new weights have other keys and values. They wait in their order, and go on."""
         while self.running:
             self._evict_newest()
+        self.forget([*self.parked])
         self.has_begun = False
+
+    def park(self, sequence: Response) -> None:
+        """Keep the pages of a response that has just left its row, until it is admitted again."""
+        sequence.kept = sequence.num_tokens - 1
+        self.parked[sequence.id] = sequence
+        self._keep(sequence, 1)
+
+    def forget(self, ids: Iterable[SampleId]) -> None:
+        """Free what is parked of these responses: they will be computed again."""
+        for sequence in [self.parked.pop(id) for id in ids if id in self.parked]:
+            self._keep(sequence, -1)
+            sequence.kept = 0
 
     def live_tokens(self) -> list[int]:
         """Return the response tokens so far of each response that runs or waits."""
@@ -119,14 +136,22 @@ class Replica:
         finished = []
         while self.iteration < iteration and (at := self.next_event()) < math.inf:
             self._advance(int(min(at, iteration)))
-            while self.ending and self.ending[0][0] <= self.iteration:
-                ended = heappop(self.ending)
-                if self._is_current(*ended):
-                    sequence = self._release(ended[1])
-                    finished.append((Finished(self.iteration, sequence.id, sequence.length), self.clock))
+            finished += self._end()
         if iteration < math.inf:
             self.iteration = int(iteration)  # a replica that ran dry counts on
         return finished
+
+    def _end(self) -> list[tuple[Finished, float]]:
+        """Return the responses that have just ended."""
+        return [(Finished(self.iteration, s.id, s.length), self.clock) for s in self._take_ended()]
+
+    def _take_ended(self) -> list[Response]:
+        ended = []
+        while self.ending and self.ending[0][0] <= self.iteration:
+            end = heappop(self.ending)
+            if self._is_current(*end):
+                ended.append(self._release(end[1]))
+        return ended
 
     def _next_event(self) -> float:
         if not self.running:
@@ -148,11 +173,11 @@ class Replica:
     def _pages_at(self, iteration: int) -> int:
         """Return how many pages the running sequences have after an iteration."""
         own = pages_needed(self.steps + iteration, self.page_size) @ self.left_over
-        return self.whole_pages + int(own) - self.saved_pages
+        return self.whole_pages + int(own) + self.parked_pages - self.saved_pages
 
     def _fits(self, iteration: int) -> bool:
         rows = len(self.running)
-        most = (self.base + rows * iteration) // self.page_size + rows  # as if nothing were shared: quickly seen
+        most = (self.base + rows * iteration) // self.page_size + rows + self.parked_pages  # as if nothing were shared
         return most <= self.num_pages or self._pages_at(iteration) <= self.num_pages
 
     def _steps_left(self) -> int:
@@ -168,6 +193,14 @@ class Replica:
         self.whole_pages += sign * whole
         self.left_over[rest] += sign
         self.base += sign * sequence.base
+        self._share(sequence, sign)
+
+    def _keep(self, sequence: Response, sign: int) -> None:
+        """Count a parked response's pages in (1) or out (-1)."""
+        self.parked_pages += sign * pages_needed(sequence.kept, self.page_size)
+        self._share(sequence, sign)
+
+    def _share(self, sequence: Response, sign: int) -> None:
         before = _saved(sequence.sharers)
         if sign > 0:
             sequence.sharers.append(sequence.shared)
@@ -181,9 +214,19 @@ class Replica:
         """Admit, then preempt the newest while there are no pages for the next token of every sequence."""
         self.has_begun = True
         self._admit()
+        while self.waiting and len(self.running) < self.admission.max_running:
+            others = [id for id in self.parked if id != self.waiting[0].id]
+            if not others:
+                break
+            self.forget(others[:1])  # nobody waits for pages that are only kept
+            self._admit()
+        assert self.running or not self.waiting, "one sequence does not fit"
         while not self._fits(self.iteration + 1):
-            self._evict_newest()
-            self.preemptions += 1
+            if self.parked:
+                self.forget([next(iter(self.parked))])
+            else:
+                self._evict_newest()
+                self.preemptions += 1
 
     def _evict_newest(self) -> None:
         self.waiting.appendleft(self._release(next(reversed(self.running))))
@@ -192,11 +235,19 @@ class Replica:
         """Start waiting sequences, in order. A prompt is computed once for all its responses."""
         if not self.waiting:
             return
-        given = self.waiting, len(self.running), self.num_pages - self.pages_used, self._computing, self._cached
+        newest = takewhile(lambda s: s.start == self.iteration, reversed(self.running.values()))
+        ahead = sum((s.num_tokens - 1) % self.page_size == 0 for s in newest)  # pages of theirs that count from now on
+        state = len(self.running), self.num_pages - self.pages_used - ahead
+        donors = self._computing, self._cached
+        given = self.waiting, *state, *donors, lambda s: range(pages_needed(s.kept, self.page_size))
         for sequence, donor, is_late, shared, _ in self.admission.admit(*given):
             self.events += 1
-            sequence.start, sequence.sharers = self.iteration, donor.sharers if donor else []
-            sequence.shared = shared if donor else sequence.prompt_tokens // self.page_size
+            sequence.start = self.iteration
+            if sequence.kept:
+                self._keep(self.parked.pop(sequence.id), -1)
+            else:
+                sequence.sharers = donor.sharers if donor else []
+                sequence.shared = shared if donor else sequence.prompt_tokens // self.page_size
             self.running[sequence.id] = sequence
             self.prompts.setdefault(sequence.id.visit, []).append(sequence)
             self._hold(sequence, 1)
@@ -205,7 +256,6 @@ class Replica:
             if not is_late:
                 self.new[sequence.id] = sequence
             heappush(self.ending, (sequence.ends, sequence.id))
-        assert self.running or not self.waiting, "one sequence does not fit"
 
     def _computing(self, sequence: Response) -> Response | None:
         siblings = () if sequence.done else self.prompts.get(sequence.id.visit, ())
@@ -221,10 +271,11 @@ class Replica:
         context = self.base + rows * self.iteration
         self.decoded += rows * steps
         if self.new:  # a step that computes contexts; it decodes the others only
-            computed = {s.id if s.done else s.id.visit: s.num_tokens for s in self.new.values()}
-            for tokens in computed.values():
-                self._spend(self.times.prefill(tokens))
-            self.recomputed += sum(s.num_tokens for s in self.new.values() if s.done)
+            computed = {s.id if s.done else s.id.visit: s for s in self.new.values()}
+            for s in computed.values():
+                self._spend(self.times.prefill(s.num_tokens) - self.times.prefill(s.kept))
+            self.resumed += sum(s.kept for s in self.new.values())
+            self.recomputed += sum(s.num_tokens for s in self.new.values() if s.done and not s.kept)
             if others := rows - len(self.new):
                 self._spend(self.times.decode(others, context - sum(s.num_tokens - 1 for s in self.new.values())))
             self.new.clear()
@@ -249,6 +300,7 @@ class Replica:
             del self.prompts[id.visit]
         self.new.pop(id, None)
         sequence.done += self.iteration - sequence.start
+        sequence.kept = 0
         return sequence
 
 

@@ -12,8 +12,9 @@ from engine.batcher import Batcher
 from engine.cpu import BatchedPages
 from engine.pages import Admission, Pages
 from engine.sequence import EngineStats, Parked, Sequence
-from policies.replica import Replica, Response
+from policies.replica import Response
 from policies.step_times import FittedTimes
+from simulation.episodes import EpisodeReplica, Episodes, EpisodesConfig
 
 PAGE = 8
 TIMES = FittedTimes(0, [(1, 0, 1.1), (2, 0, 1.2), (2, 100, 1.7)], [(1, 0.02), (100, 0.03)])
@@ -25,7 +26,7 @@ def make_batcher(pages: Pages, rows: int, longest: int, step_tokens: int = 10**6
     return batcher
 
 
-def step(batcher: Batcher) -> tuple[list[SampleId], float]:
+def step(batcher: Batcher) -> tuple[list[Sequence], float]:
     """Do the books of one engine step; return who has drawn all its tokens, and what the step takes."""
     batcher.admit()
     for newest in batcher.make_room():
@@ -33,39 +34,57 @@ def step(batcher: Batcher) -> tuple[list[SampleId], float]:
             newest.token_ids = [newest.key] * batcher.num_drawn(newest)  # no two resumed contexts are equal
         batcher.evict([newest])
     chunks, n = batcher.plan_chunks(), len(batcher.running)
-    seconds = sum(TIMES.prefill(len(chunk.prefill.context)) for chunk in chunks)
+    seconds = sum(TIMES.prefill(chunk.end) - TIMES.prefill(chunk.start) for chunk in chunks)
     seconds += TIMES.decode(n, int(batcher.length[:n].sum())) if n else 0.0
     batcher.count_decoded(n)
     batcher.count_prefilled(chunks)
     ended = [s for s in batcher.running if batcher.num_drawn(s) == s.max_new_tokens]
+    for sequence in ended:
+        if sequence.has_turns:
+            batcher.park(sequence, Parked(sequence.prompt_ids, array("i", [sequence.key] * sequence.max_new_tokens)))
     batcher.remove(ended)
-    return [s.id for s in ended], seconds
+    return ended, seconds
 
 
 # With more siblings two may have a copy of the prompt; the order of rows, which no replica has, says whose is shared.
+@pytest.mark.parametrize("turns", [1, 4])
 @pytest.mark.parametrize("kind, siblings", [(Pages, 2), (BatchedPages, 4)])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_replica_plays_the_batcher_to_the_step_and_the_page(seed: int, kind: type[Pages], siblings: int) -> None:
+def test_a_replica_plays_the_batcher_to_the_step_and_the_page(
+    seed: int, kind: type[Pages], siblings: int, turns: int
+) -> None:
     rng = Random(seed)
     rows, num_pages = rng.choice((3, 8, 100)), rng.choice((60, 90, 200, 1200))
     prompts = [rng.choice((16, rng.randint(1, 90))) for _ in range(12)]
     lengths = {SampleId(0, p, r): rng.randint(1, 300) for p in range(24 // siblings) for r in range(siblings)}
-    batcher = make_batcher(kind(num_pages, PAGE), rows, num_pages)
-    replica = Replica(TIMES, num_pages, PAGE, rows, kind.shares)
+    batcher, episodes = make_batcher(kind(num_pages, PAGE), rows, num_pages), {}
+    drawn = Episodes(EpisodesConfig(turns, (turns - 1) / 6), 0, 390)
+    replica = EpisodeReplica(drawn, TIMES, num_pages, PAGE, rows, kind.shares)
     for i, (id, length) in enumerate(lengths.items()):
-        batcher.waiting.append(Sequence(id.prompt, id.response, 0, (id.prompt,) * prompts[id.prompt], 100 + i, length))
-        replica.add(Response(id, prompts[id.prompt], length))
+        episodes[id] = episode = drawn.episode(id, prompts[id.prompt], length, 0)
+        given = (id.prompt,) * prompts[id.prompt], 100 + i, episode.turns[0].stop
+        batcher.waiting.append(Sequence(id.prompt, id.response, 0, *given, has_turns=not episode.is_last))
+        replica.add(drawn.episode(id, prompts[id.prompt], length, 0))
     wanted, found, clock, steps, until = [], [], 0.0, 0, 0
     while not batcher.is_idle:
         ended, seconds = step(batcher)
         steps, clock = steps + 1, clock + seconds
-        wanted += [(steps, id, clock) for id in ended]
+        for sequence in sorted(ended, key=lambda s: s.id):
+            if not sequence.has_turns:
+                wanted.append((steps, sequence.id, clock))
+                continue
+            (episode := episodes[sequence.id]).go_on()
+            turn, text = episode.turns[episode.turn], array("i", [sequence.key] * episode.done)
+            batcher.waiting.append(
+                replace(sequence, token_ids=text, max_new_tokens=turn.stop, has_turns=not episode.is_last)
+            )
     while replica.running or replica.waiting:  # ends of windows change nothing
         until += rng.choice((1, 16, 500))
         found += [(event.iteration, event.id, at) for event, at in replica.run_until(until)]
     assert [x[:2] for x in sorted(found)] == [x[:2] for x in sorted(wanted)]
     assert [x[2] for x in sorted(found)] == pytest.approx([x[2] for x in sorted(wanted)])
     assert replica.preemptions == batcher.stats.preemptions and replica.clock == pytest.approx(clock)
+    assert replica.resumed == batcher.stats.resumed_tokens and (replica.resumed > 0 or turns == 1 or num_pages < 1200)
     assert batcher.pages.used == replica.pages_used == replica.base == 0
     assert num_pages > 90 or rows == 3 or replica.preemptions > 0
 
