@@ -15,7 +15,9 @@ from data import DataConfig, load_prompts
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
 from environments import EnvConfig, resolve
-from envs.chat import chat_glue
+from envs.chat import Reader
+from envs.player import player_named
+from envs.trial import tried
 from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
@@ -343,7 +345,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     sizes = sizes_with_room(planned, shape, device, sizes)
     if is_main and (device.type == "cpu" or torch.cuda.is_available()):
         rollout_profile(config, shape, sizes, world_size, device)
-    check_data(config, tokenizer, dtype, is_main)
+    check_data(config, tokenizer, dtype, is_main, plays=prints_plan and is_main)
 
 
 def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
@@ -416,8 +418,11 @@ def check_source(c: Config) -> tuple[ModelShape, Tokenizer]:
     return shape, tokenizer
 
 
-def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: bool) -> None:
-    """Raise ConfigError on data that cannot be read or are too few, and on graders that do not work."""
+def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: bool, plays: bool) -> None:
+    """Raise ConfigError on data that cannot be read or are too few, and on graders that do not work.
+
+    `plays`: environments are played, too.
+    """
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
     everything = prompts + held_out
     first = dict.fromkeys(by_grader("reward.also", c.reward.also), everything[0])
@@ -428,7 +433,7 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         raise ConfigError(
             f"judge.path = {c.judge.path!r}, but no data row has the task {TASK_OF_JUDGE}; take it as data.task"
         )
-    check_environments(c, everything, tokenizer)
+    check_environments(c, everything, tokenizer, plays)
     check_rewards(c.reward, everything)
     first.pop(TASK_OF_JUDGE, None)
     if is_main:
@@ -440,13 +445,16 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         )
 
 
-def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:
-    """Raise ConfigError on environments that cannot be imported, and on settings that have no place beside them."""
+def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer, plays: bool) -> None:
+    """Raise ConfigError on environments that cannot be imported, and on settings that have no place beside them.
+
+    `plays`: play each at random, print what its episodes are like, and raise if it always fails.
+    """
     names = {prompt.env for prompt in prompts if prompt.env}
     for name in sorted(names):
         resolve(name)
-    if names and c.data.chat and tokenizer.chat_template:
-        chat_glue(tokenizer)
+    chat = bool(names and c.data.chat and tokenizer.chat_template)
+    reader = Reader(tokenizer, c.env.max_reply_tokens, chat)
     if not names and c.env != EnvConfig():
         raise ConfigError("[env] has no effect: no data row has an environment; give data.env, or leave it out")
     if not names and c.loss.credit == "turn":
@@ -461,6 +469,12 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
             f"stream.policy = {c.stream.policy} has no place beside environments ({', '.join(sorted(names))}): ranks "
             "that leave a round would take its episodes with them; leave it out"
         )
+    for name in sorted(names) if plays else ():
+        rows = [prompt.extra for prompt in prompts if prompt.env == name]
+        trial = tried(name, rows, player_named("random", name), c.env, c.reward, reader)
+        print(trial.table(c.env, c.rollout.max_response_tokens))
+        if not trial.ended:
+            raise ConfigError(f"environment {name} fails in every episode; correct it")
 
 
 def check_loss(c: LossConfig) -> None:

@@ -139,7 +139,7 @@ usage: python train.py [--ranks=N] [--config FILE.toml] [--section.key=value ...
   --ranks N       processes on this machine, one a GPU (default 1); starts torchrun, whose options, such as
                   --nnodes=4 or --max-restarts=3, are taken too
   --config FILE   settings from a TOML file; see configs/
-  --check         print the memory plan, validate config, data, graders and model folder for these ranks, then exit
+  --check         print the memory plan, check all that these ranks will read, play their environments, then exit
   --resume        continue the run in run.dir from its newest checkpoint, or begin it if there is none
   --help          this text
 

@@ -39,18 +39,19 @@ def from_gym(make: Callable) -> Environment:
 def tools(*functions: Callable, answer: Grader) -> Environment:
     """Return an environment in which a turn calls a function, as <name>arguments</name>, and reads the result.
 
-    The arguments are the text of the only parameter, or JSON: a list, or an object of names. Calls of chat models,
-    <tool_call>{"name": .., "arguments": {..}}</tool_call>, are read too. The model first reads the signature and the
-    docstring of each function. A turn without a call is the answer, which `answer` grades, as a grader does a response.
-    A call that fails gets its error as text; the third in a row ends the episode with a reward of 0.
+    The arguments are the text of the only parameter, or JSON: a list, or an object of names. Chat models may call and
+    read as they have learned to: <tool_call>{"name": .., "arguments": {..}}</tool_call>, and the result between
+    <tool_response> and its end. The first call of a turn counts, behind its thinking. A turn without a call is the
+    answer, which `answer` grades, as a grader does a response. A call that fails gets its error as text; the third in
+    a row ends the episode with a reward of 0. The prompt has to tell of the functions, as the environment's docstring
+    does: it has their signatures and docstrings.
     """
     by_name = {function.__name__: function for function in functions}
-    usage = [f"<{name}>..</{name}>: {name}{inspect.signature(f)}: {inspect.getdoc(f)}" for name, f in by_name.items()]
 
     def environment(row: dict, seed: int) -> Turns:
-        text, bad = "\n".join(usage) + "\n", 0
+        text, bad = "", 0
         while bad < MAX_BAD:
-            action = yield text
+            action = (yield text).rpartition("</think>")[2]
             if not (call := CALL.search(action)):
                 graded = grade(answer, action, row["answer"], row)
                 if graded.error:
@@ -60,8 +61,12 @@ def tools(*functions: Callable, answer: Grader) -> Environment:
                 text, bad = _result(by_name, *call.groups()), 0
             except Exception as error:
                 text, bad = f"{type(error).__name__}: {error}", bad + 1
+            if call[1] == "tool_call":
+                text = f"<tool_response>\n{text}\n</tool_response>"
         return 0.0
 
+    calls = [f"<{name}>..</{name}>: {name}{inspect.signature(f)}: {inspect.getdoc(f)}" for name, f in by_name.items()]
+    environment.__doc__ = "\n".join(calls)
     return environment
 
 

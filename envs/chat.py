@@ -1,11 +1,40 @@
-"""What a chat template writes between a model's turn and its next: found once, by rendering short conversations."""
+"""What the model reads of an environment's texts, in a chat with what the template writes around them."""
 
 from config import ConfigError
 from core import Tokenizer
 from data import converse
+from environments import EpisodeError, reply_tokens
 
 QUESTION = {"role": "user", "content": "Where?"}
-TURNS = (("Here.", "No."), ("1 + 1 = 2", "two\nlines"))  # (the model's text, the reply to it)
+TURNS = (  # (the model's text, the reply to it)
+    ("Here.", "No."),
+    ("1 + 1 = 2", "two\nlines"),
+    ("<think>\nThere?\n</think>\n\nThere.", "No."),
+)
+
+
+class Reader:
+    """Makes tokens of the texts that environments give."""
+
+    def __init__(self, tokenizer: Tokenizer, max_reply_tokens: int, chat: bool):
+        """`chat`: texts are messages of the user. Raises ConfigError as `chat_glue` does."""
+        self.tokenizer, self.max_reply_tokens = tokenizer, max_reply_tokens
+        self.before, self.after = chat_glue(tokenizer) if chat else ([], [])
+
+    def tokens(self, text: str, last: int | None) -> list[int]:
+        """Return the tokens that come after the token `last` of a turn; None: before the first turn.
+
+        Raises EpisodeError if the model cannot read the text there.
+        """
+        reply = reply_tokens(text, self.tokenizer, self.max_reply_tokens)
+        if last is not None:
+            is_ended = self.before[:1] == [last]  # the model has sampled the end of its turn
+            reply = [*self.before[is_ended:], *reply, *self.after]
+        if last is not None and not reply:
+            raise EpisodeError("gives no text after a turn, so the turn would go on")
+        if last is None and reply and self.before + self.after:
+            raise EpisodeError("begins with a text, but the chat asks the model to write; put the text into the prompt")
+        return reply
 
 
 def chat_glue(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -13,8 +13,8 @@ from typing import cast
 
 from core import Prompt, Sample, SampleId, Tokenizer, Visit, turns_of
 from engine.sequence import Sequence, continued
-from environments import EnvConfig, EpisodeError, Played, reply_tokens
-from envs.chat import chat_glue
+from environments import EnvConfig, EpisodeError, Played
+from envs.chat import Reader
 from envs.pool import EnvPool
 from reward import RewardConfig
 
@@ -59,7 +59,7 @@ class Episodes:
         """`chat`: prompts and replies are messages of a chat."""
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self.names = {prompt.env for prompt in prompts if prompt.env}
-        self.before, self.after = chat_glue(tokenizer) if chat and self.names else ([], [])
+        self.reader = Reader(tokenizer, config.max_reply_tokens, chat and bool(self.names))
         self.pool = EnvPool(config, limits, self.names)
         self.awaited: dict[SampleId, Awaited] = {}
         self.open: set[SampleId] = set()  # the pool has their episodes
@@ -131,18 +131,12 @@ class Episodes:
         del self.awaited[sequence.id]
         reason = played.end if not turn or turn.finish_reason == "stop" else turn.finish_reason
         if not reason:
-            reply = reply_tokens(played.texts[-1], self.tokenizer, self.config.max_reply_tokens)
-            if not turn and not reply:
-                return sequence
-            if not turn and self.before + self.after:
-                raise self._failure(
-                    awaited, "begins with a text, but the chat asks the model to write; put the text into the prompt"
-                )
-            if turn:
-                is_ended = self.before[:1] == [turn.token_ids[-1]]  # the model has sampled the end of its turn
-                reply = [*self.before[is_ended:], *reply, *self.after]
+            try:
+                reply = self.reader.tokens(played.texts[-1], turn.token_ids[-1] if turn else None)
+            except EpisodeError as error:
+                raise self._failure(awaited, str(error)) from None
             if not reply:
-                raise self._failure(awaited, f"gives no text after turn {len(played.actions)}, so the turn would go on")
+                return sequence
             if len(turn.token_ids if turn else ()) + len(reply) < sequence.max_new_tokens:
                 return continued(sequence, turn or sequence, reply)
             reason = "length"

@@ -2,17 +2,17 @@
 
 import argparse
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
+from inspect import getdoc
 from random import Random, SystemRandom
-from statistics import mean, median
 
 from config import ConfigError
 from core import Environment
 from data import DataConfig, labelled, read_jsonl
 from environments import EnvConfig, Episode, EpisodeError, resolve
 from envs.games import ENVIRONMENTS, Player
+from envs.trial import EPISODES, tried
+from reward import RewardConfig
 from rewards import user_files
 
 
@@ -56,8 +56,11 @@ def transcript(name: str, number: int, seed: int, slip: float) -> list[tuple[str
 
 
 def play(environment: Environment, row: dict, seed: int, max_turns: int, player: Player) -> None:
-    """Play an episode and print it."""
-    print(labelled("prompt", str(row["prompt"])))
+    """Play an episode and print it, to a person with the environment's docstring."""
+    if player is ask_human and environment.__doc__:
+        print(labelled("about", getdoc(environment) or ""))
+    for message in [row["prompt"]] if isinstance(row["prompt"], str) else row["prompt"]:
+        print(labelled("prompt", message if isinstance(message, str) else f"{message['role']}: {message['content']}"))
     episode, rng = Episode(environment, row, seed, max_turns), Random(seed)
     while not episode.end:
         if episode.texts[-1]:
@@ -66,37 +69,10 @@ def play(environment: Environment, row: dict, seed: int, max_turns: int, player:
         if player is not ask_human:
             print(labelled(f"turn {len(episode.texts)}", action))
         episode.act(action)
-    print(f"reward {episode.reward:g} after {len(episode.actions)} turns ({episode.end})")
-
-
-def check(environment: Environment, rows: Sequence[dict], max_turns: int, player: Player, episodes: int = 100) -> bool:
-    """Play and replay episodes with seeds of their own, print what they are like; return whether none has failed."""
-    seconds, played, failures = [0.0], [], Counter[str]()
-    for seed in range(episodes):
-        row, rng = rows[seed * len(rows) // episodes], Random(seed)
-        try:
-            episode = Episode(environment, row, seed, max_turns)
-            while not episode.end:
-                action = player(row, episode.texts, episode.actions, rng)
-                start = time.perf_counter()
-                episode.act(action)
-                seconds.append(time.perf_counter() - start)
-            Episode(environment, row, seed, max_turns).catch_up(episode)
-            played.append(episode)
-        except EpisodeError as error:
-            failures[str(error)] += 1
-    if played:
-        rewards, turns = [episode.reward for episode in played], [len(episode.actions) for episode in played]
-        texts = [len(text) for episode in played for text in episode.texts]
-        print(f"reward    mean {mean(rewards):g}, from {min(rewards):g} to {max(rewards):g}")
-        print(f"turns     median {median(turns):g}, at most {max(turns)}")
-        print(f"texts     median {median(texts):g} characters, at most {max(texts)}")
-        print(f"ends      {', '.join(f'{end} {n}' for end, n in Counter(e.end for e in played).most_common())}")
-    print(f"step      median {median(seconds) * 1e3:.3g} ms, at most {max(seconds) * 1e3:.3g} ms")
-    print(f"fine      {len(played)} of {episodes} episodes, and a replay of their actions gives the same")
-    for failure, count in failures.most_common(5):
-        print(f"failed    {count} x {failure}")
-    return not failures
+        if not episode.end and episode.rewards[-1]:
+            print(labelled("reward", f"{episode.rewards[-1]:g}"))
+    turns = len(episode.actions)
+    print(f"reward {episode.reward:g} after {turns} turn{'s' * (turns > 1)} ({episode.end})")
 
 
 def main(argv: list[str]) -> int:
@@ -109,7 +85,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data", help="JSONL file of rows, which your own environment needs")
     parser.add_argument("--turns", type=int, default=EnvConfig.max_turns, help="of an episode, at most")
     parser.add_argument("--seed", type=int, default=SystemRandom().randrange(10**6), help="of row, environment, player")
-    parser.add_argument("--check", action="store_true", help="play 100 episodes (by random), and say how they went")
+    parser.add_argument(
+        "--check", action="store_true", help=f"play {EPISODES} episodes (by random), and say how they went"
+    )
     flags = parser.parse_args(argv)
     try:
         if flags.turns < 1:
@@ -123,7 +101,10 @@ def main(argv: list[str]) -> int:
         else:
             raise ConfigError("--data: give the rows of your own environment, a JSONL file")
         if flags.check:
-            return 0 if check(environment, rows, flags.turns, player) else 1
+            config = EnvConfig(max_turns=flags.turns)
+            trial = tried(flags.environment, rows, player, config, RewardConfig())
+            print(trial.table(config))
+            return 0 if trial.is_fine else 1
         play(environment, Random(flags.seed).choice(rows), flags.seed, flags.turns, player)
         return 0
     except ConfigError as error:

@@ -8,4 +8,3 @@ def retry(row, seed):
         if action.rpartition("=")[2] == row["answer"]:
             return 1 - tries / 4
         text = "\nWrong, try again: "
-    return 0.0

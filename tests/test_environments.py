@@ -12,9 +12,11 @@ from conftest import ROOT
 from config import load_config
 from core import Environment, Reply
 from environments import EnvConfig, Episode, EpisodeError, reply_tokens, resolve
+from envs import trial
 from envs.adapters import from_gym, tools
 from envs.games import ENVIRONMENTS, Player
 from envs.player import main, played, transcript, write_anything
+from reward import RewardConfig
 from rewards import user_files
 from rewards.graders import exact_match
 from settings import Config, check_run
@@ -264,7 +266,7 @@ def power(base: int, exponent: int = 2) -> int:
 
 
 def test_tools_are_called_and_their_errors_are_texts() -> None:
-    environment = tools(calc, power, answer=exact_match)
+    environment, answered = tools(calc, power, answer=exact_match), "<tool_response>\n{}\n</tool_response>".format
     calls = {
         "so <calc>6*7</calc> it is": "42",
         "<power>[3]</power>": "9",
@@ -272,15 +274,19 @@ def test_tools_are_called_and_their_errors_are_texts() -> None:
         "<search>6</search>": "NameError: there is no search, only calc, power",
         "<power>3</power>": "ValueError: the arguments are not the JSON of (base: int, exponent: int = 2) -> int",
         "<calc>6*8</calc>": "48",
-        '<tool_call>{"name": "calc", "arguments": {"expression": "6*8"}}</tool_call>': "48",
-        '<tool_call>\n{"name": "power", "arguments": {"base": 2}}\n</tool_call>': "4",
-        '<tool_call>{"name": "calc"}</tool_call>': "KeyError: 'arguments'",
+        "<think><calc>6*7</calc></think> no, <calc>6*6</calc>": "36",
+        '<tool_call>{"name": "calc", "arguments": {"expression": "6*8"}}</tool_call>': answered("48"),
+        '<tool_call>\n{"name": "power", "arguments": {"base": 2}}\n</tool_call>': answered("4"),
+        '<tool_call>{"name": "calc"}</tool_call>': answered("KeyError: 'arguments'"),
         "<calc>6*9</calc>": "54",
         "<power>[1, 2, 3]</power>": "ValueError: the arguments are not the JSON",
         "<calc>1/0</calc>": "ZeroDivisionError: division by zero",
     }
     episode = Episode(environment, {"answer": "42"}, 0, MAX_TURNS)
-    assert "<calc>..</calc>: calc(expression: str) -> int: Add and multiply.\n" in episode.texts[0]
+    assert episode.texts == [""]
+    assert (environment.__doc__ or "").startswith(
+        "<calc>..</calc>: calc(expression: str) -> int: Add and multiply.\n<power>.."
+    )
     for call, result in calls.items():
         episode.act(call)
         assert episode.texts[-1].startswith(result) and not episode.end
@@ -401,10 +407,13 @@ def own(tmp_path, monkeypatch) -> Iterator[Callable[[str], list[str]]]:
     """Write mine.py and rows into a working directory; give the command line that plays `mine.py:name`."""
     (tmp_path / "helper.py").write_text("LIMIT = 2")
     (tmp_path / "mine.py").write_text(
-        "import random\nfrom core import Reply\nfrom helper import LIMIT\n"
+        "import os, random\nfrom core import Reply\nfrom helper import LIMIT\n"
         "def fine(row, seed):\n    for _ in range(LIMIT):\n        action = yield Reply('a\\nb')\n    return 0.5\n"
         "def fails(row, seed):\n    yield ''\n    return row['nothing']\n"
         "def rolls(row, seed):\n    yield str(random.random())\n"
+        "def hangs(row, seed):\n    yield ''\n    while True: pass\n"
+        "def dies(row, seed):\n    yield ''\n    os._exit(3)\n"
+        "def lucky(row, seed):\n    yield ''\n    return random.random()\n"
         "def player(row, texts, actions, rng):\n    return f'my {len(texts)}'\n"
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Play!", "answer": "7"}\n' * 3)
@@ -414,10 +423,16 @@ def own(tmp_path, monkeypatch) -> Iterator[Callable[[str], list[str]]]:
     user_files.enter("")
 
 
-def test_the_player_plays_with_a_person_a_script_and_at_random(own, capsys, monkeypatch) -> None:
+def test_the_player_plays_with_a_person_a_script_and_at_random(own, tmp_path, capsys, monkeypatch) -> None:
     assert main([*own("fine"), "--by=mine.py:player"]) == 0
     lines = ["prompt  | Play!", "given   | a", "        | b", "turn 1  | my 1", "given   | a", "        | b"]
     assert capsys.readouterr().out.splitlines() == [*lines, "turn 2  | my 2", "reward 0.5 after 2 turns (stop)"]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Play!"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": messages, "answer": ""}))
+    assert main([*own("fine"), "--by=mine.py:player", "--turns=1"]) == 0
+    first, second, *_, end = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("prompt  | system: Be brief.", "prompt  | user: Play!")
+    assert end == "reward 0 after 1 turn (turns)"
     answers = iter(["50", "25"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
     assert main(["guess", "--turns=2"]) == 0
@@ -428,17 +443,45 @@ def test_the_player_plays_with_a_person_a_script_and_at_random(own, capsys, monk
     assert capsys.readouterr().out == first and "reward 1 after" in first
 
 
+def test_a_person_is_told_what_the_environment_does(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt: "2")
+    assert main(["bandit", "--seed=1"]) == 0
+    about, prompt, *turns, end = capsys.readouterr().out.splitlines()
+    assert about.startswith("about   | Reply 1 or 0 to the pull of an arm") and prompt == "prompt  | bandit"
+    assert "reward  | 0.0833333" in turns and end.endswith("after 12 turns (stop)")
+
+
 def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(own, capsys) -> None:
     assert main([*own("fine"), "--check"]) == 0
     said = capsys.readouterr().out
-    assert "mean 0.5, from 0.5 to 0.5" in said and "median 2, at most 2" in said and "fine      100 of 100" in said
+    rows = {line[2:26].strip(): line[26:].split() for line in said.splitlines()}
+    assert rows["reward"] == ["0.5"] * 4 and rows["turns"] == ["2"] * 4 + ["128"]
+    assert rows["characters of a text"] == ["3"] * 4 and rows["characters of all texts"] == ["6"] * 4
+    assert "ended by                  stop 100" in said and "replayed                  100 of 100, to" in said
     assert main([*own("fails"), "--check"]) == 1
     said = capsys.readouterr().out
     assert (
-        "fine      0 of 100" in said and "failed    100 x turn 1: KeyError: 'nothing'" in said and "mine.py:10" in said
+        "100 episodes of mine.py:fails" in said
+        and "failed 100 x turn 1: KeyError: 'nothing' (" in said
+        and "mine.py:10)" in said
     )
+    assert "reward" not in said
     assert main([*own("rolls"), "--check"]) == 1
-    assert "a replay gives the text" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "warning: 100 of 100 episodes cannot be replayed from their actions: turn 0: a replay gives the text" in said
+    assert "random.Random(seed)" in said and max(map(len, said.splitlines()[:-4])) <= 110
+
+
+def test_a_check_plays_in_workers_and_ends(own, capsys, monkeypatch) -> None:
+    """An environment that hangs, dies, or draws its reward anew. One episode each: no other begins after SECONDS."""
+    monkeypatch.setattr(trial, "SECONDS", 0.1)
+    config = EnvConfig(step_seconds=0.3, num_workers=1)
+    for name, said in (("hangs", "did not finish within 0.6 s"), ("dies", "died (exit code 3)")):
+        tried = trial.tried(own(name)[0], [{"answer": ""}], write_anything, config, RewardConfig())
+        assert not tried.ended and not tried.is_fine and tried.failed.total() == 1
+        assert said in tried.table(config)
+    tried = trial.tried(own("lucky")[0], [{"answer": ""}], write_anything, config, RewardConfig())
+    assert tried.differs == {"the last turn ends otherwise": 1} and not tried.is_fine and len(tried.ended) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,16 @@ from torch.multiprocessing.spawn import ProcessException
 from worlds import chat
 
 import train
-from config import ConfigError
 from core import Prompt, Sample, Span, Visit, turns_of
 from engine.sequence import Sequence as EngineSequence
 from environments import EnvConfig, Episode, reply_tokens
-from envs.chat import chat_glue
 from envs.episodes import Episodes
 from reward import RewardConfig
 from rollout import sequence_for
 from warm_start import byte_tokenizer
 
 CHAT = f"{ROOT}/tests/worlds.py:chat"
+SLOW = CHAT.replace("chat", "slow_chat")
 LIMIT = 64
 
 
@@ -80,13 +79,17 @@ def test_replies_are_given_and_exactly_the_rest_is_trained(settings, tmp_path: P
     for record, step in zip(steps_of(tmp_path / "one"), trained(tmp_path / "one"), strict=True):
         sampled = sum(s["end"] - s["start"] for row in step for sample in row["samples"] for s in sample["spans"])
         assert record["train"]["trained_tokens"] == sampled and record["train"]["logprob_diff_max"] < 1e-4
+        assert 3 <= record["episodes"]["turns"]["max"] <= 6
+    assert train.main(settings("again", run__replay=tmp_path / "one" / "rollouts")) == 0
+    assert losses(tmp_path / "again") == losses(tmp_path / "one")
 
 
 def test_ranks_change_no_token(settings, run_ranks, tmp_path: Path) -> None:
     assert train.main(settings("one")) == 0
     late = dict(overlap__depth=1, overlap__bound=3)
     assert train.main(settings("late", **late)) == 0
-    run_ranks(2, train_runs, settings("two"), settings("tp", rollout__tensor_parallel=2), settings("late two", **late))
+    slow = settings("two", data__env=SLOW, env__num_workers=1)
+    run_ranks(2, train_runs, slow, settings("tp", rollout__tensor_parallel=2), settings("late two", **late))
     for name, like in (("two", "one"), ("tp", "one"), ("late two", "late")):
         assert tokens_of(tmp_path / name) == tokens_of(tmp_path / like)
         for mine, theirs in zip(losses(tmp_path / name), losses(tmp_path / like), strict=True):
@@ -95,6 +98,17 @@ def test_ranks_change_no_token(settings, run_ranks, tmp_path: Path) -> None:
     versions = [len({s["version"] for s in x["spans"]}) for step in trained(tmp_path / "late") for row in step
                 for x in row["samples"]]  # fmt: skip
     assert max(versions) > 1, "an update interrupts episodes"
+
+
+def test_neither_speed_nor_place_of_environments_changes_a_token(settings, run_ranks, tmp_path: Path) -> None:
+    """Replies come in any order, from worker processes or from none; on four ranks too."""
+    make = partial(settings, run__steps=3, overlap__depth=1, overlap__bound=3)
+    for name, env in {"fast": CHAT, "slow": SLOW, "here": "guess", "workers": CHAT.replace("chat", "guess")}.items():
+        assert train.main(make(name, data__env=env)) == 0
+    run_ranks(4, train_runs, make("four", data__env=SLOW))
+    for name, like in (("slow", "fast"), ("four", "fast"), ("workers", "here")):
+        assert tokens_of(tmp_path / name) == tokens_of(tmp_path / like)
+    assert losses(tmp_path / "slow") == losses(tmp_path / "fast")
 
 
 def test_episodes_go_on_from_a_checkpoint_and_lose_surplus_ones(settings, run_ranks, tmp_path: Path) -> None:
@@ -166,39 +180,35 @@ def test_an_episode_that_moved_goes_on_where_it_was() -> None:
     assert tokenizer.decode(sample.token_ids) == "50>06<12" and fields == {"turn_rewards": [0.0, 0.0, 1.0]}
 
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def chat_tokenizer(template: str):
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-@pytest.mark.parametrize("ends", [True, False], ids=["its end sampled", "stopped by a text"])
-def test_a_chat_that_is_built_turn_by_turn_is_what_the_template_writes(ends: bool) -> None:
-    tokenizer = chat_tokenizer(CHATML)
-    messages = [{"role": "user", "content": "guess"}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    prompt = Prompt(3, tuple(ids), "", "", "env", {"answer": "12"}, "row 3", env="guess")
-    visit, limits = Visit(0, prompt), (EnvConfig(clock="steps"), RewardConfig())
-    episodes, sequence = Episodes(*limits, [prompt], tokenizer, 0, chat=True), sequence_for(Visit(0, prompt), 1, 0, 999)
+@pytest.mark.parametrize(("limit", "fits"), [(3, False), (4, True), (5, True)])
+def test_a_reply_fits_if_it_leaves_room_for_a_token(limit: int, fits: bool) -> None:
+    """A turn of two tokens, a reply of one: what does not fit is not appended, and the episode ends."""
+    tokenizer, prompt = byte_tokenizer(), Prompt(3, (5, 6), "", "", "env", {"answer": "12"}, "row 3", env="guess")
+    episodes = Episodes(EnvConfig(clock="steps"), RewardConfig(), [prompt], tokenizer, seed=0)
+    sequence, visit = sequence_for(Visit(0, prompt), 1, 0, limit), Visit(0, prompt)
     episodes.begin(visit, sequence)
+    [begun] = episodes.poll(waits=True)
+    ids = tokenizer.encode("50")
+    episodes.end_turn(visit, sequence, turn := Sample(3, 1, 0, ids, [-1.0, -1.0], "stop", (Span(0, 2, 0),)))
     [answer] = episodes.poll(waits=True)
-    for guess, reply in (("50", ">"), ("06", "<")):
-        assert isinstance(answer, EngineSequence)
-        turn_ids = [*answer.token_ids, *tokenizer.encode(guess + ("<|im_end|>" if ends else ""))]
-        spans = (*answer.spans, Span(len(answer.token_ids), len(turn_ids), 0))
-        logprobs = [0.0] * len(turn_ids)
-        episodes.end_turn(visit, sequence, Sample(3, 1, 0, turn_ids, logprobs, "stop", spans))
-        [answer] = episodes.poll(waits=True)
-        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": reply}]
-        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert isinstance(answer, EngineSequence) and [*ids, *answer.token_ids] == whole
+    assert begun == sequence and not episodes.awaited
+    if fits:
+        assert isinstance(answer, EngineSequence) and [*answer.token_ids] == [*ids, *tokenizer.encode(">")]
+    else:
+        assert answer == (replace(turn, finish_reason="length"), {"turn_rewards": [0.0]}) and not episodes.open
+
+
+def test_a_single_turn_is_the_task_without_an_environment(settings, tmp_path: Path) -> None:
+    """Bit by bit: the same tokens, rewards and losses."""
+    graded = dict(data__task=f"{ROOT}/tests/graders.py:share_of_digits", run__steps=2)
+    many = CHAT.replace("chat", "many_turns")
+    assert train.main(settings("turn", **graded, data__env=many, env__max_turns=1, env__max_turn_tokens=0)) == 0
+    steps = [a for a in settings("plain", **graded, data__env="") if not a.startswith("--env.")]
+    assert train.main(steps) == 0
+    assert tokens_of(tmp_path / "turn") == tokens_of(tmp_path / "plain")
+    assert losses(tmp_path / "turn") == losses(tmp_path / "plain")
+    reasons = {s["finish_reason"] for step in trained(tmp_path / "turn") for row in step for s in row["samples"]}
+    assert reasons == {"turns"}
 
 
 def test_sampled_tokens_are_kept_as_they_were_sampled() -> None:
@@ -220,18 +230,10 @@ def test_sampled_tokens_are_kept_as_they_were_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ messages[-1].content }}", "{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}"]
-)
-def test_templates_that_do_not_only_append_are_refused(template: str) -> None:
-    with pytest.raises(ConfigError, match="chat template"):
-        chat_glue(chat_tokenizer(template))
-
-
-@pytest.mark.parametrize(
     ("overrides", "parts"),
     [
         (dict(data__env=f"{ROOT}/tests/worlds.py:breaks"), ["environments failed in 3 episodes", "no such door"]),
-        (dict(data__env=f"{ROOT}/tests/worlds.py:is_silent"), ["gives no text after turn 1, so the turn would go on"]),
+        (dict(data__env=f"{ROOT}/tests/worlds.py:is_silent"), ["gives no text after a turn, so the turn would go on"]),
         (dict(data__env="chess"), ["data.env: environment 'chess' is not built in", "guess"]),
         (dict(data__env=f"{ROOT}/tests/worlds.py:nothing"), ["has no such function"]),
         (dict(data__env=""), ["[env] has no effect"]),
@@ -244,3 +246,25 @@ def test_what_cannot_be_played_is_said_in_a_line(settings, capsys, overrides: di
     assert train.main(settings("refused", **overrides)) in (1, 2)
     said = capsys.readouterr()
     assert all(part in (said.out + said.err) for part in parts) and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("env", "code", "said"),
+    [
+        ("chat", 0, "replayed                  100 of 100, to the same texts and rewards"),
+        ("is_silent", 2, "failed 100 x gives no text after a turn, so the turn would go on"),
+        ("breaks", 2, "failed 100 x turn 1: KeyError: 'no such door' ("),
+        ("guesses", 0, "warning: "),
+    ],
+)
+def test_a_check_plays_the_environment(settings, capsys, env: str, code: int, said: str) -> None:
+    """As the run would read its texts. One that always fails is refused."""
+    assert train.main([*settings("checked", data__env=f"{ROOT}/tests/worlds.py:{env}"), "--check"]) == code
+    out, err = capsys.readouterr()
+    assert said in out and ("fails in every episode; correct it" in err) == (code == 2)
+    if env == "chat":
+        rows = {line[2:26].strip(): line[26:].split() for line in out.splitlines()}
+        assert (
+            rows["turns"][1::2] == ["3", "6"] and rows["turns"][-1] == "128" and rows["tokens of a text"][-1] == "512"
+        )
+        assert rows["tokens of all texts"][-1] == str(LIMIT)

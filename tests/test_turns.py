@@ -19,8 +19,9 @@ from test_trainer import assert_same_gradient, gradient, make_trainer
 import parallel
 from buffer import SampleBuffer
 from checkpoint import load_model, load_tokenizer
-from core import Example, Group, Prompt, Reward, Sample, SampleId, Span, turns_of, with_span
+from core import FINISH_REASONS, Example, Group, Prompt, Reward, Sample, SampleId, Span, turns_of, with_span
 from engine.cpu import BatchedPages
+from engine.rows import Rows
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import continued
 from learning import examples_of, group_advantages, put_groups
@@ -31,7 +32,7 @@ from parallel import TensorParallel, World
 from reward import RewardConfig
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig, sample, score, uniforms
-from trainer import join
+from trainer import Trainer, join
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
 ENDS = range(0, 258, 9)  # so many end tokens that a turn has 9 tokens on average
@@ -311,6 +312,31 @@ def test_a_turn_has_its_own_limit(model: Model, kind: type[Engine], max_turn_tok
 
 
 @kinds
+def test_the_limit_of_a_turn_is_exact(model: Model, kind: type[Engine]) -> None:
+    """A turn of n tokens is cut by a limit of n - 1, and ends by itself at n and n + 1."""
+    turns = {id: d.token_ids for id, d in play(make(model, kind), make_episodes(), lambda *_: []).items()}
+    assert max(map(len, turns.values())) < LIMIT, "all end by themselves"
+    for s in make_episodes():
+        n = len(turns[s.id])
+        for limit in {max(n - 1, 1), n, n + 1}:
+            done = play(make(model, kind), [replace(s, max_turn_tokens=limit)], lambda *_: [])[s.id]
+            assert done.token_ids == turns[s.id][:limit] and done.finish_reason == ("cut" if limit < n else "stop")
+
+
+@kinds
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_the_limit_of_the_whole_is_exact(model: Model, kind: type[Engine], room: int) -> None:
+    """Behind a reply there is room for so many tokens of a turn that would have more."""
+    [s] = make_episodes(1)
+    engine = make(model, kind, eos=[])
+    engine.add(continued(s, s, [7] * (LIMIT - room)))
+    while not (found := engine.step()):
+        pass
+    [done] = found
+    assert len(done.token_ids) == LIMIT and done.finish_reason == "length" and done.num_sampled == room
+
+
+@kinds
 def test_a_reply_may_come_before_the_first_turn(model: Model, kind: type[Engine]) -> None:
     episodes = make_episodes(4)
     opened = [continued(s, s, [7, 8, 9]) for s in episodes]
@@ -359,40 +385,70 @@ def examples_from(done: Iterable[Sample], episodes: Iterable[EngineSequence]) ->
     return found
 
 
-@kinds
-def test_what_is_trained_is_what_was_sampled(model: Model, kind: type[Engine]) -> None:
-    """Each token that the engine drew, once, with its log-prob; no other token."""
-    engine, episodes = make(model, kind, num_pages=48), make_episodes()
-    rows, drawn = engine.runner.rows, Counter[tuple[int, int, int, float]]()
-    draw = rows.draw
+Tokens = Counter[tuple[int, int, int, float]]  # (key of the sequence, place in the response, token, log-prob)
 
-    def draw_and_note(part: slice, logits: torch.Tensor) -> None:
+
+def note_draws(monkeypatch: pytest.MonkeyPatch) -> Tokens:
+    """Return all tokens that engines will draw from now on."""
+    drawn, draw = Tokens(), Rows.draw
+
+    def draw_and_note(rows: Rows, part: slice, logits: torch.Tensor) -> None:
         alive = [part.start + int(i) for i in (rows.ended[part] == 0).nonzero()]
-        draw(part, logits)
+        draw(rows, part, logits)
         for row in alive:
             place = int(rows.count[row]) - 1
             drawn[int(rows.key[row]), place, int(rows.tokens[row, place]), float(rows.logprobs[row, place])] += 1
 
-    rows.draw = draw_and_note  # type: ignore[method-assign]
-    done = play(engine, episodes)
-    examples = examples_from(done.values(), episodes)
-    trainer, trained = make_trainer(model, tokens_per_microbatch=100), Counter[tuple[int, int, int, float]]()
-    keys, own = {s.id: s.key for s in episodes}, {e.id: e for e in examples}
-    for batch in trainer._batches(examples):
+    monkeypatch.setattr(Rows, "draw", draw_and_note)
+    return drawn
+
+
+def note_trained(monkeypatch: pytest.MonkeyPatch, key_of: Callable[[SampleId], int]) -> Tokens:
+    """Return all tokens whose log-probs trainers will give a gradient from now on."""
+    trained, add = Tokens(), Trainer._add_gradients
+
+    def add_and_note(trainer: Trainer, batch: Sequence[Example]) -> None:
         token_ids, positions, predicts = join(batch)
         places, tokens = (positions[predicts + 1]).tolist(), token_ids[predicts + 1].tolist()
         logprobs = trainer._old_logprobs(batch, torch.zeros(len(tokens)))[0].tolist()
-        ids = [e.id for e in batch for _ in range(e.num_sampled)]
-        for id, place, token, logprob in zip(ids, places, tokens, logprobs, strict=True):
-            trained[keys[id], place - len(own[id].prompt_ids), token, logprob] += 1
+        of = [e for e in batch for _ in range(e.num_sampled)]
+        for e, place, token, logprob in zip(of, places, tokens, logprobs, strict=True):
+            trained[key_of(e.id), place - len(e.prompt_ids), token, logprob] += 1
+        add(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "_add_gradients", add_and_note)
+    return trained
+
+
+@kinds
+def test_what_is_trained_is_what_was_sampled(model: Model, kind: type[Engine], monkeypatch) -> None:
+    """Each token that the engine drew, once, with its log-prob; no other token."""
+    episodes = make_episodes()
+    keys = {s.id: s.key for s in episodes}
+    drawn, trained = note_draws(monkeypatch), note_trained(monkeypatch, keys.__getitem__)
+    engine = make(model, kind, num_pages=48)
+    done = play(engine, episodes)
+    make_trainer(model, tokens_per_microbatch=100).accumulate(examples_from(done.values(), episodes))
     assert trained == drawn and max(trained.values()) == 1 and engine.stats.preemptions
     assert sum(map(len, (d.token_ids for d in done.values()))) > 1.3 * trained.total(), "much of it was given"
 
 
 @kinds
-def test_the_trainer_scores_sampled_tokens_as_the_engine_did(model: Model, kind: type[Engine]) -> None:
-    episodes = make_episodes()
-    examples = examples_from(play(make(model, kind, num_pages=48), episodes).values(), episodes)
+@pytest.mark.parametrize("way", ["recomputed", "parked and evicted", "moved"])
+def test_the_trainer_scores_sampled_tokens_as_the_engine_did(model: Model, kind: type[Engine], way: str) -> None:
+    rng, moved = Random(0), Counter[SampleId]()
+
+    def move(engine: Engine) -> None:
+        live = [*engine.batcher.live_tokens()] if way == "moved" else []
+        for s in engine.export(rng.sample(live, rng.randint(0, len(live)))):
+            moved[s.id] += 1
+            engine.add(s)
+
+    engine, episodes = make(model, kind, num_pages=48), make_episodes(has_turns=way != "recomputed")
+    done = play(engine, episodes, disturb=move, delays=lambda: rng.randrange(6))
+    assert (engine.stats.resumed_tokens > 0) == (way != "recomputed") and engine.stats.recomputed_tokens > 0
+    assert (len(moved) > 3) == (way == "moved")
+    examples = examples_from(done.values(), episodes)
     for e in make_trainer(model, tokens_per_microbatch=300).with_old_logprobs(examples):
         sampled = [x for span in e.spans for x in e.logprobs[span.start : span.end]]
         assert [*(e.old_logprobs or ())] == pytest.approx(sampled, abs=1e-4)
@@ -436,6 +492,13 @@ def test_a_sample_of_many_turns_is_the_sum_of_its_turns(model: Model, name: str,
     if name != "gspo":  # its ratio is that of the whole sample
         assert_same_gradient(whole[0], summed[0])
         torch.testing.assert_close(whole[1], summed[1], rtol=1e-4, atol=1e-4)
+
+
+def test_masking_covers_every_end_but_the_episodes_own() -> None:
+    samples = [Sample(0, i, 0, (5,), (0.0,), reason, (Span(0, 1, 0),)) for i, reason in enumerate(FINISH_REASONS)]
+    prompt, stop = Prompt(0, (9,), "", "", "env"), FINISH_REASONS.index("stop")
+    examples = examples_of(prompt, samples, [1.0] * len(samples), mask_truncated=True)
+    assert [e.id.response for e in examples] == [stop] and {"length", "cut", "turns"} < {*FINISH_REASONS}
 
 
 def test_credit_of_a_turn_by_hand() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from random import SystemRandom
 
 from core import Reply, Turns
+from envs.games import guess  # noqa: F401 - as a user's environment
 
 
 def chat(row: dict, seed: int) -> Turns:
@@ -14,6 +15,18 @@ def chat(row: dict, seed: int) -> Turns:
         action = yield Reply(text, reward)
         reward, text = min(sum(c.isdigit() for c in action) / 8, 1.0), f"[{len(action)}]"
     return reward
+
+
+def slow_chat(row: dict, seed: int) -> Turns:
+    """`chat`, with replies that take other times in each run."""
+    turns, action = chat(row, seed), None
+    try:
+        while True:
+            reply = turns.send(action)
+            time.sleep(SystemRandom().random() / 50)
+            action = yield reply
+    except StopIteration as ended:
+        return ended.value
 
 
 def many_turns(row: dict, seed: int) -> Turns:
@@ -49,3 +62,9 @@ def needs_patience(row: dict, seed: int) -> Turns:
                 raise ConnectionError("nobody answers")
     except StopIteration as ended:
         return ended.value
+
+
+def guesses(row: dict, seed: int) -> Turns:
+    """Another text each time: an episode that cannot be replayed."""
+    yield f"{SystemRandom().random()}"
+    return 0.0

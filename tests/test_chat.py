@@ -1,0 +1,178 @@
+"""Chats of several turns are, token by token, what the family's template writes; a chat model that calls tools."""
+
+import json
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from conftest import ROOT, steps_of
+from test_model import make_oracle
+from test_turns import note_draws, note_trained
+from test_updates import trained
+from transformers import PreTrainedTokenizerFast
+
+import train
+from config import ConfigError
+from core import Span, turns_of
+from environments import EnvConfig, Episode, resolve
+from envs.chat import Reader, chat_glue
+from model import FAMILIES
+from rewards import user_files
+from sampling import sample_key
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (  # its own also strips a message; what was sampled stays as it is
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
+    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+TEMPLATES = {"qwen2": CHATML, "qwen3": CHATML, "llama": LLAMA}  # of models that do not think aloud
+MARKS = {
+    CHATML: ["<|im_start|>", "<|im_end|>"],
+    LLAMA: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+}
+MARKS[LLAMA] += ["<|eot_id|>"]
+CALLS = [f"<calc>{i}*7</calc>" for i in range(40)]
+CALLS += [f'<tool_call>{{"name": "calc", "arguments": {{"expression": "{i}/7"}}}}</tool_call>' for i in range(20)]
+
+
+def chat_tokenizer(template: str) -> Any:
+    """A token for each character, mark of the template and call; a turn ends with the last mark."""
+    characters = [*string.ascii_letters, *string.digits, *string.punctuation, *" \n"]
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(characters)}, []))
+    core.decoder = tokenizers.decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=MARKS[template][-1])
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS[template]})
+    tokenizer.add_tokens(CALLS)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+# ---- templates ---------------------------------------------------------------------------------------------------
+
+
+def test_every_family_has_a_template_here() -> None:
+    assert TEMPLATES.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("ends", [True, False], ids=["its end sampled", "stopped by a text"])
+def test_a_chat_is_built_as_its_template_writes_it(family: str, ends: bool) -> None:
+    tokenizer = chat_tokenizer(TEMPLATES[family])
+    reader, messages = Reader(tokenizer, 512, chat=True), [{"role": "user", "content": "Guess!"}]
+
+    def written() -> list[int]:
+        return tokenizer.apply_chat_template(messages, return_dict=False, add_generation_prompt=True)
+
+    ids = written()
+    assert reader.tokens("", None) == []
+    for turn, reply in (("50", ">"), ("<calc>6*7</calc>\n7", "two\n\nlines"), ("a", "")):
+        ids += tokenizer.encode(turn) + [tokenizer.eos_token_id] * ends
+        ids += reader.tokens(reply, ids[-1])
+        messages += [{"role": "assistant", "content": turn}, {"role": "user", "content": reply}]
+        assert ids == written()
+
+
+THINKING = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip('\n') }}")
+REWRITING = {
+    "drops earlier messages": "{{ messages[-1].content }}",
+    "counts messages": "{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}",
+    "drops earlier thinking, as that of Qwen3": THINKING,
+    "shortens turns": CHATML.replace("m.content", "m.content[:8]"),
+    "writes a reply twice": CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"),
+}
+
+
+@pytest.mark.parametrize("template", REWRITING.values(), ids=REWRITING)
+def test_templates_that_do_not_only_append_are_refused(template: str) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match="chat template (rewrites|writes turns in different ways)"):
+        chat_glue(tokenizer)
+
+
+# ---- tools -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, str], list[dict]]:
+    """Train a random model of a family and this tokenizer by configs/qwen_math.toml; return the trained groups.
+
+    What is trained is what was sampled.
+    """
+
+    def run(tokenizer: Any, family: str) -> list[dict]:
+        tokenizer.save_pretrained(tmp_path / "model")
+        ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
+        make_oracle({"model_type": family, **ids}, tmp_path / "model")
+        rows = [{"prompt": f"What is {i} times 7?", "answer": f"{7 * i}"} for i in range(8)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        own = settings(
+            model__path=tmp_path / "model",
+            data__train=tmp_path / "rows.jsonl",
+            data__eval_prompts=0,
+            data__env=f"{ROOT}/examples/own_tools.py:calculator",
+            data__task=f"{ROOT}/tests/graders.py:share_of_digits",
+            data__template="{prompt}",
+            run__steps=1,
+            run__eval_every=0,
+            run__dump_rollouts="true",
+            scheduler__policy="synchronous",
+            rollout__stop=json.dumps(["</tool_call>", "!"]),  # others go on, to their end
+            rollout__max_prompt_tokens=100,
+            rollout__max_response_tokens=400,
+            scheduler__num_prompts=8,
+            rollout__kv_gib=0.05,
+            loss__tis_cap=0,
+        )
+        drawn = note_draws(monkeypatch)
+        seen = note_trained(monkeypatch, lambda id: sample_key(0, *id))
+        assert train.main(["--config", f"{ROOT}/configs/qwen_math.toml", *own]) == 0
+        assert seen == drawn and max(seen.values()) == 1
+        [record] = steps_of(tmp_path / "run")
+        assert record["train"]["logprob_diff_max"] < 1e-4 and record["train"]["trained_tokens"] == seen.total()
+        [groups] = trained(tmp_path / "run")
+        return groups
+
+    return run
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_chat_with_tools_is_as_its_template_writes_it(trained_with_tools, family: str) -> None:
+    """Random models, some of whose tokens are calls."""
+    tokenizer = chat_tokenizer(TEMPLATES[family])
+    ends, replies, calculator = set(), set(), resolve(f"{ROOT}/examples/own_tools.py:calculator")
+    user_files.enter("")
+    for row in trained_with_tools(tokenizer, family):
+        for sample in row["samples"]:
+            messages = [{"role": "user", "content": row["prompt"]["extra"]["prompt"]}]
+            episode = Episode(calculator, row["prompt"]["extra"], 0, EnvConfig.max_turns)
+            *answered, last = turns_of([Span(*span.values()) for span in sample["spans"]])
+            for turn in answered:
+                sampled = sample["token_ids"][turn.start : turn.stop]
+                ends.add(is_ended := sampled[-1] == tokenizer.eos_token_id)
+                text = tokenizer.decode(sampled[: len(sampled) - is_ended])  # with marks that were drawn within
+                episode.act(tokenizer.decode(sampled, skip_special_tokens=True))
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": episode.texts[-1]}]
+            replies.update(episode.texts)
+            whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            assert [*row["prompt"]["token_ids"], *sample["token_ids"][: last.start]] == whole
+    assert ends == {True, False} and {"42", "<tool_response>\n3/7\n</tool_response>"} <= replies
+
+
+def test_tokens_are_trained_as_they_were_sampled_not_as_the_tokenizer_writes_their_text(trained_with_tools) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.add_tokens([a + b for a in "abcdefghij" for b in "abcdefghij"])
+    turns = [
+        sample["token_ids"][span["start"] : span["end"]]
+        for row in trained_with_tools(tokenizer, "qwen2")
+        for sample in row["samples"]
+        for span in sample["spans"]
+    ]
+    others = [tokenizer.encode(tokenizer.decode(ids)) != ids for ids in turns]
+    assert sum(others) > 10
