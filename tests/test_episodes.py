@@ -94,6 +94,7 @@ def test_ranks_change_no_token(settings, run_ranks, tmp_path: Path) -> None:
         assert tokens_of(tmp_path / name) == tokens_of(tmp_path / like)
         for mine, theirs in zip(losses(tmp_path / name), losses(tmp_path / like), strict=True):
             assert mine == pytest.approx(theirs, abs=1e-5)
+        assert max(record["train"]["logprob_diff_max"] for record in steps_of(tmp_path / name)) < 1e-4
     check_transcripts(tmp_path / "late two")
     versions = [len({s["version"] for s in x["spans"]}) for step in trained(tmp_path / "late") for row in step
                 for x in row["samples"]]  # fmt: skip
