@@ -24,7 +24,7 @@ from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
 from policies.flow import Flow, check_steps
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
-from policies.split import TRIAL, SplitPolicy
+from policies.split import SplitPolicy
 from records import (
     RankReport,
     audit_report,
@@ -83,10 +83,8 @@ class Job:
         self.folder, self.step = Path(config.run.dir), 0
         saved = newest_checkpoint(self.folder, world) if resume else None
         state = checkpoint.load_state(saved) if saved else {}
-        is_auto = isinstance(config.overlap.train_ranks, Auto)
-        config = with_split(config, world.size, state.get("train_ranks", 0))
-        train_ranks, possible = config.overlap.train_ranks, possible_splits(config, world.size)
-        self.split = SplitPolicy(world.size, config.overlap.depth, possible, train_ranks, is_auto)
+        config, self.split = open_split(config, world.size, state)
+        train_ranks = config.overlap.train_ranks
         self.config, self.world, self.clock = config, world, clock or Clock()
         self.choice: Choice | None = None  # of the newest round
         self.is_released = False
@@ -214,13 +212,13 @@ class Job:
                 put_groups(rollout.buffer, rollout.groups, advantages, c.loss, c.reward, c.rollout.max_response_tokens)
                 updates = learn(self.trainer, rollout.buffer, self.clock.move)
         if self.pools:
-            if self.trains:
-                self.pools.signal(event)
-            elif self.endless:
+            if self.endless:
                 with self.clock.span("rollout"):
                     self.endless.decode_on(self.pools.watch(event))
                 with self.clock.span("wait_update"):
                     self.pools.wait_for(event)
+            else:
+                self.pools.signal(event)
             with self.clock.span("publish"):
                 updates = self.pools.publish(self.trainer.model, updates)
         return advantages, updates
@@ -261,7 +259,7 @@ class Job:
         if self.config.overlap.depth:
             times = self.split.observe(work_of(rollout.groups, rollout.record["round"]["wasted_tokens"], reports))
             rollout.record["split"] = asdict(times) | {"best_share": times.best_share}
-            if self.pools and self.step in (TRIAL, self.config.run.steps):
+            if self.pools and self.step in (self.split.decides, self.config.run.steps):
                 rollout.record["split"]["advice"] = self.split.review(self.step)
         if not plan:
             return
@@ -321,7 +319,7 @@ class Job:
             "policy": self.policy.state_dict(),
             "planner": self.planner.state_dict(),
             "timeouts": self.graders.timeouts.state_dict(),
-            "train_ranks": self.split.chosen,
+            "split": self.split.state_dict(),
         }
         if self.streaming:
             state["streaming"] = self.streaming.state_dict()
@@ -387,8 +385,9 @@ def introduce(job: Job, saved: Path | None, resume: bool) -> None:
         say(job.graders.judge.about)
     if resume:
         say(f"resumed from {saved}" if saved else f"no checkpoint in {job.folder}: starts afresh")
-    if job.split.is_auto and job.step < TRIAL:
-        say(f"overlap.train_ranks = auto: {job.split.now} of {job.world.size} ranks train in the first {TRIAL} steps")
+    if job.split.is_auto and job.step < job.split.decides:
+        first = f"{job.split.now} of {job.world.size} ranks train until step {job.split.decides}"
+        say(f"overlap.train_ranks = auto: {first}")
     if any(p.task == "code" for p in (*job.cursor.prompts, *job.held_out)):
         say(f"sandbox: {sandbox.isolation()}")
 
@@ -405,6 +404,19 @@ def restore(job: Job, saved: Path, state: dict) -> None:
     job.policy.load_state_dict(state["policy"], job.cursor.prompts)
     check_queue(job.policy, state, job.config.run.steps)
     job.engine.load_weights(job.trainer.model, job.step)
+
+
+def open_split(config: Config, num_ranks: int, state: dict) -> tuple[Config, SplitPolicy]:
+    """Return the settings with the number of ranks that train, and the policy that measures it.
+
+    A number that was chosen on as many ranks, if it is possible still, goes on; else a choice begins anew.
+    """
+    before, is_auto = state.get("split", {}), isinstance(config.overlap.train_ranks, Auto)
+    chosen = before["train_ranks"] if before.get("ranks") == num_ranks else 0
+    config = with_split(config, num_ranks, chosen)
+    start = before.get("start", 0) if config.overlap.train_ranks == chosen else state.get("step", 0)
+    possible = possible_splits(config, num_ranks)
+    return config, SplitPolicy(num_ranks, config.overlap.depth, possible, config.overlap.train_ranks, is_auto, start)
 
 
 def open_endless(job: Job, state: dict) -> Endless:

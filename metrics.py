@@ -232,11 +232,11 @@ class Recorder:
         rest = each * (self.steps - record["step"])
         left = tqdm.format_interval(rest) if rest < 1e5 else f"{rest / 86_400:.0f}d"
         numbers = (record["reward"], sum(rewards) / len(rewards), length["mean"], length["max"])
-        health = train["entropy"], train["grad_norm"], train["logprob_diff_max"]
+        diff = "-" if math.isnan(train["logprob_diff_max"]) else brief(train["logprob_diff_max"])  # of no token
         times = seconds["rollout"], seconds["train"], record["tokens_per_second"]
         return [
             *(str(record["step"]), kind_of(record)[:6], *map(brief, numbers)),
-            *(wasted, *map(brief, health + times), left),
+            *(wasted, brief(train["entropy"]), brief(train["grad_norm"]), diff, *map(brief, times), left),
         ]
 
     def _mean(self, record: Record) -> float:

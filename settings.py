@@ -93,8 +93,7 @@ class Config:
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    # Off: what is streamed depends on time, so runs of one seed would differ by rounding.
-    stream: StreamConfig = field(default_factory=lambda: StreamConfig("off"))
+    stream: StreamConfig = field(default_factory=StreamConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -541,29 +540,16 @@ def check_stream(c: Config, num_ranks: int) -> None:
 
 def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
     """Refuse combinations that an endless rollout has no place for."""
-    check_overlap(c.overlap, POLICIES[c.scheduler.policy](c.scheduler).config)
+    scheduler = POLICIES[c.scheduler.policy](c.scheduler).config
+    check_overlap(c.overlap, scheduler, c.stream.policy, c.planner.rule, c.run.replay)
     if not c.overlap.depth:
         return
-    depth = f"overlap.depth = {c.overlap.depth:g}"
-    for key, value, is_wrong, reason in (
-        ("stream.policy", c.stream.policy, c.stream.policy != "off", "no round waits for its longest responses"),
-        ("planner.rule", c.planner.rule, c.planner.rule != "fixed", "there is no moment without sequences under way"),
-        (
-            "scheduler.dynamic_sampling",
-            "true",
-            c.scheduler.dynamic_sampling,
-            "a batch takes the oldest groups, all alike",
-        ),
-        ("scheduler.audit", c.scheduler.audit, c.scheduler.audit, "no round ends"),
-        ("run.replay", repr(c.run.replay), c.run.replay, "recorded groups are not rolled out"),
-    ):
-        if is_wrong:
-            raise ConfigError(f"{key} = {value} has no place in an endless rollout ({depth}): {reason}; leave it out")
     check_pools(c, world_size)
     if c.loss.name != "decoupled" and c.loss.for_dtype(dtype).old_logprobs == "trainer":
         raise ConfigError(
-            f"{depth} trains samples of older weights, but loss.name = {c.loss.name} with loss.old_logprobs = trainer "
-            "takes them for samples of the newest; take loss.name = decoupled, or loss.old_logprobs = rollout"
+            f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "
+            "loss.old_logprobs = trainer takes them for samples of the newest; take loss.name = decoupled, or "
+            "loss.old_logprobs = rollout"
         )
 
 

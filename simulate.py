@@ -25,7 +25,7 @@ from config import Auto, ConfigError, describe, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
-from policies.flow import Flow, OverlapConfig, check_overlap
+from policies.flow import Flow, FlowStats, OverlapConfig, check_overlap
 from policies.placement import Placement, group_sizes
 from policies.planner import EngineLimits, Launch, ParallelismPlanner, PlannerConfig, Report, refuse_within_round
 from policies.replica import Replica, Response
@@ -297,13 +297,8 @@ class Simulation:
         o = config.overlap
         if isinstance(o.train_ranks, Auto):
             raise ConfigError("overlap.train_ranks = auto is for real runs; take a number, and then best_share of it")
-        check_overlap(o, POLICIES[config.scheduler.policy](config.scheduler).config)
-        for rule, is_on in (
-            (f"planner.rule = {config.planner.rule}", config.planner.rule != "fixed"),
-            ("scheduler.dynamic_sampling = true", config.scheduler.dynamic_sampling),
-        ):
-            if o.depth and is_on:
-                raise ConfigError(f"overlap.depth = {o.depth:g} leaves no rounds to {rule}")
+        scheduler = POLICIES[config.scheduler.policy](config.scheduler).config
+        check_overlap(o, scheduler, config.stream.policy, config.planner.rule)
         others = {
             f"stream.policy = {config.stream.policy}": config.stream.policy != "off",
             f"planner.rule = {config.planner.rule}": config.planner.rule != "fixed",
@@ -505,7 +500,10 @@ class EndlessSimulation(Simulation):
     """
 
     training = 0.0  # seconds in which the trainers trained
-    is_filled = False  # the next batch is complete
+
+    @cached_property
+    def stats(self) -> list[FlowStats]:
+        return []
 
     @cached_property
     def flow(self) -> Flow:
@@ -523,13 +521,11 @@ class EndlessSimulation(Simulation):
         """Wait for a batch, train it, take the new weights into the rollout."""
         rollout, flow, start = self.rollout, self.flow, self.rollout.seconds
         self._fill(step)
-        ready, ids, stats, self.is_filled = rollout.seconds, flow.accepted_ids(), flow.advance(), False
+        ready, ids, stats = rollout.seconds, flow.accepted_ids(), flow.advance(rollout.aborted)
+        rollout.aborted = {}
         lengths = [rollout.lengths[id] for id in ids]
         train = self._train_seconds([n + len(rollout.prompts[id.visit].token_ids) for id, n in zip(ids, lengths)])
-        if flow.config.sync == "with_batch" and flow.version < flow.steps:
-            self._fill(step + 1)
-        while not self.in_turns and rollout.seconds < ready + train and rollout.placement.num_live:
-            self._decode(ready + train)
+        self._decode_on(step + 1, ready + train)
         rollout.wait(ready + train)
         trained = rollout.seconds
         self._take_weights()
@@ -537,6 +533,9 @@ class EndlessSimulation(Simulation):
         seconds["sync"] = rollout.seconds - trained
         self.events = sum(replica.events + rollout.turns for replica in rollout.replicas)
         self.trained.append(ids)
+        self.stats.append(stats)
+        told = asdict(stats)
+        told |= {key: mean(found) if (found := told[key]) else None for key in ("late_length", "dropped_length")}
         self.records.append(
             {
                 "step": len(self.trained),
@@ -544,26 +543,29 @@ class EndlessSimulation(Simulation):
                 "samples": len(ids),
                 "tokens": sum(lengths),
                 "lag": mean(age for age, groups in stats.ages.items() for _ in range(groups)),
-                "overlap": asdict(stats),
+                "overlap": told,
             }
         )
 
     def _fill(self, step: int) -> None:
         """Launch prompts and decode until a batch is there, unless it is."""
-        if self.is_filled:
-            return
         self.rollout.step = step  # responses to prompts that are launched again are drawn anew
-        decision = self.flow.begin()
-        self.rollout.carry_out(decision)
-        while not decision.done:
-            decision = self._decode()
-        self.is_filled = True
+        self.flow.fill(self.rollout.carry_out, self._decode)
 
-    def _decode(self, until: float = math.inf) -> Decision:
+    def _decode_on(self, step: int, ready: float) -> None:
+        """Decode while other GPUs train, as `Endless.decode_on` does. `ready`: when the update is."""
+        rollout, config = self.rollout, self.config.overlap
+        by_steps, end = config.clock == "steps", rollout.iteration + config.update_iterations
+        if config.lag:
+            self._fill(step)
+        if self.in_turns or (config.lag and by_steps):
+            return
+        while rollout.placement.num_live and (rollout.iteration < end if by_steps else rollout.seconds < ready):
+            self._decode(0.0 if by_steps else ready)  # counted steps: a window at a time
+
+    def _decode(self, until: float = math.inf) -> None:
         finished = self.rollout.decode(until=until)
-        decision = self.flow.observe(finished)
-        self.rollout.carry_out(decision, finished)
-        return decision
+        self.rollout.carry_out(self.flow.observe(finished), finished)
 
     def _train_seconds(self, lengths: list[int]) -> float:
         e, gpus = self.model.efficiency, self.config.overlap.train_ranks or self.config.cluster.gpus
@@ -597,16 +599,19 @@ class EndlessSimulation(Simulation):
 
     def summary(self) -> dict[str, float]:
         """Return the numbers of the whole run."""
-        rollout, overlaps = self.rollout, [r["overlap"] for r in self.records]
-        replicas = rollout.replicas
+        rollout, replicas = self.rollout, self.rollout.replicas
         decoding = len(replicas) * rollout.seconds
-        tokens = sum(r["tokens"] for r in self.records) / sum(r["samples"] for r in self.records)
+        tokens, samples = (sum(r[key] for r in self.records) for key in ("tokens", "samples"))
+        late, launched = [n for stats in self.stats for n in stats.late_length], mean(rollout.drawn)
+        lost = len(rollout.drawn) - samples  # stopped, of dropped groups or surplus; here their whole length is known
         return {
             "lag_mean": mean(r["lag"] for r in self.records),
-            "lag_max": max(age for told in overlaps for age in told["ages"]),
-            "trained_length": tokens / mean(rollout.drawn),  # of a response, relative to those that were launched
-            "late": sum(told["late"] for told in overlaps),
-            "dropped": sum(told["dropped"] for told in overlaps),
+            "lag_max": max(age for stats in self.stats for age in stats.ages),
+            "trained_length": tokens / samples / launched,  # of a response, relative to those that were launched
+            **({"late_length": mean(late) / launched} if late else {}),
+            **({"lost_length": (sum(rollout.drawn) - tokens) / lost / launched} if lost else {}),
+            "late": sum(stats.late for stats in self.stats),
+            "dropped": sum(stats.dropped for stats in self.stats),
             "decoders_idle": 1 - sum(r.busy for r in replicas) / decoding,
             "trainers_idle": 1 - self.training / rollout.seconds,
             "best_share": self.split_times().best_share,

@@ -286,14 +286,14 @@ class Trainer:
         parallel.sum_tensors(self.world, [self.sums])
         parallel.max_tensor(self.world, self.worst_diff)
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        count, tokens = max(sums["count"], 1.0), max(sums["tokens"], 1.0)
+        count, tokens, newest = max(sums["count"], 1.0), max(sums["tokens"], 1.0), sums["newest"]
         torch._foreach_div_(gradients, count)
         norm = sharding.whole(torch.nn.utils.clip_grad_norm_(self.masters, self.config.grad_clip or math.inf)).item()
         stats = {
             "loss": sums["loss"] / count,
             **{name: sums[name] / tokens for name in TOKEN_MEANS},
-            "logprob_diff_mean": sums["difference"] / max(sums["newest"], 1.0),
-            "logprob_diff_max": self.worst_diff.item(),
+            "logprob_diff_mean": sums["difference"] / newest if newest else math.nan,
+            "logprob_diff_max": self.worst_diff.item() if newest else math.nan,
             "grad_norm": norm,
             "lr": self.lr_at(self.num_updates),
             "trained_tokens": sums["tokens"],

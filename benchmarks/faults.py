@@ -17,6 +17,7 @@ bit by bit, and every prompt must have been trained exactly once.
     worker     a reward worker is killed: the sample gets reward 0 and the cause is recorded, so the losses may differ
 
 Ranks are forked from one process that has imported everything, which saves seconds a start; the rest is `train.py`.
+On two cores all of it takes about half an hour: most faults take 2 to 5 seconds, and `stop` the time-out of the others.
 `resumed`: went on to the same losses; `clear_errors`: told what to do, and did go on once that was done.
 """
 

@@ -27,8 +27,7 @@ Sections: {sections}
 """
 SIMULATOR = """## The simulator
 
-[`simulate.py`](simulator.md) takes the sections `scheduler`, `planner` and `stream` of above, with
-`stream.policy = {policy}` as its default, and two of its own.
+[`simulate.py`](simulator.md) takes the sections {shared} of above, and two of its own.
 """
 
 
@@ -54,11 +53,12 @@ def text() -> str:
     """Return the whole page."""
     run, simulation = Config(), SimulationConfig()
     own = [field.name for field in dataclasses.fields(run)]
-    more = [field.name for field in dataclasses.fields(simulation) if field.name not in own]
+    simulated = [field.name for field in dataclasses.fields(simulation)]
+    more = [name for name in simulated if name not in own]
     sections = " · ".join(f"[{name}](#{name})" for name in (*own, *more))
     parts = [HEAD.format(free=", ".join(f"`{key}`" for key in FREE_TO_CHANGE), sections=sections)]
     parts += [f"## {name}\n\n{table(name, getattr(run, name))}\n" for name in own]
-    parts.append(SIMULATOR.format(policy=simulation.stream.policy))
+    parts.append(SIMULATOR.format(shared=", ".join(f"`{name}`" for name in simulated if name in own)))
     parts += [f"### {name}\n\n{table(name, getattr(simulation, name))}\n" for name in more]
     return "\n".join(parts)
 

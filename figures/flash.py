@@ -23,6 +23,7 @@ WINDOW = 1024  # engine steps: replicas wait for the slowest at its end, so shor
 
 def config(model: str, gpus: int, steps: int, **overlap: Any) -> SimulationConfig:
     """Return a run of 256 x 16 on whole replicas; `overlap` is its section, and without one it is synchronous."""
+    overlap |= {"clock": "time"} if overlap else {}  # new weights are taken as soon as they are there
     scheduler = SchedulerConfig("synchronous", 256, 16, 1.0, 1.0, window_iterations=WINDOW if overlap else 16)
     cluster = ClusterConfig(model=MODELS[model], gpus=gpus, steps=steps)
     return SimulationConfig(cluster, scheduler, stream=StreamConfig("off"), overlap=OverlapConfig(**overlap))

@@ -13,9 +13,9 @@ from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import parallel
-from core import Finished, Group, Prompt, Reward, Sample, SampleId, Span, VisitId
+from core import Decision, Finished, Group, Prompt, Reward, Sample, SampleId, Span, VisitId
 from engine.sequence import Sequence as EngineSequence
-from metrics import Record
+from metrics import Record, quantiles
 from model import Model
 from policies.flow import Flow
 from rounds import Round
@@ -30,7 +30,6 @@ class Endless:
         self.round, self.flow = round, flow
         self.interrupted: list[EngineSequence] = []  # not in the engine now
         self.is_out = True  # all sequences are out of the engine, if there are any
-        self.is_filled = False  # the next batch is complete
         # Else rows would count steps that depend on who is prefilled beside them, and so on the number of ranks.
         round.prefills_first = flow.config.clock == "steps"
         round.begin(flow.plan, flow)
@@ -39,13 +38,12 @@ class Endless:
         """Decode until a batch is there; return its groups, on every rank the same, and the record. Collective."""
         r = self.round
         self.fill()
-        self.is_filled = False
         with r.clock.span("reward"):
             r.rewards.update(r.graders.wait(id for id in self.flow.accepted_ids() if id in r.samples))
-        groups, aborted = r.collect(), sum(r.aborted.values())
-        trained, stats = {group.visit for group in groups}, asdict(self.flow.advance())
-        stats["wasted_tokens"] += aborted
+        groups = r.collect()
+        trained, stats = {group.visit for group in groups}, asdict(self.flow.advance(r.aborted))
         stats["ages"] = {str(age): count for age, count in stats["ages"].items()}
+        stats |= {key: quantiles(found) if (found := stats[key]) else {} for key in ("late_length", "dropped_length")}
         self._forget(trained)
         r.prompts = {id: visit for id, visit in r.prompts.items() if id not in trained}
         record = {"kind": r.plan.kind, "padded": 0, "queue": stats["buffered"], **r.record, **stats}
@@ -54,17 +52,14 @@ class Endless:
 
     def fill(self) -> None:
         """Launch prompts and decode until a batch is there, unless it is. Collective."""
-        if self.is_filled:
-            return
+        self.flow.fill(self._launch, lambda: self._play_window(False))
+
+    def _launch(self, decision: Decision) -> None:
         self._go_on()
-        decision = self.flow.begin()
         # Replies were settled between two batches: what ended then may belong to a group that is given up now.
         self.round.early = [event for event in self.round.early if event.id not in decision.abort]
         self._forget({visit.id for visit in decision.launch})
         self.round.carry_out(decision)
-        while not self.round.decision.done:
-            self._play_window(False)
-        self.is_filled = True
 
     def decode_on(self, is_due: Callable[[], bool]) -> None:
         """Decode while other ranks train. Collective among those that decode.
@@ -75,8 +70,7 @@ class Endless:
         r, config = self.round, self.flow.config
         end, over = r.iteration + config.update_iterations, False
         if config.sync == "with_batch":
-            if self.flow.version < self.flow.steps:
-                self.fill()
+            self.fill()
             over = config.clock == "steps"
         while not over:
             over = self._play_window(is_due())

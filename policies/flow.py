@@ -3,9 +3,9 @@
 The rollout runs ahead of training: an update interrupts sequences, and they go on with the new weights. The age of a
 group is the number of updates between its launch and the update that trains it. Every rank feeds its copy alike:
 
-    decision = flow.begin()                           # at the start, and after each update: whom to launch
-    while not decision.done: carry it out, decode a window; decision = flow.observe(the window's events)
-    train flow.accepted_ids(), then flow.advance()
+    flow.fill(carry_out, play_window)     # launches prompts and plays windows until a batch is there; each of them
+                                          # decodes, then carry_out(flow.observe(its events))
+    train flow.accepted_ids(), then flow.advance(what was stopped)
 
 `depth` says how far the rollout runs ahead, and so the usual age; `bound` how old a group may get, and so how long the
 longest response is waited for. The paper's asynchronous ratio alpha is both.
@@ -13,7 +13,7 @@ longest response is waited for. The paper's asynchronous ratio alpha is both.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from config import ConfigError, option
@@ -38,7 +38,8 @@ class OverlapConfig:
     flight: str = option(
         "recompute",
         "sequences under way at an update: recompute (go on with their tokens, KV is computed again), keep (go on with "
-        "the KV of older weights) or finish (no update before they have ended)",
+        "the KV of older weights) or finish (no update before they have ended, so each has one version; unless sync = "
+        "with_batch nothing decodes beside training then, and depth gains no time)",
         choices=("recompute", "keep", "finish"),
     )
     clock: str = option(
@@ -81,8 +82,7 @@ class OpenGroup:
     visit: Visit
     start: int  # version of the weights when it was launched
     live: set[SampleId]
-    kept: list[SampleId] = field(default_factory=list)  # the first that ended
-    tokens: int = 0  # of all that ended
+    kept: dict[SampleId, int] = field(default_factory=dict)  # the first that ended, with their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,9 @@ class FlowStats:
     ages: dict[int, int]  # updates since its launch -> groups of the batch
     late: int  # groups of the batch that are older than the bound
     dropped: int  # groups that got too old and were launched again
-    wasted_tokens: int  # of ended responses that are not trained: surplus ones, and those of dropped groups
+    late_length: list[int]  # tokens of each response of those that are late
+    dropped_length: list[int]  # and of those that were dropped, as far as it had come
+    wasted_tokens: int  # decoded and not trained: of surplus responses and of dropped groups
     waited: int  # windows that a full batch waited for a group that would get too old
     running: int  # groups that are not complete after it
     buffered: int  # groups that are complete and wait for a later batch
@@ -109,7 +111,6 @@ class Flow:
 
     def __init__(self, config: OverlapConfig, scheduler: SchedulerConfig, take: Take, steps: int):
         """`take(n)` draws n new prompts; `steps`: updates of the whole run, one batch each."""
-        check_overlap(config, scheduler)
         self.config, self.scheduler, self.take, self.steps = config, scheduler, take, steps
         self.num_responses = num_launched(scheduler.num_responses, scheduler.eta_responses)
         #: Groups that may be open at a time: the batch, those ahead of it, and `eta_prompts`' surplus.
@@ -120,10 +121,13 @@ class Flow:
         self.complete: list[VisitId] = []  # in the order of completion
         self.batch: list[VisitId] = []  # the next to train, once it is decided
         self.again: list[Visit] = []  # dropped, to be launched again
+        self.is_filled = False  # the next batch is decided, and what it leaves room for is launched
         self._reset()
 
     def _reset(self) -> None:
-        self.dropped = self.wasted_tokens = 0
+        self.dropped = self.surplus_tokens = 0
+        self.dropped_length: list[int] = []  # of responses that had ended
+        self.stopped: list[SampleId] = []  # with their groups, while they were decoded
 
     @property
     def plan(self) -> RoundPlan:
@@ -132,6 +136,18 @@ class Flow:
         return RoundPlan("async", (), self.num_responses, c.num_prompts, c.num_responses)
 
     # ---- the referee of a rollout ----------------------------------------------------------------------------
+
+    def fill(self, carry_out: Callable[[Decision], None], play_window: Callable[[], object]) -> None:
+        """Launch prompts and play windows until a batch is there, unless it is, or the run has no more.
+
+        `play_window` gives what ended to `observe`, and carries out the decision.
+        """
+        if self.is_filled or self.version == self.steps:
+            return
+        carry_out(self.begin())
+        while not self.batch:
+            play_window()
+        self.is_filled = True
 
     def begin(self) -> Decision:
         """Return what to stop and to launch at the start and after an update, and whether a batch is there already."""
@@ -150,11 +166,10 @@ class Flow:
         for event in sorted(finished, key=lambda event: (event.iteration, event.id)):
             group = self.open[event.id.visit]
             group.live.remove(event.id)
-            group.tokens += event.num_tokens
             if len(group.kept) == self.scheduler.num_responses:  # late: the window went on after the last that is kept
-                self.wasted_tokens += event.num_tokens
+                self.surplus_tokens += event.num_tokens
                 continue
-            group.kept.append(event.id)
+            group.kept[event.id] = event.num_tokens
             if len(group.kept) == self.scheduler.num_responses:
                 self.complete.append(event.id.visit)
         surplus = [self.open[visit] for visit in self.complete if self.open[visit].live]
@@ -167,16 +182,25 @@ class Flow:
         """Return the samples of the next batch."""
         return [id for visit in self.batch for id in sorted(self.open[visit].kept)]
 
-    def advance(self) -> FlowStats:
-        """The batch has been trained: the weights are one version newer."""
+    def advance(self, stopped: Mapping[SampleId, int]) -> FlowStats:
+        """The batch has been trained: the weights are one version newer. `stopped`: tokens of aborted responses."""
         assert self.batch, "no batch was decided"
-        ages = [self.version - self.open.pop(visit).start for visit in self.batch]
+        groups = [self.open.pop(visit) for visit in self.batch]
         self.complete = [visit for visit in self.complete if visit in self.open]
-        late = sum(age > self.config.largest_age for age in ages)
-        lost = self.dropped, self.wasted_tokens, self.waited
-        rest = len(self.open) - len(self.complete), len(self.complete)
-        stats = FlowStats(self.version, dict(sorted(Counter(ages).items())), late, *lost, *rest)
-        self.version, self.batch = self.version + 1, []
+        late = [group for group in groups if group.start < self._oldest]
+        stats = FlowStats(
+            version=self.version,
+            ages=dict(sorted(Counter(self.version - group.start for group in groups).items())),
+            late=len(late),
+            dropped=self.dropped,
+            late_length=[tokens for group in late for tokens in group.kept.values()],
+            dropped_length=self.dropped_length + [stopped[id] for id in self.stopped if id in stopped],
+            wasted_tokens=self.surplus_tokens + sum(self.dropped_length) + sum(stopped.values()),
+            waited=self.waited,
+            running=len(self.open) - len(self.complete),
+            buffered=len(self.complete),
+        )
+        self.version, self.batch, self.is_filled = self.version + 1, [], False
         self._reset()
         return stats
 
@@ -204,15 +228,20 @@ class Flow:
         # Sorted by what is left of their time: the i-th must be in one of the next `left` batches.
         return all(i < max(updates, 0) * size for i, updates in enumerate(sorted(left)))
 
+    @property
+    def _oldest(self) -> int:
+        """The first version whose groups are not too old now."""
+        return self.version - self.config.largest_age
+
     def _drop(self) -> list[SampleId]:
         """Forget the groups that got too old; return their responses that are still decoded."""
-        oldest = self.version - self.config.largest_age
-        late = [self.open.pop(visit) for visit in [v for v, group in self.open.items() if group.start < oldest]]
+        late = [self.open.pop(visit) for visit in [v for v, group in self.open.items() if group.start < self._oldest]]
         self.complete = [visit for visit in self.complete if visit in self.open]
         self.again += [replace(group.visit, launch=group.visit.launch + 1) for group in late]
         self.dropped += len(late)
-        self.wasted_tokens += sum(group.tokens for group in late)
-        return sorted(id for group in late for id in group.live)
+        self.dropped_length += [tokens for group in late for tokens in group.kept.values()]
+        self.stopped += sorted(id for group in late for id in group.live)
+        return self.stopped
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
@@ -226,8 +255,7 @@ class Flow:
                     g.visit.launch,
                     g.start,
                     [s.response for s in sorted(g.live)],
-                    [s.response for s in g.kept],
-                    g.tokens,
+                    [(s.response, tokens) for s, tokens in g.kept.items()],
                 )
                 for id, g in self.open.items()
             ],
@@ -239,10 +267,10 @@ class Flow:
         self.version = state["version"]
         self.complete = [VisitId(*id) for id in state["complete"]]
         self.again = [Visit(epoch, prompts[i], launch) for epoch, i, launch in state["again"]]
-        for epoch, i, launch, start, live, kept, tokens in state["groups"]:
+        for epoch, i, launch, start, live, kept in state["groups"]:
             id = VisitId(epoch, i)
-            ids = {id.sample(r) for r in live}, [id.sample(r) for r in kept]
-            self.open[id] = OpenGroup(Visit(epoch, prompts[i], launch), start, *ids, tokens)
+            ended = {id.sample(r): tokens for r, tokens in kept}
+            self.open[id] = OpenGroup(Visit(epoch, prompts[i], launch), start, {id.sample(r) for r in live}, ended)
 
 
 def check_steps(state: dict, num_prompts: int, steps: int) -> None:
@@ -255,8 +283,13 @@ def check_steps(state: dict, num_prompts: int, steps: int) -> None:
         )
 
 
-def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:
-    """Raise ConfigError on settings without effect, and on a bound that the depth itself breaks."""
+def check_overlap(
+    config: OverlapConfig, scheduler: SchedulerConfig, stream: str, planner: str, replay: str = ""
+) -> None:
+    """Raise ConfigError on settings without effect or without a place, and on a bound that the depth itself breaks.
+
+    Real runs and simulations ask it. `stream`: stream.policy; `planner`: planner.rule; `replay`: run.replay.
+    """
     given = {key: value for key, value in asdict(config).items() if value != getattr(OverlapConfig, key)}
     if not config.depth:
         for key, value in given.items():
@@ -287,3 +320,13 @@ def check_overlap(config: OverlapConfig, scheduler: SchedulerConfig) -> None:
             f"{scheduler.eta_prompts:g}: the rollout runs {ahead:g} batches ahead, so groups get older than "
             f"{config.largest_age}; take overlap.bound = {math.ceil(ahead)} or more"
         )
+    for setting, is_given, reason in (
+        (f"stream.policy = {stream}", stream != "off", "no round waits for its longest responses"),
+        (f"planner.rule = {planner}", planner != "fixed", "there is no moment without sequences under way"),
+        ("scheduler.dynamic_sampling = true", scheduler.dynamic_sampling, "a batch takes the oldest groups, all alike"),
+        (f"scheduler.audit = {scheduler.audit}", scheduler.audit, "no round ends"),
+        (f"run.replay = {replay!r}", replay, "recorded groups are not rolled out"),
+    ):
+        if is_given:
+            where = f"an endless rollout (overlap.depth = {config.depth:g})"
+            raise ConfigError(f"{setting} has no place in {where}: {reason}; leave it out")

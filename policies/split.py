@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 RECENT = 10  # steps of a run whose work counts
-TRIAL = 3  # steps after which `overlap.train_ranks` = auto decides
+TRIAL = 3  # steps on a number of ranks after which `overlap.train_ranks` = auto decides
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,15 @@ class SplitTimes:
 class SplitPolicy:
     """Measures the steps of an endless rollout, and says how many ranks should train; where it may, it chooses."""
 
-    def __init__(self, ranks: int, depth: float, possible: Sequence[int], now: int, is_auto: bool):
-        """`now`: the number of ranks that train; `is_auto`: another one may be chosen."""
+    def __init__(self, ranks: int, depth: float, possible: Sequence[int], now: int, is_auto: bool, start: int = 0):
+        """`now`: the number of ranks that train; `is_auto`: another one may be chosen; `start`: step of the first."""
         self.ranks, self.depth, self.possible, self.is_auto = ranks, depth, possible, is_auto
+        self.start, self.decides = start, start + TRIAL  # steps: with so many ranks since, and when it decides
         self.now = self.chosen = now
         self.work = deque[Work](maxlen=RECENT)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"ranks": self.ranks, "train_ranks": self.chosen, "start": self.start}
 
     @property
     def moves(self) -> bool:
@@ -81,7 +85,7 @@ class SplitPolicy:
         """Return the advice of the last steps, for the console; choose after the first ones."""
         t = SplitTimes.of(self.work, self.ranks, self.depth)
         best = t.best(self.possible)
-        if self.is_auto and step == TRIAL:
+        if self.is_auto and step == self.decides:
             self.chosen = best
         advice = "" if best == self.now else f", from now on {best}" if self.moves else f", better {best}"
         times = f"sample: decode {t.generate:.3g} s, train {t.train:.3g} s; longest {t.longest:.3g} s"

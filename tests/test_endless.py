@@ -7,12 +7,15 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+import torch
 
+from config import ConfigError, load_config
 from core import SampleId
 from policies.flow import OverlapConfig
 from policies.replica import Replica, Response
 from policies.scale_down import StreamConfig
 from scheduler import SchedulerConfig
+from settings import Config, check_endless
 from simulate import ClusterConfig, EndlessSimulation, ModelFile, Simulation, SimulationConfig, main
 from simulation.costs import Costs, Efficiency, Hardware, Shape
 from simulation.workload import LengthModel
@@ -25,7 +28,7 @@ MODEL = ModelFile(SHAPE, Efficiency(rollout_seconds=1.0, train_seconds=0.1), LEN
 def config(steps: int = 8, gpus: int = 4, prompts: int = 4, seed: int = 0, **overlap) -> SimulationConfig:
     cluster = ClusterConfig(gpus=gpus, steps=steps, seed=seed)
     scheduler = SchedulerConfig("synchronous", prompts, 2, 1.0, 1.0)
-    return SimulationConfig(cluster, scheduler, overlap=OverlapConfig(**{"depth": 1.0, **overlap}))
+    return SimulationConfig(cluster, scheduler, overlap=OverlapConfig(**{"depth": 1.0, "clock": "time", **overlap}))
 
 
 def endless(given: SimulationConfig, model: ModelFile = MODEL, hardware: Hardware | None = None) -> EndlessSimulation:
@@ -50,6 +53,7 @@ def test_every_prompt_is_trained_once_within_its_bound(seed: int, train: int) ->
         bound=rng.choice([0, 4]),
         flight=rng.choice(["recompute", "keep", "finish"]),
         sync=rng.choice(["at_once", "with_batch"]) if train and depth >= 1 else "at_once",
+        clock=rng.choice(["steps", "time"]),
     )
     run = endless(given)
     assert set(Counter(id for ids in run.trained for id in ids).values()) == {1}
@@ -75,6 +79,8 @@ def test_what_is_late_is_dropped_or_kept() -> None:
     assert told["wait"]["lag_max"] <= 1 and not told["wait"]["late"] and not told["wait"]["dropped"]
     assert told["drop"]["lag_max"] <= 1 and told["drop"]["dropped"] and told["drop"]["trained_length"] < 0.95
     assert told["keep"]["lag_max"] > 1 and told["keep"]["late"] and not told["keep"]["dropped"]
+    assert told["drop"]["lost_length"] > 1 and told["keep"]["late_length"] > 1, "what is late is long"
+    assert not {"lost_length", "late_length"} & {*told["wait"]}
 
 
 def test_depth_takes_the_tail_away_and_costs_age() -> None:
@@ -111,6 +117,22 @@ def test_in_turns_all_gpus_decode_and_then_all_train() -> None:
 
 
 # ---- an update ---------------------------------------------------------------------------------------------------
+
+
+def test_on_the_steps_clock_an_update_takes_as_many_engine_steps_as_is_said() -> None:
+    given, taken = config(12, 8, 8, train_ranks=4, clock="steps", update_iterations=48), []
+    run = EndlessSimulation(given, MODEL, Hardware())
+    decode_on = run._decode_on
+
+    def counted(step: int, ready: float) -> None:
+        before = run.rollout.iteration
+        decode_on(step, ready)
+        taken.append((run.rollout.iteration - before, run.rollout.placement.num_live))
+
+    run._decode_on = counted  # type: ignore[method-assign]
+    run.run()
+    assert {steps for steps, live in taken if live} == {48} and all(steps <= 48 for steps, _ in taken)
+    assert sum(live > 0 for _, live in taken) > 3
 
 
 def test_contexts_are_computed_again_and_the_responses_go_on() -> None:
@@ -156,7 +178,7 @@ def workers(rng: Random, alpha: int, train: float = 0.0) -> tuple[SimulationConf
     passes = train * flops / (padded * (2 + 2 * padded))
     costs = {"sequence_seconds": 0.0, "train_seconds": 0.0, "rollout_seconds": 0.0, "train": 1.0}
     efficiency = Efficiency(layer_seconds=1.0, padded=padded, passes=passes, **costs)
-    overlap = OverlapConfig(depth=float(alpha), train_ranks=int(train > 0), flight="keep")
+    overlap = OverlapConfig(depth=float(alpha), train_ranks=int(train > 0), flight="keep", clock="time")
     given = SimulationConfig(cluster, scheduler, stream=StreamConfig("off"), overlap=overlap)
     hardware = Hardware(flops=flops, bandwidth=1e30, network=1e30)
     return given, ModelFile(WORKERS, efficiency, lengths), hardware
@@ -215,6 +237,26 @@ def test_the_command_plays_an_endless_rollout(capsys) -> None:
     assert "overlap.train_ranks = 4 leaves none of 4 GPUs to decode" in capsys.readouterr().err
     assert main([*cluster, "--overlap.train_ranks=2"]) == 2
     assert "overlap.train_ranks = 2 has no effect with overlap.depth = 0" in capsys.readouterr().err
-    for rule in ("planner.rule=paper", "scheduler.dynamic_sampling=true"):
-        assert main([*cluster, *overlap, "--stream.policy=off", f"--{rule}"]) == 2
-        assert f"overlap.depth = 1 leaves no rounds to {rule.replace('=', ' = ')}" in capsys.readouterr().err
+
+
+REFUSED = [
+    ["stream.policy=paper"],
+    ["planner.rule=paper"],
+    ["scheduler.dynamic_sampling=true"],
+    ["scheduler.audit=0.5"],
+    ["overlap.update_iterations=8"],
+    ["overlap.update_iterations=8", "overlap.train_ranks=1", "overlap.clock=time"],
+    ["overlap.sync=with_batch"],
+    ["overlap.depth=2", "overlap.bound=1"],
+    ["overlap.depth=0", "overlap.bound=0", "overlap.late=keep"],
+]
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_the_simulator_refuses_what_a_run_refuses_in_the_same_words(settings: list[str]) -> None:
+    flags = ["--overlap.depth=1", "--overlap.bound=4", *(f"--{setting}" for setting in settings)]
+    with pytest.raises(ConfigError) as real:
+        check_endless(load_config(Config, None, flags), 2, torch.float32)
+    with pytest.raises(ConfigError) as simulated:
+        Simulation(load_config(SimulationConfig, None, flags), MODEL, Hardware())
+    assert str(simulated.value) == str(real.value)

@@ -1,6 +1,7 @@
 """The endless rollout's policy on a toy engine: nothing lost or doubled, no group too old, never too far ahead."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -10,7 +11,7 @@ import pytest
 from config import ConfigError
 from core import Finished, Prompt, SampleId, VisitId
 from data import PromptCursor
-from policies.flow import Flow, FlowStats, OverlapConfig
+from policies.flow import Flow, FlowStats, OverlapConfig, check_overlap
 from rollout import sequence_for
 from sampling import sample_key
 from scheduler import SchedulerConfig
@@ -45,12 +46,16 @@ class Toy:
     now: int = 0
     ends: dict[SampleId, int] = field(default_factory=dict)
     start: dict[SampleId, int] = field(default_factory=dict)
+    stopped: dict[SampleId, int] = field(default_factory=dict)
+    decoded: int = 0
     trained: list[tuple[int, list[SampleId]]] = field(default_factory=list)
     stats: list[FlowStats] = field(default_factory=list)
 
     def carry_out(self, decision) -> None:
         for id in decision.abort:
             del self.ends[id]
+            self.stopped[id] = self.now - self.start[id]
+            self.decoded += self.stopped[id]
         for visit in decision.launch:
             for r in range(self.flow.num_responses):
                 id = visit.id.sample(r)
@@ -58,19 +63,20 @@ class Toy:
                 self.start[id], self.ends[id] = self.now, self.now + length(id, self.seed + self.flow.version)
 
     def step(self) -> None:
-        decision = self.flow.begin()
-        self.carry_out(decision)
-        while not decision.done:
-            self.now += self.window
-            ended = [Finished(at, id, at - self.start[id]) for id, at in self.ends.items() if at <= self.now]
-            Random(self.seed).shuffle(ended)  # ranks report in any order
-            for event in ended:
-                del self.ends[event.id]
-            decision = self.flow.observe(ended)
-            self.carry_out(decision)
-            assert self.now < 10**6, "it waits for ever"
+        self.flow.fill(self.carry_out, self.play_window)
         self.trained.append((self.flow.version, self.flow.accepted_ids()))
-        self.stats.append(self.flow.advance())
+        self.stats.append(self.flow.advance(self.stopped))
+        self.stopped = {}
+
+    def play_window(self) -> None:
+        self.now += self.window
+        ended = [Finished(at, id, at - self.start[id]) for id, at in self.ends.items() if at <= self.now]
+        Random(self.seed).shuffle(ended)  # ranks report in any order
+        for event in ended:
+            del self.ends[event.id]
+            self.decoded += event.num_tokens
+        self.carry_out(self.flow.observe(ended))
+        assert self.now < 10**6, "it waits for ever"
 
     def run(self) -> "Toy":
         while self.flow.version < self.flow.steps:
@@ -137,6 +143,48 @@ def test_the_rollout_is_never_further_ahead_than_its_depth(overlap: OverlapConfi
     )
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("depth", [0.5, 1.5, 2.0])
+def test_the_depth_is_the_mean_age_also_where_it_is_a_fraction(depth: float, seed: int) -> None:
+    """The credit is that of ROLL's code: depth batches more at the start, rounded up, and one batch after each."""
+    scheduler = SchedulerConfig(num_prompts=4, num_responses=2, eta_prompts=1, eta_responses=1)
+    played, launched = toy(OverlapConfig(depth=depth), scheduler, seed, steps=14), []
+    carry_out = played.carry_out
+    played.carry_out = lambda decision: launched.append(len(decision.launch)) or carry_out(decision)  # type: ignore
+    played.run()
+    assert [n for n in launched if n] == [round(4 * depth) + 4, *[4] * 11, *[n for n in launched if n][12:]]
+    left = [stats.running + stats.buffered for stats in played.stats]
+    assert left[:10] == [round(4 * depth)] * 10
+    # Each batch makes all groups that it leaves older by one.
+    ages = [age * count for stats in played.stats for age, count in stats.ages.items()]
+    assert sum(ages) == sum(left) and max(age for stats in played.stats for age in stats.ages) <= math.ceil(depth)
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize(("overlap", "scheduler"), SETTINGS)
+def test_all_that_is_decoded_is_trained_or_wasted_and_lengths_tell_what(
+    overlap: OverlapConfig, scheduler: SchedulerConfig, late: str
+) -> None:
+    overlap = with_late(overlap, late)
+    played, lengths = toy(overlap, scheduler, 1, steps=20), []
+    while played.flow.version < played.flow.steps:
+        played.flow.fill(played.carry_out, played.play_window)
+        groups = [played.flow.open[visit] for visit in played.flow.batch]
+        lengths += [n for group in groups for n in group.kept.values()]
+        old = [group for group in groups if played.flow.version - group.start > overlap.largest_age]
+        played.step()
+        assert played.stats[-1].late_length == [n for group in old for n in group.kept.values()]
+    dropped = [n for stats in played.stats for n in stats.dropped_length]
+    assert bool(dropped) == any(stats.dropped for stats in played.stats) and (late == "drop" or not dropped)
+    wasted = sum(stats.wasted_tokens for stats in played.stats)
+    if scheduler.eta_responses == 1:
+        assert wasted == sum(dropped)
+    if scheduler.eta_responses == 1 or late != "drop":  # else a response may be stopped twice between two updates
+        assert sum(lengths) + wasted == played.decoded
+    if len(dropped) > 20:
+        assert sum(dropped) / len(dropped) > sum(lengths) / len(lengths)
+
+
 def test_waiting_starts_before_it_is_too_late() -> None:
     """With one group a batch, three that must all be trained at version 4 could not be."""
     flow = Flow(*SETTINGS[2], PromptCursor(PROMPTS, 0).take, 12)
@@ -147,14 +195,14 @@ def test_waiting_starts_before_it_is_too_late() -> None:
         return flow.observe([Finished(1, visit.sample(r), 1) for r in range(2)]).done
 
     assert finish(launched[0]) and [id.visit for id in flow.accepted_ids()] == [launched[0]] * 2
-    flow.advance()
+    flow.advance({})
     [newer] = [visit.id for visit in flow.begin().launch]
     assert finish(newer)  # three groups of version 0 are left, and versions 2, 3, 4
-    flow.advance()
+    flow.advance({})
     [newest] = [visit.id for visit in flow.begin().launch]
     assert not finish(newest) and flow.waited == 1
     assert finish(launched[2]) and flow.accepted_ids()[0].visit == launched[2]
-    assert flow.advance().waited == 1
+    assert flow.advance({}).waited == 1
     assert not flow.observe([]).done  # a window beside the update
     assert not flow.begin().done and flow.waited == 1
 
@@ -163,7 +211,7 @@ def test_the_oldest_are_trained_first() -> None:
     flow = Flow(*SETTINGS[1], PromptCursor(PROMPTS, 0).take, 12)
     first = [visit.id for visit in flow.begin().launch]
     flow.observe([Finished(2, visit.sample(r), 2) for visit in first[:4] for r in range(3)])
-    flow.advance()
+    flow.advance({})
     newer = [visit.id for visit in flow.begin().launch]
     quick = [Finished(3, visit.sample(r), 1) for visit in newer for r in range(3)]
     slow = [Finished(4, visit.sample(r), 4) for visit in first[4:6] for r in range(3)]
@@ -175,11 +223,14 @@ def test_surplus_responses_are_stopped_once_a_group_has_enough() -> None:
     flow = Flow(*SETTINGS[4], PromptCursor(PROMPTS, 0).take, 12)
     first = flow.begin().launch[0].id
     decision = flow.observe([Finished(2, first.sample(2), 2), Finished(1, first.sample(1), 1)])
-    assert decision.abort == (first.sample(0),) and flow.open[first].kept == [first.sample(1), first.sample(2)]
+    assert decision.abort == (first.sample(0),) and [*flow.open[first].kept] == [first.sample(1), first.sample(2)]
     other = flow.begin, [v for v in flow.open if v != first][0]
     events = [Finished(i, other[1].sample(r), 5) for i, r in enumerate((2, 0, 1))]
-    assert flow.observe(events).abort == () and flow.open[other[1]].kept == [other[1].sample(2), other[1].sample(0)]
-    assert flow.wasted_tokens == 5
+    assert flow.observe(events).abort == () and flow.open[other[1]].kept == {
+        other[1].sample(2): 5,
+        other[1].sample(0): 5,
+    }
+    assert flow.surplus_tokens == 5
 
 
 def test_sequences_under_way_finish_before_an_update_where_that_is_asked_for() -> None:
@@ -208,10 +259,10 @@ def test_it_goes_on_from_a_checkpoint(overlap: OverlapConfig, scheduler: Schedul
 
 def test_a_bound_that_the_depth_breaks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"overlap.bound = 1 .* take overlap.bound = 2"):
-        Flow(OverlapConfig(depth=2, bound=1), SETTINGS[0][1], PromptCursor(PROMPTS, 0).take, 12)
+        check_overlap(OverlapConfig(depth=2, bound=1), SETTINGS[0][1], "off", "fixed")
     with pytest.raises(ConfigError, match=r"eta_prompts = 1.25.* take overlap.bound = 2"):
-        Flow(OverlapConfig(depth=1), SchedulerConfig(num_prompts=4), PromptCursor(PROMPTS, 0).take, 12)
-    Flow(OverlapConfig(depth=2, bound=1, late="drop"), SETTINGS[0][1], PromptCursor(PROMPTS, 0).take, 12)
+        check_overlap(OverlapConfig(depth=1), SchedulerConfig(num_prompts=4), "off", "fixed")
+    check_overlap(OverlapConfig(depth=2, bound=1, late="drop"), SETTINGS[0][1], "off", "fixed")
 
 
 def test_what_is_given_up_for_its_age_is_drawn_anew() -> None:

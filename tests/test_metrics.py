@@ -226,6 +226,8 @@ def test_a_step_is_one_line_that_names_its_numbers(tmp_path, capsys) -> None:
     recorder.step(make_record(8, eval=make_eval(0.3)))
     step, evaluation = capsys.readouterr().out.splitlines()
     assert step.startswith("     8") and evaluation.startswith("eval    8 | avg@4 0.300 pass@4 0.600")
+    recorder.step(make_record(9, train=TRAIN | {"logprob_diff_max": math.nan}))  # of no token
+    assert "-" in capsys.readouterr().out.split()
 
 
 @pytest.mark.parametrize(

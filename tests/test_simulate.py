@@ -34,6 +34,7 @@ from simulate import (
     BYTES,
     CONFIGS,
     ClusterConfig,
+    EndlessSimulation,
     GradingConfig,
     ModelFile,
     Simulation,
@@ -56,7 +57,9 @@ PAGES = 10_000
 
 def config(steps: int = 8, gpus: int = 4, prompts: int = 8, **sections) -> SimulationConfig:
     given = SimulationConfig(
-        cluster=ClusterConfig(gpus=gpus, steps=steps, seed=3), scheduler=SchedulerConfig(num_prompts=prompts)
+        cluster=ClusterConfig(gpus=gpus, steps=steps, seed=3),
+        scheduler=SchedulerConfig(num_prompts=prompts),
+        stream=StreamConfig("estimate"),
     )
     return replace(given, **{name: replace(getattr(given, name), **changes) for name, changes in sections.items()})
 
@@ -379,7 +382,7 @@ class Listening:
         self.plan_made = self.policy.begin(take, steps_left)
         return self.plan_made
 
-    def observe(self, finished, rewards):
+    def observe(self, finished, rewards=None):
         decision = self.policy.observe(finished, rewards)
         if finished or decision.abort or decision.done:
             self.log.append((sorted(finished, key=lambda e: (e.iteration, e.id)), decision))
@@ -400,9 +403,10 @@ class FromLog:
 
 
 STEPS = 6
+UNLIMITED = replace(MODEL, lengths=replace(MODEL.lengths, limit=10_000))
 
 
-def told_by(folder, out, rows: int, size: int, kv_gib: float) -> Config:
+def told_by(folder, out, rows: int, size: int, kv_gib: float, *more: str) -> Config:
     return load_config(
         Config,
         None,
@@ -415,7 +419,6 @@ def told_by(folder, out, rows: int, size: int, kv_gib: float) -> Config:
             "--scheduler.num_responses=3",
             "--scheduler.window_iterations=4",
             "--scheduler.migrate=true",
-            "--planner.rule=paper",
             "--rollout.max_prompt_tokens=32",
             "--sampling.temperature=1.5",
             "--rollout.max_response_tokens=100",
@@ -425,13 +428,14 @@ def told_by(folder, out, rows: int, size: int, kv_gib: float) -> Config:
             f"--rollout.tensor_parallel={size}",
             "--reward.num_workers=1",
             "--run.device=cpu",
+            *more,
         ],
     )
 
 
 def record_run(world, folder, out, rows: int, size: int, kv_gib: float) -> None:
     """Play real steps; rank 0 writes down what the policies were told and what they answered."""
-    config = told_by(folder, out, rows, size, kv_gib)
+    config = told_by(folder, out, rows, size, kv_gib, "--planner.rule=paper")
     job, rounds = Job(config, world, resume=False), []
     with job.graders:
         for step in range(STEPS):
@@ -464,13 +468,12 @@ def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, 
         assert [size for *_, (size, *_) in rounds] == [2, 2, 2, 2, 2, 1]
     assert any(preemptions for *_, (*_, preemptions) in rounds) == (kv_gib < 0.25)
 
-    told = told_by(*given)
+    told = told_by(*given, "--planner.rule=paper")
     known = [{event.id: event.num_tokens for events, _ in log for event in events} for _, log, *_ in rounds]
     cluster = ClusterConfig(gpus=ranks, tensor_parallel=ranks, max_running=rows, steps=STEPS, seed=told.run.seed)
     cluster = replace(cluster, page_size=told.rollout.page_size, shared_prompts=False)
     config = SimulationConfig(cluster, told.scheduler, stream=StreamConfig("off"), planner=told.planner)
-    endless = replace(MODEL, lengths=replace(MODEL.lengths, limit=10_000))
-    simulated = Simulation(config, endless, load_hardware("h800"), FromLog(prompts, known))
+    simulated = Simulation(config, UNLIMITED, load_hardware("h800"), FromLog(prompts, known))
     for size, costs in simulated.costs_of.items():
         costs.pages = num_pages[size]
     listening = simulated.policy = Listening(simulated.policy)
@@ -481,6 +484,42 @@ def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, 
         assert simulated.trained[step] == accepted
         engine, migrated = simulated.records[step]["engine"], simulated.records[step]["round"]["migrated"]
         assert (engine["tensor_parallel"], migrated, engine["preemptions"]) == decided
+
+
+@pytest.mark.parametrize(("rows", "kv_gib"), [(64, 0.25), (6, 0.25), (64, 3e-4)])
+@pytest.mark.parametrize("flight", ["recompute", "finish"])
+def test_an_endless_rollout_comes_to_the_same_decisions(tiny_folder, tmp_path, flight, rows, kv_gib) -> None:
+    """In turns, where seconds decide nothing: the same ends, batches and ages, with surplus and sequences under way."""
+    ahead = "--overlap.depth=1", "--overlap.bound=3", "--overlap.clock=time", f"--overlap.flight={flight}"
+    told = told_by(tiny_folder, tmp_path, rows, 1, kv_gib, "--rollout.step_tokens=100000", *ahead)
+    job, steps = Job(told, ALONE, resume=False), []
+    listening = job.endless.round.referee = Listening(job.endless.flow)
+    with job.graders:
+        for _ in range(STEPS):
+            rollout = job.next_batch()
+            job.learn(rollout)
+            job.sync_weights()
+            steps.append((listening.log, [s.id for g in rollout.groups for s in g.samples], rollout.record["round"]))
+            listening.log = []
+    known = {event.id: event.num_tokens for log, *_ in steps for events, _ in log for event in events}
+    cluster = ClusterConfig(gpus=1, max_running=rows, steps=STEPS, seed=told.run.seed)
+    cluster = replace(cluster, page_size=told.rollout.page_size, shared_prompts=False)
+    config = SimulationConfig(cluster, told.scheduler, overlap=told.overlap)
+    source = FromLog(job.cursor.prompts, [known] * STEPS)
+    simulated = EndlessSimulation(config, UNLIMITED, load_hardware("h800"), source)
+    simulated.costs.pages = job.engine.num_pages[1]
+    listening = simulated.flow = Listening(simulated.flow)  # type: ignore[assignment]
+    for step, (log, trained, real) in enumerate(steps):
+        listening.log = []
+        simulated.step(step)
+        assert listening.log == log
+        assert simulated.trained[step] == trained
+        mine = simulated.records[step]["overlap"]
+        assert {str(age): n for age, n in mine["ages"].items()} == real["ages"]
+        for key in ("late", "dropped", "running", "buffered"):
+            assert mine[key] == real[key]
+    assert sum(len(decision.abort) for log, *_ in steps for _, decision in log) > 0
+    assert any(r["running"] for *_, r in steps) == (flight == "recompute")
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])

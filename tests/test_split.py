@@ -7,6 +7,7 @@ import pytest
 from test_endless import LENGTHS, MODEL, config, endless
 
 from config import ConfigError, load_config
+from job import open_split
 from policies.split import SplitPolicy, SplitTimes, Work
 from settings import Config, possible_splits, with_split
 from simulation.costs import Efficiency
@@ -67,6 +68,9 @@ def test_a_number_is_chosen_after_the_first_steps_and_only_where_it_may(is_auto:
     settled = SplitPolicy(8, 1.0, range(1, 8), 2, is_auto)
     settled.observe(policy.work[0])
     assert settled.review(3).startswith("2 of 8 ranks train: beta* = ") and not settled.moves
+    later = SplitPolicy(8, 1.0, range(1, 8), 4, is_auto, start=5)
+    later.observe(policy.work[0])
+    assert later.review(3) and not later.moves and later.review(8) and later.moves == is_auto
 
 
 def test_auto_takes_half_of_the_ranks_that_can_train_until_a_number_is_chosen() -> None:
@@ -82,3 +86,21 @@ def test_auto_takes_half_of_the_ranks_that_can_train_until_a_number_is_chosen() 
         divided(1)
     given = load_config(Config, None, ["--overlap.depth=1", "--overlap.train_ranks=3"])
     assert with_split(given, 8, 5) is given and possible_splits(given, 4) == [1, 2, 3]
+
+
+def test_on_another_number_of_ranks_a_run_chooses_anew() -> None:
+    def opened(ranks: int, state: dict, train_ranks: int | str = "auto", *more: str) -> tuple[int, int]:
+        given = ["--overlap.depth=1", f"--overlap.train_ranks={train_ranks}", *more]
+        config, policy = open_split(load_config(Config, None, given), ranks, state)
+        assert config.overlap.train_ranks == policy.now == policy.chosen
+        return policy.now, policy.decides
+
+    assert opened(8, {}) == (4, 3)
+    state = {"step": 6, "split": {"ranks": 8, "train_ranks": 2, "start": 0}}
+    assert opened(8, state) == (2, 3), "it was chosen, and is kept"
+    assert opened(4, state) == (2, 9) and opened(6, state) == (3, 9), "half of them, and three steps to choose"
+    assert opened(8, state, "auto", "--rollout.tensor_parallel=4") == (4, 9), "2 of 8 are possible no more"
+    assert opened(8, state, 2) == (2, 3)
+    assert opened(4, state, 2) == (2, 9), "advice comes anew too"
+    begun = SplitPolicy(4, 1.0, [1, 2, 3], 2, True, start=6)
+    assert opened(4, {"step": 8, "split": begun.state_dict()}) == (2, 9), "killed before it has chosen"

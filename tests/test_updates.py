@@ -212,9 +212,9 @@ def ages(folder: Path) -> set[int]:
     return {int(age) for r in steps_of(folder) for age in r["round"]["ages"]}
 
 
-def check_each_once(folder: Path, settings_steps: int = 6) -> None:
+def check_each_once(folder: Path, settings_steps: int = 6, num_prompts: int = 4) -> None:
     visits = [(row["epoch"], row["prompt"]["index"]) for step in trained(folder) for row in step]
-    assert len(visits) == len(set(visits)) == 4 * settings_steps
+    assert len(visits) == len(set(visits)) == num_prompts * settings_steps
 
 
 def test_a_run_is_a_function_of_its_seed_on_any_number_of_ranks(settings, run_ranks, tmp_path: Path) -> None:
@@ -299,6 +299,8 @@ def test_every_choice_trains_each_prompt_once(settings, run_ranks, tmp_path: Pat
         r["dropped"] and r["wasted_tokens"] for r in records["late groups dropped"]
     )
     assert max(ages(tmp_path / "late groups kept")) > 1 and any(r["late"] for r in records["late groups kept"])
+    for name, key in (("late groups dropped", "dropped"), ("late groups kept", "late")):
+        assert all(("mean" in r[f"{key}_length"]) == bool(r[key]) for r in records[name]), "none: no length"
     whole = [s["spans"] for step in trained(tmp_path / "nothing under way at updates") for row in step
              for s in row["samples"]]  # fmt: skip
     assert all(len(spans) == 1 for spans in whole)
@@ -368,6 +370,9 @@ def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path, sync: str
     run_ranks(2, partial(train_runs, resume=True), make("killed"))
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
     assert tokens_of(tmp_path / "killed") == tokens_of(tmp_path / "straight")
+    check_each_once(tmp_path / "killed", 5, 6)
+    differences = [r["train"]["logprob_diff_max"] for r in steps_of(tmp_path / "straight")]
+    assert (None in differences[1:]) == (sync == "with_batch"), "no token is of the newest weights: no difference"
     scores = [[r["eval"]["avg@4"] for r in steps_of(tmp_path / name) if "eval" in r] for name in ("killed", "straight")]
     assert scores[0] == scores[1] and len(scores[0]) == 2
     newest = [
@@ -390,7 +395,7 @@ def test_ranks_change_sides_by_measured_times(settings, run_ranks, tmp_path: Pat
     assert advice[-1].startswith("1 of 3 ranks train")
     third = steps_of(auto)[2]["split"]
     times = SplitTimes(**{field.name: third[field.name] for field in fields(SplitTimes)})
-    assert times.best([1, 2]) == 1 == load_state(list_checkpoints(auto)[-1])["train_ranks"]
+    assert times.best([1, 2]) == 1 == load_state(list_checkpoints(auto)[-1])["split"]["train_ranks"]
     assert len([*(list_checkpoints(auto)[-1] / "optimizer").glob("*")]) == len(
         [*(list_checkpoints(fixed)[-1] / "optimizer").glob("*")]
     )
@@ -406,8 +411,7 @@ def test_pools_on_measured_time_train_each_prompt_once(settings, run_ranks, tmp_
     runs = {"time": {}, "kept": kept, "frozen": dict(loss__kl_coef=0.01, overlap__flight="finish")}
     run_ranks(2, train_runs, *(settings(name, **APART, overlap__clock="time", **more) for name, more in runs.items()))
     for name in runs:
-        visits = [(row["epoch"], row["prompt"]["index"]) for step in trained(tmp_path / name) for row in step]
-        assert len(visits) == len(set(visits)) == 24
+        check_each_once(tmp_path / name, 4, 6)
         assert all(np.isfinite(losses(tmp_path / name)).ravel())
 
 
