@@ -486,8 +486,9 @@ def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, 
         assert (engine["tensor_parallel"], migrated, engine["preemptions"]) == decided
 
 
-@pytest.mark.parametrize(("rows", "kv_gib"), [(64, 0.25), (6, 0.25), (64, 3e-4)])
-@pytest.mark.parametrize("flight", ["recompute", "finish"])
+@pytest.mark.parametrize(
+    ("flight", "rows", "kv_gib"), [("recompute", 64, 0.25), ("recompute", 6, 0.25), ("finish", 64, 3e-4)]
+)
 def test_an_endless_rollout_comes_to_the_same_decisions(tiny_folder, tmp_path, flight, rows, kv_gib) -> None:
     """In turns, where seconds decide nothing: the same ends, batches and ages, with surplus and sequences under way."""
     ahead = "--overlap.depth=1", "--overlap.bound=3", "--overlap.clock=time", f"--overlap.flight={flight}"
