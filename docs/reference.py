@@ -27,7 +27,7 @@ Sections: {sections}
 """
 SIMULATOR = """## The simulator
 
-[`simulate.py`](simulator.md) takes the sections {shared} of above, and two of its own.
+[`simulate.py`](simulator.md) takes the sections {shared} of above, and these of its own.
 """
 
 
@@ -54,11 +54,12 @@ def text() -> str:
     run, simulation = Config(), SimulationConfig()
     own = [field.name for field in dataclasses.fields(run)]
     simulated = [field.name for field in dataclasses.fields(simulation)]
-    more = [name for name in simulated if name not in own]
-    sections = " · ".join(f"[{name}](#{name})" for name in (*own, *more))
+    shared = [name for name in simulated if type(getattr(run, name, None)) is type(getattr(simulation, name))]
+    more = [name for name in simulated if name not in shared]
+    sections = " · ".join(f"[{name}](#{name})" for name in (*own, *(name for name in more if name not in own)))
     parts = [HEAD.format(free=", ".join(f"`{key}`" for key in FREE_TO_CHANGE), sections=sections)]
     parts += [f"## {name}\n\n{table(name, getattr(run, name))}\n" for name in own]
-    parts.append(SIMULATOR.format(shared=", ".join(f"`{name}`" for name in simulated if name in own)))
+    parts.append(SIMULATOR.format(shared=", ".join(f"`{name}`" for name in shared)))
     parts += [f"### {name}\n\n{table(name, getattr(simulation, name))}\n" for name in more]
     return "\n".join(parts)
 
