@@ -16,9 +16,9 @@ import numpy as np
 
 from config import ConfigError, Dataclass, option, regular
 from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, Tokenizer, Visit, turns_of
+from environments import check_environment
 from envs.games import ENVIRONMENTS
 from reward import reward_number
-from rewards import user_files
 from rewards.graders import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
 
@@ -50,8 +50,8 @@ class DataConfig:
     )
     env: str = option(
         "",
-        f"environment of JSONL rows: {', '.join(ENVIRONMENTS)}, module:function or file.py:function; rows with a task "
-        "of their own are graded by that instead of by its rewards; empty: rows have one turn",
+        f"environment of JSONL rows: {', '.join(ENVIRONMENTS)}, module:function, file.py:function or http://...; rows "
+        "with a task of their own are graded by that instead of by its rewards; empty: rows have one turn",
     )
     chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
     template: str = option(
@@ -148,8 +148,8 @@ def _graders(config: DataConfig) -> list[str]:
                 check_grader(name)
         except ConfigError as error:
             raise ConfigError(f"data.{key}: {error}") from None
-    if config.env and config.env not in ENVIRONMENTS:
-        user_files.check_name("data.env: environment", config.env, ENVIRONMENTS)
+    if config.env:
+        check_environment(config.env, "data.env: environment")
     built_in = [name for name in GRADERS if name != "env" or config.env]
     return list(dict.fromkeys([*built_in, TASK_OF_JUDGE, config.task, *own]))
 

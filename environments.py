@@ -15,7 +15,7 @@ row, seed and actions: then an episode can be replayed. `python environments.py 
 
 import runpy
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,8 +24,9 @@ from itertools import zip_longest
 from config import option
 from core import Environment, Reply, Tokenizer, Turns
 from envs.games import ENVIRONMENTS
+from envs.service import service
 from reward import LARGEST_REWARD, reward_number
-from rewards import user_files
+from rewards import remote, user_files
 
 CUT = " [... cut ...] "  # in a given text, instead of its middle
 MAX_TOKEN_CHARACTERS = 64  # of a given text, on average
@@ -43,7 +44,9 @@ class EnvConfig:
     max_reply_tokens: int = option(
         512, "tokens of a text that an environment gives; a longer one loses its middle", min=64
     )
-    step_seconds: float = option(10.0, "time limit of a user's environment for a turn", above=0, max=1e7)
+    step_seconds: float = option(
+        10.0, "time limit of a user's environment, or of a service and all tries, for a turn", above=0, max=1e7
+    )
     clock: str = option(
         "time",
         "time: a reply takes effect when it is there, and nobody waits for it; steps: at its turn's end, which makes a "
@@ -60,16 +63,25 @@ class EpisodeError(RuntimeError):
     """The environment failed: the episode has no reward. The text says how and where."""
 
 
-def resolve(name: str) -> Environment:
-    """Return a built-in environment or a user's: `package.module:function` or `path/to/file.py:function`.
+def check_environment(name: str, kind: str = "environment") -> None:
+    """Raise ConfigError if `name` cannot be an environment. Imports nothing."""
+    if remote.is_address(name):
+        remote.check_address(kind, name)
+    elif name not in ENVIRONMENTS:
+        user_files.check_name(kind, name, ENVIRONMENTS, ", or the http address of a service")
 
-    Raises ConfigError if the name leads to no function. It enters the folder of a user's file (user_files.py).
+
+def resolve(name: str, ask: Callable[[str, bytes], bytes] = remote.ask) -> Environment:
+    """Return an environment: built in, a user's `package.module:function` or `path/to/file.py:function`, or a service.
+
+    `ask`: as in envs/service.py. It enters the folder of a user's file (user_files.py). Raises ConfigError if the name
+    leads to none.
     """
-    if name in ENVIRONMENTS:
-        user_files.enter("")
-        return ENVIRONMENTS[name].environment
-    user_files.check_name("environment", name, ENVIRONMENTS)
-    return user_files.load_function("environment", name, "(row, seed)")
+    check_environment(name)
+    if name not in ENVIRONMENTS and not remote.is_address(name):
+        return user_files.load_function("environment", name, "(row, seed)")
+    user_files.enter("")
+    return ENVIRONMENTS[name].environment if name in ENVIRONMENTS else service(name, ask)
 
 
 @dataclass

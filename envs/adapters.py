@@ -1,4 +1,7 @@
-"""Environments made of other things: a class in the style of Gymnasium, functions that the model calls as tools."""
+"""Environments made of other things: a class in the style of Gymnasium, functions that the model calls as tools.
+
+Programs that the model wrote run in the sandbox of rewards/sandbox.py: `tools(python, answer=exact_match)`.
+"""
 
 import inspect
 import json
@@ -6,10 +9,13 @@ import re
 from collections.abc import Callable
 
 from core import Environment, Reply, Turns
+from rewards import sandbox
 from rewards.graders import Grader, grade
 
 CALL = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
 MAX_BAD = 3  # calls that fail in a row
+SILENCE = "(no output)"  # an empty result
+PROGRAM = sandbox.Limits(seconds=5.0, output_bytes=2**16)
 
 
 def from_gym(make: Callable) -> Environment:
@@ -58,7 +64,9 @@ def tools(*functions: Callable, answer: Grader) -> Environment:
                     raise RuntimeError(graded.error)
                 return graded.value
             try:
-                text, bad = _result(by_name, *call.groups()), 0
+                text, bad = _result(by_name, *call.groups()) or SILENCE, 0
+            except sandbox.SandboxError:
+                raise  # the machine's fault: the model could not mend it
             except Exception as error:
                 text, bad = f"{type(error).__name__}: {error}", bad + 1
             if call[1] == "tool_call":
@@ -68,6 +76,20 @@ def tools(*functions: Callable, answer: Grader) -> Environment:
     calls = [f"<{name}>..</{name}>: {name}{inspect.signature(f)}: {inspect.getdoc(f)}" for name, f in by_name.items()]
     environment.__doc__ = "\n".join(calls)
     return environment
+
+
+def python(program: str) -> str:
+    """Run a Python program, and read what it prints."""
+    return run_program(program)
+
+
+def run_program(program: str, stdin: str = "", limits: sandbox.Limits = PROGRAM) -> str:
+    """Return what an untrusted Python program prints in the sandbox, and in a last line how it failed, if it did.
+
+    `limits.seconds` must be well below `env.step_seconds`. Raises SandboxError where no sandbox can be made.
+    """
+    outcome, output = sandbox.execute(program, stdin, limits)
+    return f"{output.decode(errors='replace').rstrip()}\n{outcome.cause}".strip("\n")
 
 
 def _result(by_name: dict[str, Callable], name: str, text: str) -> str:

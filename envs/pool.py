@@ -1,5 +1,7 @@
 """Episodes beside decoding: built-in environments play in this process, users' in worker processes that may be killed.
 
+Services with an address are asked over HTTP, each episode by a thread that stands in the place of a worker.
+
 An episode is a function of row, seed and actions. So a worker that hangs or dies takes none along: the pool has what
 the episodes have come to, and the next process replays them.
 """
@@ -9,15 +11,16 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from environments import EnvConfig, Episode, EpisodeError, Played, resolve
 from envs.games import ENVIRONMENTS
 from process.workers import Closing, Failure, Worker, WorkerError
 from reward import RewardConfig
-from rewards import user_files
+from rewards import remote, user_files
 
 TRIES = 3  # of a turn: a service that the environment needs may be back
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
@@ -62,9 +65,9 @@ class _Entry:
 class Episodes:
     """The episodes that are at play in one process."""
 
-    def __init__(self, names: Iterable[str]):
+    def __init__(self, names: Iterable[str], ask: Callable[..., bytes] = remote.ask):
         # Left to right: `resolve` enters the folder of a user's file.
-        self._environments = {name: (resolve(name), user_files.entered) for name in names}
+        self._environments = {name: (resolve(name, ask), user_files.entered) for name in names}
         self._episodes: dict[int, tuple[str, Episode]] = {}  # with the folder of its environment
 
     def answer(self, key: int, start: Sequence | None, action: str | None, ended: Iterable[int]) -> Answer:
@@ -113,13 +116,20 @@ class EnvPool:
         self._queues: list[queue.SimpleQueue[Request | None]] = []
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
-        users = sorted(names - ENVIRONMENTS.keys())
-        num_workers = config.num_workers if users else 0
-        self._ended = [deque[int]() for _ in range(num_workers + 1)]  # forgotten: each worker, then `_here`, is told
-        for place in range(num_workers):
-            worker = Worker(WORKER, users, limits.worker_gib, limits.startup_seconds, self._closing)
+        services = sorted(filter(remote.is_address, names))
+        users = sorted(names - ENVIRONMENTS.keys() - {*services})
+        servers: list[Worker | _Client] = []
+        for _ in range(config.num_workers if users else 0):
+            servers.append(Worker(WORKER, users, limits.worker_gib, limits.startup_seconds, self._closing))
+        of_services = range(len(servers), len(servers) + limits.remote_concurrency)
+        for _ in of_services if services else ():
+            servers.append(_Client(services, config.step_seconds, limits.remote_retries, self._closing))
+        #: The servers of an environment, by their places; the built-in ones are played here.
+        self._places = dict.fromkeys(users, range(config.num_workers)) | dict.fromkeys(services, of_services)
+        self._ended = [deque[int]() for _ in range(len(servers) + 1)]  # forgotten: each server, then `_here`, is told
+        for place, server in enumerate(servers):
             self._queues.append(queue.SimpleQueue())
-            self._threads.append(threading.Thread(target=self._serve, args=(place, worker), daemon=True))
+            self._threads.append(threading.Thread(target=self._serve, args=(place, server), daemon=True))
             self._threads[-1].start()
 
     def __enter__(self) -> "EnvPool":
@@ -155,8 +165,9 @@ class EnvPool:
             self._queues[place].put(Request(entry.key, start, action))
 
     def _place(self, entry: _Entry) -> int:
-        """Return the worker that plays the episode; -1: it is played here."""
-        return -1 if entry.name in ENVIRONMENTS else entry.key % len(self._queues)
+        """Return the place of the server that plays the episode; -1: it is played here."""
+        places = self._places.get(entry.name)
+        return places[entry.key % len(places)] if places else -1
 
     def _take_ended(self, place: int) -> list[int]:
         ended = self._ended[place]
@@ -231,22 +242,22 @@ class EnvPool:
             thread.join()
         self._asked.clear()
 
-    def _serve(self, place: int, worker: Worker) -> None:
+    def _serve(self, place: int, server: "Worker | _Client") -> None:
         """Body of a thread: every request that it takes, unless the episode is forgotten, ends in one result."""
-        held: set[int] = set()  # episodes at play in the process
+        held: set[int] = set()  # episodes at play there
         try:
             while (request := self._queues[place].get()) is not None:
                 if request.key in self._asked:
-                    answer = self._answered(request, self._take_ended(place), worker, held)
+                    answer = self._answered(request, self._take_ended(place), server, held)
                     self._results.put((request.key, answer))
         except Closing:
             pass
         except Exception as error:
             self._results.put(error)
         finally:
-            worker.kill()
+            server.kill()
 
-    def _answered(self, request: Request, ended: list[int], worker: Worker, held: set[int]) -> Answer:
+    def _answered(self, request: Request, ended: list[int], server: "Worker | _Client", held: set[int]) -> Answer:
         key, start, action = request
         held.difference_update(ended)
         for _ in range(TRIES):
@@ -255,7 +266,7 @@ class EnvPool:
             turns = 1 if is_here else 2 + len(start.actions)  # the beginning, those that are replayed, this one
             message = key, None if is_here else start, action, ended
             try:
-                answer = worker.ask(Answer, message, turns * self._config.step_seconds)
+                answer = server.ask(Answer, message, turns * self._config.step_seconds)
             except Failure as failure:
                 held.clear()
                 answer = Answer(error=str(failure))
@@ -264,3 +275,20 @@ class EnvPool:
         if not (answer.end or answer.error):
             held.add(key)
         return answer
+
+
+class _Client:
+    """Plays the episodes of services, in the place of a worker."""
+
+    def __init__(self, names: list[str], seconds: float, retries: int, closing: threading.Event):
+        self._closing = closing
+        self._episodes = Episodes(names, partial(remote.ask, seconds=seconds, retries=retries, closing=closing))
+
+    def ask(self, make: Callable[..., Answer], request: Sequence, seconds: float) -> Answer:
+        """Take a turn. Each POST has a limit of its own, so `seconds` for all of them are not needed."""
+        if self._closing.is_set():
+            raise Closing
+        return self._episodes.answer(*request)
+
+    def kill(self) -> None:
+        """Nothing outlives a request."""

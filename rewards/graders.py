@@ -7,7 +7,6 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from urllib.parse import urlsplit
 
 from config import ConfigError
 from core import Prompt, Reward
@@ -116,19 +115,7 @@ def resolve_grader(name: str) -> Grader:
 def check_grader(name: str) -> None:
     """Raise ConfigError if `name` cannot be a grader. Imports nothing."""
     if remote.is_address(name):
-        try:
-            address = urlsplit(name)
-            is_sound = bool(address.hostname and address.hostname.encode("idna")) and address.port != 0
-            is_sound &= "@" not in address.netloc  # a name and password would not be sent
-            is_sound &= bool(re.fullmatch(r"[\w.-]*|[0-9a-f.]*:[0-9a-f:.]*(%[\w.-]+)?", address.hostname or ""))
-            is_sound &= bool(re.fullmatch("[!-~]*", address.path + address.query))
-        except ValueError:
-            is_sound = False
-        if not is_sound or re.search(r"\s", name):
-            raise ConfigError(
-                f"grader {name!r} is not a valid address; write http://host:port/path, and escape other characters of "
-                "the path, such as %20 and %C3%A9"
-            )
+        remote.check_address("grader", name)
     elif name not in GRADERS:
         user_files.check_name("grader", name, GRADERS, ", or the http address of a service")
 

@@ -217,8 +217,8 @@ class _Client:
         start = time.perf_counter()
         try:
             message = json.dumps(dict(zip(("response", "answer", "row"), grading.request))).encode()
-            value = remote.ask(grading.task, message, grading.seconds, self._config.remote_retries, self._closing)
-            return Reward(value, time.perf_counter() - start), False
+            reply = remote.ask(grading.task, message, grading.seconds, self._config.remote_retries, self._closing)
+            return Reward(remote.reward_in(reply), time.perf_counter() - start), False
         except remote.RemoteError as error:
             return Reward(0.0, time.perf_counter() - start, str(error)[:500]), True
 

@@ -1,4 +1,8 @@
-"""Ask a reward service over HTTP: POST {"response", "answer", "row"} as JSON, get a number or {"reward": number}."""
+"""Ask a service over HTTP, one POST of JSON at a time: bounded in time and in bytes, and tried again.
+
+Reward services get {"response", "answer", "row"}, and reply with a number or {"reward": number}; for environments see
+envs/service.py.
+"""
 
 import contextlib
 import http.client
@@ -10,18 +14,37 @@ import threading
 import time
 import urllib.parse
 
-from reward import LARGEST_REWARD, reward_number
+from config import ConfigError
+from reward import LARGEST_REWARD, RewardConfig, reward_number
 
 FIRST_PAUSE = 0.25  # seconds before the second attempt; each further pause is twice as long
 MAX_REPLY = 2**20  # bytes, with status line, headers and chunk sizes
+NEVER = threading.Event()
 
 
 class RemoteError(RuntimeError):
-    """The service gave no reward; the text says why."""
+    """The service gave no valid reply; the text says why."""
 
 
 def is_address(name: str) -> bool:
     return name.startswith(("http://", "https://"))
+
+
+def check_address(kind: str, name: str) -> None:
+    """Raise ConfigError if `name` is no valid address of a `kind` such as "grader"."""
+    try:
+        address = urllib.parse.urlsplit(name)
+        is_sound = bool(address.hostname and address.hostname.encode("idna")) and address.port != 0
+        is_sound &= "@" not in address.netloc  # a name and password would not be sent
+        is_sound &= bool(re.fullmatch(r"[\w.-]*|[0-9a-f.]*:[0-9a-f:.]*(%[\w.-]+)?", address.hostname or ""))
+        is_sound &= bool(re.fullmatch("[!-~]*", address.path + address.query))
+    except ValueError:
+        is_sound = False
+    if not is_sound or re.search(r"\s", name):
+        raise ConfigError(
+            f"{kind} {name!r} is not a valid address; write http://host:port/path, and escape other characters of "
+            "the path, such as %20 and %C3%A9"
+        )
 
 
 class _Bounded(io.BufferedReader):
@@ -58,7 +81,7 @@ class _Reply(http.client.HTTPResponse):
         self.fp = _Bounded(sock.makefile("rb", 0))
 
     def begin(self) -> None:
-        """Read status and headers. Raises HTTPException if they do not say where a reward ends: it may be cut short."""
+        """Read status and headers. Raises HTTPException if they do not say where a reply ends: it may be cut short."""
         super().begin()
         lengths, encodings = (self.headers.get_all(name, []) for name in ("Content-Length", "Transfer-Encoding"))
         is_counted = len(lengths) == 1 and bool(re.fullmatch("[0-9]+", lengths[0].strip(" \t"))) and not encodings
@@ -67,8 +90,14 @@ class _Reply(http.client.HTTPResponse):
             raise http.client.HTTPException("a reply with neither one Content-Length nor Transfer-Encoding: chunked")
 
 
-def ask(address: str, body: bytes, seconds: float, retries: int, closing: threading.Event) -> float:
-    """Return the service's reward. Raises RemoteError if there is none within `seconds` and `retries`.
+def ask(
+    address: str,
+    body: bytes,
+    seconds: float = RewardConfig.remote_seconds,
+    retries: int = RewardConfig.remote_retries,
+    closing: threading.Event = NEVER,
+) -> bytes:
+    """Return the service's reply. Raises RemoteError if there is none within `seconds` and `retries`.
 
     A request is sent again after an error that may pass: no connection, a connection cut off, a reply cut short or
     without its length, status 408, 429 and 5xx.
@@ -79,7 +108,7 @@ def ask(address: str, body: bytes, seconds: float, retries: int, closing: thread
         try:
             status, reply = _post(address, body, left)
             if status == 200:
-                return _reward(reply)
+                return reply
             cause = f"status {status}"
             if status not in (408, 429) and status < 500:
                 break
@@ -87,7 +116,7 @@ def ask(address: str, body: bytes, seconds: float, retries: int, closing: thread
             cause = f"{type(error).__name__} {error}"
         left = deadline - time.monotonic()
         if left <= pause:
-            cause += f", no reward within {seconds:g} s"
+            cause += f", no reply within {seconds:g} s"
             break
         if attempt < retries and closing.wait(pause):
             break
@@ -99,7 +128,7 @@ def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
     """Send one request; return status and reply, or raise OSError or HTTPException, all within `seconds`."""
     deadline, parts = time.monotonic() + seconds, urllib.parse.urlsplit(address)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    assert parts.hostname, "check_grader has refused addresses without a host"
+    assert parts.hostname, "check_address has refused addresses without a host"
     connection = kind(parts.hostname, parts.port, timeout=max(seconds, 0.001))
     connection.response_class = _Reply
     connection.connect()
@@ -128,7 +157,8 @@ def _post(address: str, body: bytes, seconds: float) -> tuple[int, bytes]:
         connection.close()
 
 
-def _reward(reply: bytes) -> float:
+def reward_in(reply: bytes) -> float:
+    """Return the number in a reply. Raises RemoteError if there is none that can be trained on."""
     try:
         value = json.loads(reply)
         value = value["reward"] if isinstance(value, dict) else value

@@ -173,14 +173,20 @@ def run(program: str, case: dict[str, str], limits: Limits, how: Isolation | Non
     """Run `program` on one case. Raises ValueError for an invalid case, SandboxError if no box can be made."""
     how = how or isolation()
     _check_case(case)
-    with contextlib.ExitStack() as stack:
-        if "test" in case:
+    if "test" in case:
+        with contextlib.ExitStack() as stack:
             return _run_test(program, case["test"], limits, how, stack)
-        main = stack.enter_context(_Box(how, limits, ["-c", STARTER], {"program.py": program}, case["stdin"]))
-        outcome = _watch(main, [], limits)
-    if outcome.passed and _lines(bytes(main.output)) != _lines(case["stdout"].encode(errors="surrogatepass")):
+    outcome, output = execute(program, case["stdin"], limits, how)
+    if outcome.passed and _lines(output) != _lines(case["stdout"].encode(errors="surrogatepass")):
         return replace(outcome, passed=False, cause="wrong output")
     return outcome
+
+
+def execute(program: str, stdin: str, limits: Limits, how: Isolation | None = None) -> tuple[Outcome, bytes]:
+    """Run `program`; return whether it ended well, and what it printed. Raises SandboxError if no box can be made."""
+    with _Box(how or isolation(), limits, ["-c", STARTER], {"program.py": program}, stdin) as main:
+        outcome = _watch(main, [], limits)
+    return outcome, bytes(main.output[: limits.output_bytes])
 
 
 def _run_test(program: str, test: str, limits: Limits, how: Isolation, stack: contextlib.ExitStack) -> Outcome:

@@ -3,9 +3,12 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from random import Random
 
+import hostile
 import pytest
 
 from environments import EnvConfig, Episode, Played, resolve
@@ -16,9 +19,12 @@ from reward import RewardConfig
 from rewards import user_files
 
 USER = """
-import os, sys, time
+import json, os, signal, sys, time
 from random import Random
 from environments import Reply
+from envs.adapters import run_program, tools
+from rewards.graders import exact_match
+from rewards.sandbox import Limits
 from near import WORD
 
 def fine(row, seed):
@@ -33,23 +39,10 @@ def pid(row, seed):
     while True: yield str(os.getpid())
 
 def bad(row, seed):
-    action = yield ""
-    if action == "hang":
-        while True: time.sleep(1)
-    if action == "exit": os._exit(3)
-    if action == "raise": raise KeyError("field")
-    if action == "number": yield 5
-    if action == "loads": yield str("torch" in sys.modules)
-    if action == "large": yield "x" * 10**6
-    if action == "fork" and not os.fork():
-        while True: time.sleep(1)
-    if action == "print": print("[1, 2]\\n" * 10000)
-    if action == "garbage":
-        for fd in range(3, 10):
-            try: os.write(fd, b"[0, 1.0]\\n")
-            except OSError: pass
-        while True: time.sleep(1)
-    yield "fine"
+    "Do what the first turn says."
+    given = {"text": "fine"}
+    exec((yield ""), globals(), given)
+    yield given["text"]
 
 def once(row, seed):
     "Die at the second turn, but only once."
@@ -66,8 +59,56 @@ def tidy(row, seed):
         yield ""
     finally:
         open(f"closed{seed}", "w").close()
+
+def clings(row, seed):
+    try:
+        yield ""
+    finally:
+        while True: time.sleep(1)
+
+def stuck(row, seed):
+    while True: time.sleep(1)
+    yield ""
+
+def python(program):
+    "Run it."
+    return run_program(program, limits=Limits(seconds=2.0, output_bytes=1000))
+
+coder = tools(python, answer=exact_match)
 """
+# What a turn does -> the error. The worker dies of all but the first two.
+HARM = {
+    "raise KeyError('field')": "turn 1: KeyError: 'field' (",
+    "text = 5": "turn 1: TypeError: the environment yields 5, which is not text",
+    "raise KeyboardInterrupt": "died (exit code",
+    "raise BaseException": "died (exit code 1)",
+    "os._exit(3)": "died (exit code 3)",
+    "import ctypes; ctypes.string_at(0)": "died (exit code -11)",
+    "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)": "died (exit code -9)",
+    "os.kill(os.getpid(), signal.SIGSTOP)": "did not finish within 0.5 s",
+    "time.sleep(60)": "did not finish within 0.5 s",
+    "x = bytearray(2**29)\nfor i in range(0, len(x), 4096): x[i] = 1\ntime.sleep(60)": "took over 0.25 GiB of memory",
+    "json.dumps = lambda *_: '[]'": "instead of a reply",
+    "os.closerange(3, 10)": "died (exit code",
+    """
+for fd in range(3, 10):
+    try: os.write(fd, b"[0, 1.0]\\n")
+    except OSError: pass
+time.sleep(60)""": "instead of a reply",
+}
+# What a turn does -> the text.
+HARMLESS = {
+    "text = str('torch' in sys.modules)": "False",
+    "text = 'x' * 10**6": "x" * 10**6,
+    "print('[1, 2]\\n' * 10000)": "fine",
+    "if not os.fork(): time.sleep(1000)": "fine",
+    "os.fork()": "fine",  # both answer
+    "time.monotonic = time.perf_counter = time.time = lambda: 0": "fine",
+    "row = 5; globals().clear()": "fine",
+    "os.remove('mine/games.py')": "fine",
+}
 LIMITS = RewardConfig()
+RAISES = "raise KeyError('field')"
 
 
 @pytest.fixture
@@ -117,37 +158,93 @@ def test_episodes_in_workers_are_those_of_this_process(mine) -> None:
         assert not error and vars(played).items() <= vars(alone).items() and played.end == "stop"
 
 
-@pytest.mark.parametrize(
-    "action, said",
-    [
-        ("hang", "did not finish within 2 s"),
-        ("exit", "died (exit code 3)"),
-        ("raise", "turn 1: KeyError: 'field' ("),
-        ("number", "turn 1: TypeError: the environment yields 5, which is not text"),
-        ("garbage", "instead of a reply"),
-    ],
-)
+@pytest.mark.parametrize("action, said", HARM.items())
 def test_a_bad_environment_costs_its_own_episode(mine, action: str, said: str) -> None:
     """One worker, so that the others are replayed in the next process."""
-    with EnvPool(EnvConfig(num_workers=1, step_seconds=1.0), LIMITS, [mine + "fine", mine + "bad"]) as pool:
+    config = EnvConfig(num_workers=1, step_seconds=0.5 if "0.5 s" in said else 30.0)
+    with EnvPool(config, replace(LIMITS, worker_gib=0.25), [mine + "fine", mine + "bad"]) as pool:
         for i in range(2):
             pool.begin(i, mine + "fine", {"turns": 3}, seed=i)
         pool.begin("bad", mine + "bad", {}, seed=0)
         ended = play(pool, lambda id, played: action if id == "bad" else "ok")
-    assert said in ended["bad"][1] and ended["bad"][0].end == ""
+    assert said.replace("0.5", "1") in ended["bad"][1] and ended["bad"][0].end == ""
     for i in range(2):
         played, error = ended[i]
         assert not error and played.end == "stop" and played.rewards == [0.2, 0.2, 1.0]
 
 
-@pytest.mark.parametrize(
-    "action, text", [("fork", "fine"), ("print", "fine"), ("large", "x" * 10**6), ("loads", "False")]
-)
+def test_an_environment_that_never_begins_fails_in_time(mine) -> None:
+    with EnvPool(EnvConfig(num_workers=1, step_seconds=0.1), LIMITS, [mine + "stuck"]) as pool:
+        pool.begin(0, mine + "stuck", {}, seed=0)
+        [(_, _, error)] = pool.wait()
+    assert "did not finish within 0.2 s" in error
+
+
+@pytest.mark.parametrize("action, text", HARMLESS.items())
 def test_what_does_no_harm_does_none(mine, action: str, text: str) -> None:
     with EnvPool(EnvConfig(num_workers=1), LIMITS, [mine + "bad"]) as pool:
-        pool.begin(0, mine + "bad", {}, seed=0)
-        [(played, error)] = play(pool, lambda id, played: "end" if len(played.texts) > 1 else action).values()
-    assert not error and played.texts[:2] == ["", text]
+        for i in range(2):
+            pool.begin(i, mine + "bad", {}, seed=0)
+        ended = play(pool, lambda id, played: "" if id or len(played.texts) > 1 else action)
+    for (played, error), last in zip((ended[0], ended[1]), (text, "fine"), strict=True):
+        assert not error and played.texts[:2] == ["", last]
+
+
+def test_what_is_written_after_an_answer_is_not_taken_for_the_next(mine) -> None:
+    late = """
+import threading
+def write():
+    for fd in range(3, 10):
+        try: os.write(fd, b'[3, "", 1.0, "stop", ""]\\n')  # as an answer to the third request
+        except OSError: pass
+    open("late", "w").close()
+threading.Timer(0.05, write).start()"""
+    with EnvPool(EnvConfig(num_workers=1), LIMITS, [mine + "bad", mine + "fine"]) as pool:
+        pool.begin("late", mine + "bad", {}, seed=0)
+        for text in ("", "fine"):
+            [(_, played, error)] = pool.wait()
+            assert played.texts[-1] == text and not error
+            if not text:
+                pool.act("late", late)
+        while not os.path.exists("late"):
+            time.sleep(0.01)
+        pool.begin("next", mine + "fine", {"turns": 3}, seed=0)
+        played, error = play(pool, lambda id, played: "ok")["next"]
+    assert not error and played.rewards == [0.2, 0.2, 1.0]
+
+
+def test_an_environment_that_does_not_close_costs_nobody_an_episode(mine) -> None:
+    with EnvPool(EnvConfig(num_workers=1, step_seconds=0.5), LIMITS, [mine + "clings", mine + "fine"]) as pool:
+        pool.begin("clings", mine + "clings", {}, seed=0)
+        pool.begin("fine", mine + "fine", {"turns": 2}, seed=0)
+        assert {id for _ in range(2) for id, _, _ in pool.wait()} == {"clings", "fine"}
+        pool.forget(["clings"])
+        pool.act("fine", "ok")
+        assert play(pool, lambda id, played: "ok")["fine"][0].end == "stop"
+
+
+def test_programs_of_a_model_harm_nobody(mine, tmp_path) -> None:
+    """They run in the sandbox, below a worker: each turn attacks, and the worker goes on."""
+    (tmp_path / "secret.txt").write_text("ANSWER 42")
+    names = ("fork bomb", "memory bomb", "output of a gigabyte", "reads outside files", "writes outside files")
+    names += ("deletes outside files", "reads the environment", "signals to its parents", "daemon")
+    attacks = [hostile.PROGRAMS[name].replace("FOLDER", str(tmp_path)).replace("MARK", "mark") for name in names]
+    turns = [f"<python>{program}</python>" for program in (*attacks, "input()", "pass", "print(6 * 7)")]
+    with EnvPool(EnvConfig(step_seconds=60.0), LIMITS, [mine + "coder", mine + "pid"]) as pool:
+        pool.begin("pid", mine + "pid", {}, seed=0)
+        [(_, before, _)] = pool.wait()
+        pool.begin("none", mine + "pid", {}, seed=0)  # on the other worker, so that the next is where the first is
+        pool.wait()
+        pool.begin("coder", mine + "coder", {"answer": "42"}, seed=0)
+        played, error = play(pool, lambda id, played: [*turns, "42"][len(played.actions)])["coder"]
+        pool.act("pid", "")
+        [(_, after, _)] = pool.wait()
+        assert len({*after.texts}) == 1, "its worker lives"
+    assert not error and (played.end, played.reward) == ("stop", 1.0) and len(played.texts) == len(turns) + 1
+    *attacked, refused, silent, right = played.texts[1:]
+    assert all(len(text) < 1200 and "ANSWER" not in text for text in attacked), attacked
+    assert refused.startswith("exit code 1: EOFError") and (silent, right) == ("(no output)", "42")
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "secret.txt"}
 
 
 def test_a_worker_that_is_killed_loses_no_episode(mine) -> None:
@@ -171,14 +268,14 @@ def test_a_turn_is_tried_again(mine) -> None:
 def test_an_environment_that_keeps_failing_ends_the_run(mine) -> None:
     with EnvPool(EnvConfig(num_workers=1, max_failures=2), LIMITS, [mine + "bad", "guess"]) as pool:
         ended: dict = {}
-        actions = iter(["raise", "end", "end", "raise"])
+        actions = iter([RAISES, "", "", RAISES])
         for i in range(3):
             pool.begin(i, mine + "bad", {}, seed=0)
             play(pool, lambda id, played: next(actions), ended)
         assert [bool(error) for _, error in ended.values()] == [True, False, True]
         pool.begin(3, mine + "bad", {}, seed=0)
         with pytest.raises(WorkerError, match="in 2 episodes in a row, the last time: turn 1: KeyError"):
-            play(pool, lambda id, played: "raise")
+            play(pool, lambda id, played: RAISES)
         pool.begin(4, "guess", {"answer": "50"}, seed=0)
         with pytest.raises(WorkerError):
             pool.poll()

@@ -3,7 +3,9 @@
 import json
 import runpy
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from itertools import count
 
 import matplotlib
@@ -69,6 +71,24 @@ def test_own_environment(tiny, tmp_path) -> None:
     assert train.main(own) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert {reward["value"] for row in rows for reward in row["rewards"]} <= {0.0, 0.5, 0.75, 1.0}
+
+
+def test_own_service(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    handler = runpy.run_path(str(EXAMPLES / "own_service.py"))["Handler"]
+    handler.log_message = lambda *_: None
+    with ThreadingHTTPServer(("localhost", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,)).start()
+        address = f"http://localhost:{server.server_port}/"
+        games = {"far": address, "near": f"{ROOT}/examples/own_environment.py:retry"}
+        for name, env in games.items():
+            own = tiny(run__dir=tmp_path / name, data__env=env, data__task="env", env__clock="steps")
+            assert train.main([*own, "--run.dump_rollouts=true"]) == 0
+        server.shutdown()
+    far, near = ((tmp_path / name / "rollouts" / "step_000001.jsonl").read_text() for name in games)
+    assert [json.loads(line)["samples"] for line in far.splitlines()] == [
+        json.loads(line)["samples"] for line in near.splitlines()
+    ]
 
 
 def test_own_loss(example, tiny, tmp_path) -> None:

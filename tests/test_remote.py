@@ -1,4 +1,4 @@
-"""Reward services: asked again when that may help, never for longer than the limit, never believed blindly."""
+"""Services that grade or play: asked again when that may help, within the limit, and never believed blindly."""
 
 import contextlib
 import json
@@ -9,7 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from test_env_pool import play
 
+from environments import EnvConfig, Episode, Played
+from envs.games import ENVIRONMENTS
+from envs.pool import EnvPool
 from process.workers import WorkerError
 from reward import RewardConfig
 from rewards import remote
@@ -56,7 +60,7 @@ def short_pauses(monkeypatch):
 
 
 def ask(service, seconds=5.0, retries=3) -> float:
-    return remote.ask(service.address, b'{"response": "r"}', seconds, retries, threading.Event())
+    return remote.reward_in(remote.ask(service.address, b'{"response": "r"}', seconds, retries))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,7 @@ def test_whole_replies_of_every_framing_are_read(framing, service):
 
 def test_no_service_is_an_error():
     with pytest.raises(remote.RemoteError, match="ConnectionRefusedError"):
-        remote.ask("http://127.0.0.1:1/", b"{}", 5.0, 1, threading.Event())
+        remote.ask("http://127.0.0.1:1/", b"{}", 5.0, 1)
 
 
 @pytest.mark.parametrize("kind", ["silent", "drips", "half a number"])
@@ -196,7 +200,7 @@ def test_the_limit_holds_whatever_the_service_does(service, kind, header, versio
 
     service.act = act
     start = time.monotonic()
-    with pytest.raises(remote.RemoteError, match="no reward within 0.5 s" if "20" in header else "failed: "):
+    with pytest.raises(remote.RemoteError, match="no reply within 0.5 s" if "20" in header else "failed: "):
         ask(service, seconds=0.5)
     assert time.monotonic() - start < 60  # the service would go on for ever
     over.set()
@@ -246,3 +250,101 @@ def test_a_service_that_is_down_costs_rewards_and_then_ends_the_run(service):
             pool.submit(i, service.address, "", "", {})
         with pytest.raises(WorkerError, match="failed 3 times in a row, the last time: .*status 404"):
             pool.drain()
+
+
+# ---- environments ------------------------------------------------------------------------------------------------
+
+GUESS, ROW = ENVIRONMENTS["guess"].environment, {"answer": "62"}
+BISECT = ("50", "75", "62")
+DEFAULTS = EnvConfig()
+
+
+def told(episode: Episode) -> str:
+    """Return what a service says of an episode after its newest turn."""
+    reward = {"reward": episode.rewards[-1]} if episode.rewards else {}
+    return json.dumps({"end": True, **reward} if episode.end else {"text": episode.texts[-1], **reward})
+
+
+def answer_turn(handler, request) -> None:
+    """Remember nothing: play all turns of an episode again."""
+    episode = Episode(GUESS, request["row"], request["seed"], EnvConfig.max_turns)
+    for action in request["actions"]:
+        episode.act(action)
+    handler.reply(200, told(episode))
+
+
+def play_by_service(service, episodes: int = 1, config: EnvConfig = DEFAULTS, **limits) -> list[tuple[Played, str]]:
+    with EnvPool(config, RewardConfig(**limits), [service.address, "guess"]) as pool:
+        for i in range(episodes):
+            pool.begin(i, service.address, ROW, seed=i)
+        return [*play(pool, lambda id, played: BISECT[len(played.actions)]).values()]
+
+
+def test_a_service_plays_environments(service):
+    service.act = answer_turn
+    alone = Episode(GUESS, ROW, 0, EnvConfig.max_turns)
+    for action in BISECT:
+        alone.act(action)
+    for played, error in play_by_service(service, episodes=8, remote_concurrency=3):
+        assert not error and vars(played).items() <= vars(alone).items()
+    by_id: dict[str, list] = {}
+    for path, request, _ in service.seen:
+        assert path == "/score?model=a" and request["row"] == ROW
+        by_id.setdefault(request["id"], []).append((request["seed"], request["actions"]))
+    turns = [[*BISECT[:i]] for i in range(4)]
+    assert sorted(by_id.values()) == [[(seed, actions) for actions in turns] for seed in range(8)]
+
+
+def test_a_service_is_asked_again_and_may_lose_what_it_knew(service):
+    """This one keeps its episodes, until it starts again."""
+    episodes: dict[str, Episode] = {}
+
+    def act(handler, request):
+        match len(service.seen):
+            case 2:
+                return handler.connection.close()
+            case 4:
+                episodes.clear()
+        if not request["actions"]:
+            episodes[request["id"]] = Episode(GUESS, request["row"], request["seed"], EnvConfig.max_turns)
+        if not (episode := episodes.get(request["id"])):
+            return handler.reply(404, "")
+        if len(request["actions"]) > len(episode.actions):
+            episode.act(request["actions"][-1])
+        handler.reply(200, told(episode))
+
+    service.act = act
+    [(played, error)] = play_by_service(service)
+    assert not error and played.rewards == [0.0, 0.0, 1.0] and len(service.seen) == 4 + 4
+    assert service.seen[1][1] == service.seen[2][1]
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ("<html>", "the service replied b'<html>', not an object with a text"),
+        ("[1]", "not an object with a text"),
+        ("[" * 10**5, "not an object with a text"),
+        ('{"end": 1}', "not an object with a text"),
+        ('{"text": 5}', "yields 5, which is not text"),
+        ('{"text": "\\ud800"}', "UnicodeEncodeError"),
+        ('{"end": true}', "before its first turn"),
+        ('{"text": "", "reward": NaN}', "the reward nan is not a finite number"),
+        ('{"text": "", "reward": "1"}', "the reward '1' is not a finite number"),
+        (json.dumps({"text": "x" * 2**20}), "a reply over 1048576 bytes"),
+    ],
+)
+def test_a_service_that_plays_wrong_costs_the_episode_and_in_the_end_the_run(service, body, said):
+    service.act = lambda handler, request: handler.reply(200, body)
+    [(played, error)] = play_by_service(service, remote_retries=1)
+    assert said in error and not played.end and not played.rewards
+    with pytest.raises(WorkerError, match="environments failed in 2 episodes in a row"):
+        play_by_service(service, episodes=2, config=EnvConfig(max_failures=2), remote_retries=0)
+
+
+def test_a_service_that_hangs_is_waited_for_as_long_as_a_turn_may_take(service):
+    over = threading.Event()
+    service.act = lambda handler, request: over.wait(60)
+    [(_, error)] = play_by_service(service, config=EnvConfig(step_seconds=0.1))
+    over.set()
+    assert "no reply within 0.1 s" in error
