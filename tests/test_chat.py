@@ -1,6 +1,7 @@
 """Chats of several turns are, token by token, what the family's template writes; a chat model that calls tools."""
 
 import json
+import runpy
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ MARKS = {
     LLAMA: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
 }
 MARKS[LLAMA] += ["<|eot_id|>"]
+TEMPLATE = runpy.run_path(str(ROOT / "examples" / "own_tools.py"))["TEMPLATE"]
 CALLS = [f"<calc>{i}*7</calc>" for i in range(40)]
 CALLS += [f'<tool_call>{{"name": "calc", "arguments": {{"expression": "{i}/7"}}}}</tool_call>' for i in range(20)]
 
@@ -108,7 +110,7 @@ def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, 
 
     def run(tokenizer: Any, family: str) -> list[dict]:
         tokenizer.save_pretrained(tmp_path / "model")
-        ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
+        ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 1024}
         make_oracle({"model_type": family, **ids}, tmp_path / "model")
         rows = [{"prompt": f"What is {i} times 7?", "answer": f"{7 * i}"} for i in range(8)]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -118,13 +120,13 @@ def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, 
             data__eval_prompts=0,
             data__env=f"{ROOT}/examples/own_tools.py:calculator",
             data__task=f"{ROOT}/tests/graders.py:share_of_digits",
-            data__template="{prompt}",
+            data__template=TEMPLATE,
             run__steps=1,
             run__eval_every=0,
             run__dump_rollouts="true",
             scheduler__policy="synchronous",
             rollout__stop=json.dumps(["</tool_call>", "!"]),  # others go on, to their end
-            rollout__max_prompt_tokens=100,
+            rollout__max_prompt_tokens=400,
             rollout__max_response_tokens=400,
             scheduler__num_prompts=8,
             rollout__kv_gib=0.05,
@@ -150,7 +152,8 @@ def test_a_chat_with_tools_is_as_its_template_writes_it(trained_with_tools, fami
     user_files.enter("")
     for row in trained_with_tools(tokenizer, family):
         for sample in row["samples"]:
-            messages = [{"role": "user", "content": row["prompt"]["extra"]["prompt"]}]
+            question = TEMPLATE.replace("{prompt}", row["prompt"]["extra"]["prompt"])
+            messages = [{"role": "user", "content": question}]
             episode = Episode(calculator, row["prompt"]["extra"], 0, EnvConfig.max_turns)
             *answered, last = turns_of([Span(*span.values()) for span in sample["spans"]])
             for turn in answered:
