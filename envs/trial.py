@@ -45,7 +45,7 @@ class Trial:
             (f"{unit} of all texts", [sum(lengths) for lengths in self.lengths], max_tokens),
             ("milliseconds of a turn", [1e3 * seconds for seconds in self.seconds], 1e3 * config.step_seconds),
         ]
-        number = sum(self.failed.values()) + len(self.ended)
+        number = self.failed.total() + len(self.ended)
         heads = "".join(f"{head:>10}" for head in ("mean", "least", "median", "most", "limit"))
         lines = [f"{number} episodes of {self.name}"] + [f"{'':<26}{heads}"] * bool(self.ended)
         for label, values, largest in rows if self.ended else ():
@@ -54,12 +54,13 @@ class Trial:
             lines.append(f"  {label:<24}" + "".join(f"{value:>10}" for value in shown))
         ends = Counter(episode.end for episode in self.ended).most_common()
         lines += [f"  {'ended by':<24}  " + ", ".join(f"{end} {n}" for end, n in ends)] if ends else []
-        for count, error in ((n, error) for error, n in self.failed.most_common(5)):
-            lines.append(f"  failed {count} x {error}")
+        if self.failed:
+            lines.append(f"  {'failed':<24}  {self.failed.total()} of {number}")
+            lines += [f"    {count} x {error}" for error, count in self.failed.most_common(5)]
         if self.differs:
-            differs, count = self.differs.most_common(1)[0][0], sum(self.differs.values())
             lines += [
-                f"warning: {count} of {len(self.ended)} episodes cannot be replayed from their actions: {differs}.",
+                f"warning: {self.differs.total()} of {len(self.ended)} episodes cannot be replayed from their actions:",
+                f"    {self.differs.most_common(1)[0][0]}",
                 "  Those that move to another rank, lose their worker or are resumed begin again, and the run is no",
                 "  function of its seed, also with env.clock = steps. Draw from random.Random(seed), keep all state in",
                 "  the generator, and read no clock, file or service that changes.",

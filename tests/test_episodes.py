@@ -253,8 +253,8 @@ def test_what_cannot_be_played_is_said_in_a_line(settings, capsys, overrides: di
     ("env", "code", "said"),
     [
         ("chat", 0, "replayed                  100 of 100, to the same texts and rewards"),
-        ("is_silent", 2, "failed 100 x gives no text after a turn, so the turn would go on"),
-        ("breaks", 2, "failed 100 x turn 1: KeyError: 'no such door' ("),
+        ("is_silent", 2, "100 x gives no text after a turn, so the turn would go on"),
+        ("breaks", 2, "100 x turn 1: KeyError: 'no such door' ("),
         ("guesses", 0, "warning: "),
     ],
 )
