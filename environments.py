@@ -53,6 +53,17 @@ class EnvConfig:
         "run a function of its seed",
         choices=("time", "steps"),
     )
+    barrier: bool = option(
+        False,
+        "for comparison only: replies take effect together, once all sequences of the rank have ended their turns",
+    )
+    latency: str = option(
+        "",
+        "seconds that every turn takes at least, drawn: to measure what slow environments cost; normal(10,5) or "
+        "lognormal(10,5), by mean and standard deviation, or recorded FILE, with a number in every line; empty: none",
+    )
+    slow: str = option("", "share of episodes whose latency is longer, and how many times: 0.01x10; empty: none")
+    stop: float = option(0.0, "share of episodes that are never answered; env.step_seconds ends them", min=0, max=0.9)
     num_workers: int = option(2, "worker processes per rank, for users' environments", min=1, max=1024)
     max_failures: int = option(
         3, "episodes in a row that the environment fails in, which end the run; 0: the run never ends for them", min=0

@@ -162,7 +162,9 @@ class Round:
     def take_replies(self, steps: int, waits: bool = False) -> list[Finished]:
         """Let sequences go on whose environment has answered; return the events of episodes that have ended."""
         events: list[Finished] = []
-        for reply in self.episodes.poll(waits) if self.episodes.awaited or self.episodes.ready else ():
+        barrier = self.episodes.config.barrier
+        is_early = not self.episodes.awaited or (barrier and not self.engine.is_idle)
+        for reply in () if is_early else self.episodes.poll(waits or barrier):
             if isinstance(reply, EngineSequence):
                 self.engine.add(reply)
             else:

@@ -16,6 +16,7 @@ from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
 from environments import EnvConfig, resolve
 from envs.chat import Reader
+from envs.latency import Latency
 from envs.player import player_named
 from envs.trial import tried
 from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
@@ -462,6 +463,12 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
         raise ConfigError(
             "env.clock = time has no place beside tensor parallelism: the ranks of a replica would get replies at "
             "different steps; take env.clock = steps"
+        )
+    Latency(c.env.latency, c.env.slow, c.env.stop)
+    if c.env.barrier and (c.overlap.depth or c.scheduler.migrate or c.planner.rule != "fixed"):
+        raise ConfigError(
+            "env.barrier is for comparison only, with overlap.depth = 0, planner.rule = fixed and without "
+            "scheduler.migrate, which all take sequences between two turns; leave it out"
         )
     if names and c.stream.policy != "off":
         raise ConfigError(

@@ -63,7 +63,7 @@ class Episodes:
         self.pool = EnvPool(config, limits, self.names)
         self.awaited: dict[SampleId, Awaited] = {}
         self.open: set[SampleId] = set()  # the pool has their episodes
-        self.ready: list[Sequence | Ended] = []  # of turns that need no answer
+        self.ready: set[SampleId] = set()  # those awaited whose turns need no answer
         self.stats = EpisodeStats()
 
     def __enter__(self) -> "Episodes":
@@ -88,11 +88,12 @@ class Episodes:
         elif is_whole:
             self.pool.act(turn.id, *actions)
         else:
-            self.ready.append(self._answer(awaited, self.pool.played(turn.id)))
+            self.ready.add(turn.id)
 
     def poll(self, waits: bool) -> list[Sequence | Ended]:
         """Return sequences that go on, and episodes that have ended. `waits`: until nothing is awaited any more."""
-        replies, self.ready = self.ready, []
+        replies = [self._answer(self.awaited[id], self.pool.played(id)) for id in self.ready]
+        self.ready.clear()
         while True:
             for key, played, error in self.pool.wait() if waits else self.pool.poll():
                 awaited = self.awaited[id := cast(SampleId, key)]
@@ -116,6 +117,7 @@ class Episodes:
         """Forget episodes whose sequences are stopped, or go on elsewhere; return those that waited for an answer."""
         self.pool.forget(self.open.intersection(ids))
         self.open.difference_update(ids)
+        self.ready.difference_update(ids)
         return [self.awaited.pop(id) for id in ids if id in self.awaited]
 
     def _begin(self, awaited: Awaited) -> None:

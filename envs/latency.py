@@ -6,12 +6,11 @@ The pool holds replies back for these seconds (pool.py); the simulator adds them
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from random import Random
 
 from config import ConfigError, regular
-from core import SampleId
 
 NUMBER = r"\s*(\d+\.?\d*(?:e-?\d+)?)\s*"
 
@@ -33,16 +32,16 @@ class Latency:
         if slow and not latency:
             raise ConfigError(f"env.slow = {slow} has no effect without env.latency; give it, or leave env.slow out")
 
-    def seconds(self, seed: int, id: SampleId, turn: int, attempt: int = 0) -> float:
+    def seconds(self, seed: int, id: Hashable, turn: int, attempt: int = 0) -> float:
         """Return the seconds from the end of a turn (0, 1, ...) to its answer; inf: there is none.
 
-        A function of its arguments. `attempt`: how often the episode has begun again.
+        A function of its arguments. `id`: of the sample; `attempt`: how often its episode has begun again.
         """
-        episode = Random(f"environment {seed} {tuple(id)} {attempt}")
+        episode = Random(f"environment {seed} {id} {attempt}")
         if episode.random() < self._stop:
             return math.inf
         factor = self._factor if episode.random() < self._share else 1.0
-        return factor * max(self._draw(Random(f"latency {seed} {tuple(id)} {attempt} {turn}")), 0.0)
+        return factor * max(self._draw(Random(f"latency {seed} {id} {attempt} {turn}")), 0.0)
 
 
 def _distribution(text: str) -> Callable[[Random], float]:

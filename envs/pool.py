@@ -10,14 +10,17 @@ import itertools
 import os
 import queue
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from environments import EnvConfig, Episode, EpisodeError, Played, resolve
 from envs.games import ENVIRONMENTS
+from envs.latency import Latency
 from process.workers import Closing, Failure, Worker, WorkerError
 from reward import RewardConfig
 from rewards import remote, user_files
@@ -110,7 +113,10 @@ class EnvPool:
         names = set(names)
         self._config, self._keys, self._failures = config, itertools.count(), 0
         self._entries: dict[Hashable, _Entry] = {}
-        self._asked: dict[int, Hashable] = {}  # episodes whose answer is awaited: their ids by key
+        self._asked: dict[int, tuple[Hashable, float]] = {}  # by key: ids of episodes, and when an answer may count
+        self._latency = Latency(config.latency, config.slow, config.stop)
+        self._held: list[tuple[float, int, Answer]] = []  # a heap: answers by the time at which they count
+        self._again: Counter[Hashable] = Counter()  # how often episodes failed, until they end
         self._here = Episodes(names & ENVIRONMENTS.keys())
         self._results: queue.SimpleQueue[tuple[int, Answer] | Exception] = queue.SimpleQueue()
         self._queues: list[queue.SimpleQueue[Request | None]] = []
@@ -155,11 +161,17 @@ class EnvPool:
         played = entry.played
         now = [*played.texts], [*played.actions], [*played.rewards]  # copies: a thread reads them later
         start = Start(entry.name, entry.row, entry.seed, self._config.max_turns, *now)
+        seconds, turn, limit = 0.0, len(played.actions), self._config.step_seconds
         if action is not None:
+            seconds = self._latency.seconds(entry.seed, id, turn, self._again[id])
             played.actions.append(action)
-        self._asked[entry.key] = id
+        due = time.monotonic() + min(seconds, limit)
+        self._asked[entry.key] = id, due
         place = self._place(entry)
-        if place < 0:
+        if seconds > limit:
+            late = Answer(error=f"turn {turn + 1}: env.latency is over env.step_seconds = {limit:g}")
+            heappush(self._held, (due, entry.key, late))
+        elif place < 0:
             self._results.put((entry.key, self._here.answer(entry.key, start, action, self._take_ended(place))))
         else:
             self._queues[place].put(Request(entry.key, start, action))
@@ -191,33 +203,52 @@ class EnvPool:
 
     def _collect(self, waits: bool) -> list[tuple[Hashable, Played, str]]:
         answered: list[tuple[Hashable, Played, str]] = []
-        while self._asked:
-            try:
-                result = self._results.get(block=waits and not answered)
-            except queue.Empty:
-                break
-            if isinstance(result, Exception):
-                self._results.put(result)  # for the next call too
-                raise result
+        while self._asked and (result := self._next(waits and not answered)):
             key, answer = result
             if key not in self._asked:
                 continue  # forgotten
-            id = self._asked.pop(key)
-            played = self._entries[id].played
+            id, _ = self._asked.pop(key)
+            entry = self._entries[id]
+            played = entry.played
             if played.actions and not answer.error:
                 played.rewards.append(answer.reward)
             if answer.end or answer.error:
                 played.end = answer.end
                 del self._entries[id]
-                self._count(answer.error)
+                if answer.error:
+                    self._ended[self._place(entry)].append(key)  # it may be at play still
+                self._count(id, answer.error)
             else:
                 played.texts.append(answer.text)
             answered.append((id, played, answer.error))
         return answered
 
-    def _count(self, error: str) -> None:
+    def _next(self, waits: bool) -> tuple[int, Answer] | None:
+        """Return an answer whose latency is over."""
+        while True:
+            seconds = self._held[0][0] - time.monotonic() if self._held else None
+            if seconds is not None and seconds <= 0:
+                return heappop(self._held)[1:]
+            try:
+                result = self._results.get(waits, seconds)
+            except queue.Empty:
+                if waits:
+                    continue
+                return None
+            if isinstance(result, Exception):
+                self._results.put(result)  # for the next call too
+                raise result
+            key, answer = result
+            if key in self._asked:  # else forgotten
+                heappush(self._held, (self._asked[key][1], key, answer))
+
+    def _count(self, id: Hashable, error: str) -> None:
         """Count episodes that fail in a row. Raises WorkerError at the last of `max_failures`."""
         self._failures = self._failures + 1 if error else 0
+        if error:
+            self._again[id] += 1
+        else:
+            del self._again[id]
         if error and self._failures == self._config.max_failures:
             failure = WorkerError(
                 f"environments failed in {self._failures} episodes in a row, the last time: {error}; correct them, or "
@@ -230,6 +261,7 @@ class EnvPool:
         """End these episodes, whose answers are not wanted."""
         for id in ids:
             entry = self._entries.pop(id)
+            del self._again[id]
             self._asked.pop(entry.key, None)
             self._ended[self._place(entry)].append(entry.key)
 

@@ -1,5 +1,6 @@
 """The pool of episodes: users' environments in worker processes, and what a bad one costs: its own episode."""
 
+import math
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from environments import EnvConfig, Episode, Played, resolve
 from envs.games import ENVIRONMENTS
+from envs.latency import Latency
 from envs.pool import EnvPool
 from process.workers import WorkerError
 from reward import RewardConfig
@@ -325,6 +327,44 @@ def test_a_forgotten_episode_that_waits_for_a_worker_is_never_played(mine) -> No
         pool.act("pid", "x")
         assert id == "pid" and not error and pool.wait()
         assert not [seed for seed in (1, 2, 3) if os.path.exists(f"begun{seed}")]
+
+
+def test_no_answer_counts_before_its_latency_is_over(mine) -> None:
+    config = EnvConfig(latency="normal(0.2,0.1)", num_workers=1)
+    rows = {0: ("guess", {"answer": "50"}), 1: ("guess", {"answer": "50"}), 2: (mine + "fine", {"turns": 9})}
+    with EnvPool(config, LIMITS, [name for name, _ in rows.values()]) as pool:
+        for id, (name, row) in rows.items():
+            pool.begin(id, name, row, seed=4)
+        while pool.num_pending:
+            pool.wait()  # for the texts before the first turn, which are there at once
+        start = time.monotonic()
+        seconds = {id: Latency(config.latency).seconds(4, id, turn=0) for id in rows}
+        for id in rows:
+            pool.act(id, "00")
+        pool.forget([1])
+        answered = {}
+        while pool.num_pending:
+            for id, _, error in pool.wait():
+                answered[id] = time.monotonic() - start
+                assert not error
+        assert answered.keys() == {0, 2} and all(answered[id] >= seconds[id] > 0.05 for id in answered)
+
+
+def test_an_episode_that_is_never_answered_fails_and_begins_again_as_another(mine) -> None:
+    config = EnvConfig(stop=0.5, step_seconds=0.5, max_failures=0, num_workers=1)
+    stops = {seed: math.isinf(Latency("", stop=0.5).seconds(seed, seed, turn=0)) for seed in range(6)}
+    with EnvPool(config, LIMITS, [mine + "tidy"]) as pool:
+        again, ended = [*stops], dict.fromkeys(stops, 0)
+        while again:
+            for seed in again:
+                pool.begin(seed, mine + "tidy", {}, seed)
+            failed = {id: error for id, (_, error) in play(pool, lambda id, played: "x").items() if error}
+            assert all("env.latency is over env.step_seconds = 0.5" in error for error in failed.values())
+            again = [id for id in again if id in failed]
+            for id in again:
+                ended[id] += 1
+        assert {id: failures > 0 for id, failures in ended.items()} == stops and {*stops.values()} == {True, False}
+        assert all(os.path.exists(f"closed{seed}") for seed in stops), "those that were not answered too"
 
 
 def test_what_cannot_be_loaded_ends_the_run(mine) -> None:

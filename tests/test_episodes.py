@@ -19,7 +19,7 @@ from engine.sequence import Sequence as EngineSequence
 from environments import EnvConfig, Episode, reply_tokens
 from envs.episodes import Episodes
 from reward import RewardConfig
-from rollout import sequence_for
+from rollout import Engine, sequence_for
 from warm_start import byte_tokenizer
 
 CHAT = f"{ROOT}/tests/worlds.py:chat"
@@ -138,6 +138,26 @@ def test_episodes_that_end_between_batches_may_belong_to_groups_that_are_given_u
     assert sum(r["round"]["dropped"] for r in steps_of(tmp_path / "dropped")) > 0
 
 
+def test_neither_a_barrier_nor_latency_changes_a_token(settings, monkeypatch, tmp_path: Path) -> None:
+    begun_beside, add = [], Engine.add
+
+    def add_and_note(engine: Engine, sequence: EngineSequence) -> None:
+        if sequence.token_ids:  # a turn but the first
+            begun_beside.append(len(engine.batcher.running))
+        add(engine, sequence)
+
+    monkeypatch.setattr(Engine, "add", add_and_note)
+    assert train.main(settings("free", run__steps=2)) == 0
+    assert any(begun_beside)
+    begun_beside.clear()
+    assert train.main(settings("barrier", run__steps=2, env__barrier="true")) == 0
+    assert begun_beside and not any(begun_beside), "a turn begins where none goes on"
+    failing = dict(env__slow="0.1x5", env__stop=0.05, env__step_seconds=0.5, env__max_failures=0)
+    assert train.main(settings("late", run__steps=2, env__latency="normal(0.002,0.002)", **failing)) == 0
+    assert sum(r["episodes"]["failed"] for r in steps_of(tmp_path / "late")) > 0
+    assert tokens_of(tmp_path / "free") == tokens_of(tmp_path / "barrier") == tokens_of(tmp_path / "late")
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_slow_and_failing_environments_hold_up_nobody_and_train_nothing_else(
     settings, run_ranks, tmp_path, depth
@@ -179,6 +199,17 @@ def test_an_episode_that_moved_goes_on_where_it_was() -> None:
     assert play(moves=True) == play(moves=False)
     sample, fields = play(moves=False)
     assert tokenizer.decode(sample.token_ids) == "50>06<12" and fields == {"turn_rewards": [0.0, 0.0, 1.0]}
+
+
+def test_a_turn_that_was_cut_may_be_stopped_before_it_counts() -> None:
+    prompt = Prompt(3, (5, 6), "", "", "env", {"answer": "12"}, "row 3", env="guess")
+    episodes = Episodes(EnvConfig(), RewardConfig(), [prompt], byte_tokenizer(), seed=0)
+    sequence = sequence_for(Visit(0, prompt), 1, 0, LIMIT)
+    episodes.begin(Visit(0, prompt), sequence)
+    assert episodes.poll(waits=True) == [sequence]
+    episodes.end_turn(Visit(0, prompt), sequence, Sample(3, 1, 0, [5], [-1.0], "cut", (Span(0, 1, 0),)))
+    [awaited] = episodes.withdraw([sequence.id])
+    assert awaited.turn and not episodes.poll(waits=False) and not episodes.open
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(3, False), (4, True), (5, True)])
@@ -239,6 +270,8 @@ def test_sampled_tokens_are_kept_as_they_were_sampled() -> None:
         (dict(data__env=f"{ROOT}/tests/worlds.py:nothing"), ["has no such function"]),
         (dict(data__env=""), ["[env] has no effect"]),
         (dict(rollout__tensor_parallel=1, planner__rule="paper", env__clock="time"), ["env.clock = time has no place"]),
+        (dict(env__latency="normal(10)"), ["env.latency = normal(10): give normal(10,5)"]),
+        (dict(env__barrier="true", overlap__depth=1), ["env.barrier is for comparison only"]),
         (dict(stream__policy="fixed"), ["stream.policy = fixed has no place beside environments"]),
         (dict(data__task="env", data__env=""), ["env"]),
     ],
