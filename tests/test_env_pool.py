@@ -338,11 +338,11 @@ def test_no_answer_counts_before_its_latency_is_over(mine) -> None:
         while pool.num_pending:
             pool.wait()  # for the texts before the first turn, which are there at once
         start = time.monotonic()
-        seconds = {id: Latency(config.latency).seconds(4, id, turn=0) for id in rows}
+        seconds: dict[Hashable, float] = {id: Latency(config.latency).seconds(4, id, turn=0) for id in rows}
         for id in rows:
             pool.act(id, "00")
         pool.forget([1])
-        answered = {}
+        answered: dict[Hashable, float] = {}
         while pool.num_pending:
             for id, _, error in pool.wait():
                 answered[id] = time.monotonic() - start
