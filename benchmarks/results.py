@@ -98,6 +98,16 @@ BENCHMARKS = {
         "no token older than {max_lag} updates, {samples_lost} samples lost; seconds until the default task is learnt, "
         "synchronous over in turns, {seconds_to_score_ratio:.2f} ([tables](#asynchronous-training))",
     ),
+    "slow_environments": Benchmark(
+        "benchmarks/slow_environments.py",
+        (*ROUND, "environments.py", "envs/episodes.py", "envs/pool.py", "envs/latency.py"),
+        "environments that take normal(10, sigma) / 100 seconds a turn, {prompts} x {responses} episodes of {turns}: "
+        "rollout without a turn barrier {speedup_async_sigma1:.2f}, {speedup_async_sigma5:.2f} and "
+        "{speedup_async_sigma10:.2f} x for sigma 1, 5 and 10; the same samples trained: {samples_trained_equal}; where "
+        "{slow} are slow and {stop} never answer, 36 x 9 for 32 x 8 {speedup_redundant:.1f} x; pages kept over turns "
+        "{keep_over_recompute_8:.2f} x for turns of 8 tokens, {keep_over_recompute_200:.2f} x for 200 "
+        "([tables](#slow-environments))",
+    ),
     "reward": Benchmark(
         "benchmarks/reward.py",
         (*REWARDS, "rounds.py", "benchmarks/texts.py"),

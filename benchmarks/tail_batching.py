@@ -174,21 +174,26 @@ SHAPES = {
 }
 
 
-def build_engine(shape: Shape, world: World) -> TraceEngine:
-    tokenizer = byte_tokenizer()
-    config = hf_config(WarmStartConfig(), tokenizer) | {
+def random_model(shape: Shape, **more: int) -> Model:
+    """Return a model of bytes with small random weights. `more`: fields of its `config.json`."""
+    config = hf_config(WarmStartConfig(), byte_tokenizer()) | {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
     }
-    model = Model(parse_shape(config, "trace"))
+    model = Model(parse_shape(config | more, "random"))
     generator = torch.Generator().manual_seed(0)
     for name, tensor, _ in model.hf_tensors():
         tensor.fill_(1.0) if name.endswith("norm.weight") else tensor.normal_(0.0, 0.02, generator=generator)
+    return model
+
+
+def build_engine(shape: Shape, world: World) -> TraceEngine:
     trace = Trace(shape.median)
     rollout = RolloutConfig(max_prompt_tokens=16, max_response_tokens=trace.limit, max_running=128, kv_gib=1.0)
-    engine = TraceEngine(model, rollout, SamplingConfig(), [], tokenizer, TensorParallel(world))
+    parts = random_model(shape), rollout, SamplingConfig(), list[int](), byte_tokenizer()
+    engine = TraceEngine(*parts, TensorParallel(world))
     engine.trace = trace
     return engine
 

@@ -170,6 +170,24 @@ def test_a_score_is_reached_between_two_evaluations_and_waits_are_counted(tmp_pa
     assert asynchrony.idle(run, seconds=5.0) == {"train": 0.65, "decode": 0.65}, "all ranks do both"
 
 
+def test_slow_environments_on_the_smallest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    [slow] = load("slow_environments")
+    for sigma, estimate in ((1, 1.16), (5, 1.6), (10, 1.9)):
+        assert slow.waiting(f"normal(10,{sigma})", 256, turns=8) == pytest.approx(estimate, abs=0.05)
+    monkeypatch.setattr(slow, "SCALE", 0.0005)
+    monkeypatch.setitem(slow.FAILURES, "stop", 0.3)
+    monkeypatch.setitem(slow.FAILURES, "step_seconds", 0.2)
+    size = slow.Size(4, 4, rounds=1, failing=(1, 2), parked={4: 2}, repeats=1)
+    assert [row["sigma"] for row in slow.measure_asynchrony(size)] == [1, 5, 10]
+    base, *redundant = slow.measure_redundancy(size)
+    assert base["failed"] > 0 and base["faster"] == 1.0 and base["short_round"] is None
+    assert [row["contender"] for row in (base, *redundant)] == ["4 x 4", "4 x 4", "4 x 6"] and redundant[1][
+        "short_round"
+    ]
+    assert slow.measure_pages(size)[0]["recomputed_ms"] > 0
+
+
 @pytest.mark.slow
 def test_rewards_on_the_smallest_shape(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "reward.py"), "--shape", "nano"]
