@@ -17,9 +17,9 @@ latency, over the longest sum of an episode; `waiting_long` that of 512 episodes
 36 x 9     32 x 8 of 36 x 9 samples are kept (eta 1.125 on both); late prompts wait for a long round, which counts too
 36 x 12    the same with eta 1.5 on responses
 
-`samples_trained_equal`: training steps on the steps' clock have the same samples, with the barrier and without, bit by
-bit. `keep_over_recompute_N`: seconds of episodes with eight turns of N tokens in the mean, each turn computing all
-before it again, over the engine's, which keeps their pages.
+`samples_trained_equal`: training steps on the steps' clock have the same tokens, with the barrier and without.
+`keep_over_recompute_N`: seconds of episodes with eight turns of N tokens in the mean, where each turn computes all before
+it again, over seconds with the engine's pages kept.
 """
 
 import argparse
@@ -237,7 +237,8 @@ def trains_the_same(steps: int) -> bool:
         settings = {
             **{"run.device": "cpu", "run.steps": steps, "run.eval_every": 0, "run.dump_rollouts": "true"},
             **{"model.path": folder / "model", "data.train": "guess", "data.eval_prompts": 0},
-            **{"env.clock": "steps", "env.latency": scaled(MEAN, 10), "rollout.max_response_tokens": 64},
+            **{"env.clock": "steps", "env.latency": scaled(MEAN, 10)},
+            **{"rollout.max_prompt_tokens": 16, "rollout.max_response_tokens": 64},
             **{"scheduler.policy": "synchronous", "scheduler.num_prompts": 4, "scheduler.num_responses": 4},
         }
         trained = []
@@ -245,9 +246,10 @@ def trains_the_same(steps: int) -> bool:
             own = settings | {"run.dir": folder / barrier, "env.barrier": barrier}
             command = [sys.executable, str(ROOT / "train.py"), *(f"--{key}={value}" for key, value in own.items())]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            rollouts = sorted((folder / barrier / "rollouts").glob("*.jsonl"))
-            trained.append([path.read_text(encoding="utf-8") for path in rollouts])
-        assert len(trained[0]) == steps
+            files = sorted((folder / barrier / "rollouts").glob("*.jsonl"))
+            groups = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+            trained.append([(g["prompt"]["index"], s["token_ids"], s["spans"]) for g in groups for s in g["samples"]])
+        assert len(trained[0]) == steps * 4 * 4
         return trained[0] == trained[1]
 
 
