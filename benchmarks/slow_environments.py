@@ -18,8 +18,8 @@ latency, over the longest sum of an episode; `waiting_long` that of 512 episodes
 36 x 12    the same with eta 1.5 on responses
 
 `samples_trained_equal`: training steps on the steps' clock have the same tokens, with the barrier and without.
-`keep_over_recompute_N`: seconds of episodes with eight turns of N tokens in the mean, where each turn computes again all
-that is before it, over seconds with the engine's pages kept.
+`keep_over_recompute_N`: seconds of episodes with eight turns of N tokens in the mean, where each turn computes all that
+is before it again, over seconds with the engine's pages kept.
 """
 
 import argparse

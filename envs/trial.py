@@ -88,7 +88,7 @@ def tried(
     """
     trial, end = Trial(name), time.monotonic() + SECONDS
     try:
-        with EnvPool(replace(config, max_failures=0), limits, [name]) as pool:
+        with EnvPool(replace(config, max_failures=0, latency="", slow="", stop=0.0), limits, [name]) as pool:
             for seed in range(EPISODES):
                 if time.monotonic() < end:
                     _try(trial, pool, rows[seed * len(rows) // EPISODES], seed, player, reader)
