@@ -1,0 +1,217 @@
+"""Permits and admission of co-execution groups (policies/group.py, policies/admission.py), by brute force."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from policies.admission import Asked, MuxGroup, Prices, admit, alone, departed
+from policies.group import Member, Permits, cycle, least_periods, load, most_periods, periods, play
+
+ONE = frozenset([0])
+
+
+def members(*phases: tuple[float, float]) -> list[Member]:
+    return [Member(f"job{i}", ONE, *seconds) for i, seconds in enumerate(phases)]
+
+
+def random_groups(seed: int, count: int, nodes: int = 1) -> list[list[Member]]:
+    rng = random.Random(seed)
+    return [
+        [
+            Member(
+                f"job{i}",
+                frozenset(rng.sample(range(nodes), rng.randint(1, nodes))),
+                rng.randint(1, 20),
+                rng.randint(1, 20),
+            )
+            for i in range(rng.randint(2, 3 if nodes == 1 else 5))
+        ]
+        for _ in range(count)
+    ]
+
+
+def cyclic_period(jobs: list[Member], rollouts: tuple[int, ...], trains: tuple[int, ...]) -> float:
+    """Return the seconds of a cyclic schedule: the order of jobs on the rollout node and on the training node."""
+    turns = 40
+    roll_free = train_free = 0.0
+    trained = Counter[int]()
+    rolled_at: dict[tuple[int, int], float] = {}
+    trained_at: dict[tuple[int, int], float] = {}
+    rolled = Counter[int]()
+    orders = {"roll": list(rollouts) * turns, "train": list(trains) * turns}
+    marks = []
+    while orders["roll"] or orders["train"]:
+        moved = False
+        while orders["roll"]:
+            job = orders["roll"][0]
+            k = rolled[job]
+            if k and (job, k - 1) not in trained_at:
+                break
+            roll_free = max(roll_free, trained_at.get((job, k - 1), 0.0)) + jobs[job].rollout
+            rolled_at[job, k] = roll_free
+            rolled[job] += 1
+            orders["roll"].pop(0)
+            moved = True
+        while orders["train"]:
+            job = orders["train"][0]
+            k = trained[job]
+            if (job, k) not in rolled_at:
+                break
+            train_free = max(train_free, rolled_at[job, k]) + jobs[job].train
+            trained_at[job, k] = train_free
+            trained[job] += 1
+            orders["train"].pop(0)
+            moved = True
+            if len(orders["train"]) % len(trains) == 0:
+                marks.append(train_free)
+        if not moved:
+            return float("inf")  # these orders wait for each other
+    return (marks[-1] - marks[len(marks) // 2 - 1]) / (len(marks) - len(marks) // 2)
+
+
+def utilisation(jobs: list[Member], counts: Counter[int], period: float) -> float:
+    return sum(n * jobs[job].alone for job, n in counts.items()) / period
+
+
+def best_word(jobs: list[Member], longest: int, all_jobs: bool) -> float:
+    """Return the best utilisation of both nodes over all cyclic words of jobs."""
+    best = 0.0
+    for length in range(1, longest + 1):
+        for word in itertools.product(range(len(jobs)), repeat=length):
+            if all_jobs and len(set(word)) < len(jobs):
+                continue
+            best = max(best, utilisation(jobs, Counter(word), cyclic_period(jobs, word, word)))
+    return best
+
+
+def test_unsaturated_groups_run_at_the_pace_of_their_longest_job():
+    """The theorem's period (RollMux, Theorem 1), by the permits that the server gives."""
+    unsaturated = [group for group in random_groups(0, 400) if load(group) < cycle(group)]
+    assert len(unsaturated) > 100
+    for group in unsaturated:
+        assert periods(group) == pytest.approx([cycle(group)] * len(group))
+
+
+def test_nothing_beats_the_round_robin_in_unsaturated_groups_unless_a_job_starves():
+    unsaturated = [group for group in random_groups(1, 40) if load(group) < cycle(group)]
+    assert len(unsaturated) > 10
+    for group in unsaturated:
+        round_robin = sum(member.alone for member in group) / cycle(group)
+        assert best_word(group, 4, all_jobs=True) <= round_robin + 1e-6
+
+
+def test_leaving_the_longest_job_out_may_use_the_nodes_better():
+    """The condition that the theorem does not name: no job starves."""
+    group = members((4, 6), (16, 20), (6, 4))
+    assert load(group) < cycle(group) == 36
+    assert sum(member.alone for member in group) / cycle(group) == pytest.approx(56 / 36)
+    assert best_word([group[0], group[2]], 2, all_jobs=True) == pytest.approx(2.0)
+
+
+def test_bounds_hold_for_any_nodes():
+    for group in random_groups(2, 150, nodes=3):
+        for least, seconds, most in zip(least_periods(group), periods(group, 40), most_periods(group), strict=True):
+            assert least * 0.97 <= seconds <= most * 1.03  # the mean over some iterations is not exact
+
+
+def test_no_job_starves_and_no_worker_has_two():
+    for group in random_groups(3, 50, nodes=3):
+        ran = play(group, 10)
+        done = Counter(phase.job for phase in ran if phase.phase == "train")
+        assert min(done.values()) >= 10 and set(done) == {member.name for member in group}
+        places = {member.name: member.rollout_nodes for member in group}
+        for name in {*itertools.chain(*places.values()), "train"}:
+            mine = sorted(
+                (phase.start, phase.end)
+                for phase in ran
+                if (
+                    phase.phase == "train"
+                    if name == "train"
+                    else phase.phase == "rollout" and name in places[phase.job]
+                )
+            )
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(mine))
+
+
+def test_permits_go_in_the_order_of_requests():
+    permits = Permits()
+    assert permits.request("a", ["node0", "node1"]) == ["a"]
+    assert permits.request("b", ["node1"]) == []
+    assert permits.request("c", ["node0"]) == []
+    assert permits.release("a", ["node0"]) == ["c"]  # early: its tail goes on elsewhere
+    assert permits.release("a") == ["b"]
+    assert permits.release("a") == []
+    with pytest.raises(ValueError, match="job b asks for a phase and is in another"):
+        permits.request("b", ["node0"])
+
+
+def test_a_request_that_is_withdrawn_holds_up_nobody():
+    permits = Permits()
+    permits.request("a", ["node0"])
+    permits.request("b", ["node0", "node1"])
+    assert permits.request("c", ["node1"]) == []  # behind b
+    assert permits.release("b") == ["c"]
+    with pytest.raises(ValueError, match="job d asks for a phase and waits for another"):
+        permits.request("d", ["node0"])
+        permits.request("d", ["node0"])
+
+
+# ---- admission ---------------------------------------------------------------------------------------------------
+
+PRICES = Prices(rollout_node=1.0, train_node=3.0, host_gib=1000.0)
+
+
+def test_a_job_joins_where_its_phases_fit_and_costs_nothing():
+    first, second = Asked("first", 100, 100, 1.2), Asked("second", 90, 100, 1.2)
+    admission = admit(second, [alone(first)], PRICES)
+    assert (admission.group, admission.added) == (0, 0)
+    assert admission.after.cost(PRICES) == 4.0
+
+
+def test_a_job_that_needs_the_training_nodes_alone_gets_rollout_nodes_of_its_own():
+    first, second = Asked("first", 200, 50, 1.1), Asked("second", 210, 50, 1.1)
+    admission = admit(second, [alone(first)], PRICES)
+    assert (admission.group, admission.added) == (0, 1.0)
+    assert admission.after.places == (frozenset([0]), frozenset([1]))
+
+
+def test_the_papers_bad_pair_is_refused():
+    """Two jobs of 349 and 431 s on one node, slowed down 1.64 and 1.40 times (Figure 3), under an SLO of 1.2."""
+    first, second = Asked("4B-8K-M", 290, 59, 1.2), Asked("8B-8K-M", 280, 151, 1.2)
+    admission = admit(second, [alone(first)], Prices(rollout_node=100.0, train_node=1.0))
+    assert admission.group is None
+    assert "may take" in admission.refused[0]
+
+
+def test_states_that_do_not_fit_a_node_are_refused_with_the_numbers():
+    jobs = [Asked(f"job{i}", 100, 100, 2.0, rollout_gib=10, train_gib=600) for i in range(2)]
+    admission = admit(jobs[1], [alone(jobs[0])], PRICES)
+    assert admission.refused == {0: "the states would take 1200 GiB on a training node, which has 1000"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_member_is_ever_slower_than_its_slo(seed):
+    rng, groups = random.Random(seed), list[MuxGroup]()
+    for i in range(40):
+        if groups and rng.random() < 0.3:
+            groups = departed(groups, rng.choice(rng.choice(groups).jobs).name)
+        job = Asked(f"job{i}", rng.uniform(50, 300), rng.uniform(50, 300), rng.uniform(1, 2), rng.randint(1, 2))
+        admission = admit(job, groups, PRICES)
+        if admission.group is None:
+            groups.append(admission.after)
+        else:
+            assert admission.added == pytest.approx(admission.after.cost(PRICES) - groups[admission.group].cost(PRICES))
+            groups[admission.group] = admission.after
+        for group in groups:
+            for asked, seconds in zip(group.jobs, periods(group.members), strict=True):
+                assert seconds <= asked.slo * asked.alone * (1 + 1e-6)
+
+
+def test_a_group_whose_member_would_be_slowed_down_by_a_departure_is_refused():
+    jobs = (Asked("a", 169, 183, 1.45), Asked("b", 332, 96, 1.49), Asked("c", 165, 77, 1.29))
+    group = MuxGroup(1, jobs, (ONE, ONE, frozenset([1])))
+    for job, seconds in zip(jobs, periods(group.members), strict=True):
+        assert seconds <= job.slo * job.alone
+    assert group.delay() == group.without("b").delay() == "job c would take 352 s an iteration, and may take 312"
