@@ -43,10 +43,10 @@ def main() -> None:
         print(f"{TITLES[mix]:24}" + "".join(f"{cell:>22}" for cell in cells))
     savings = {mix: dollars[mix]["solo"] / dollars[mix]["rollmux"] for mix in PAPER}
     note(
-        "The paper gives neither the jobs' sizes in nodes nor their memory nor the distribution of their lengths: here a "
-        "job has one node of each kind, its memory fits, lengths are lognormal. The cases are small, since the optimum "
-        "tries all groups; its own cases are not known. How its Random and Greedy place jobs is not given either; "
-        "here they share whatever has room, so their dollars are few and their SLOs are missed."
+        "The paper gives neither the jobs' nodes nor their memory nor the distribution of their lengths: here a job "
+        "has one node of each kind, its memory fits, lengths are lognormal. The cases are small, since the optimum "
+        "tries all groups; those of the paper are not known. Nor is it known how its Random and Greedy place jobs; "
+        "here they share whatever has room, so they cost little and miss SLOs."
     )
     style()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
