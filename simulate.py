@@ -203,7 +203,7 @@ class SimulatedRound:
             if first == math.inf and not awaits:
                 return []  # dynamic sampling waits for its grades
             windows = 1 if looks or awaits else math.ceil((first - self.iteration) / size)
-            if until < math.inf:
+            if until < math.inf and windows > 1:
                 pace = size * max(replica.step_seconds for replica in self.replicas)
                 windows = min(windows, max(math.ceil((until - self.seconds) / pace), 1))
             self.iteration += windows * int(size)

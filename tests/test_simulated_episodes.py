@@ -139,6 +139,15 @@ def test_every_prompt_is_trained_once_with_all_its_turns(seed: int) -> None:
     assert all(seconds >= 0 for record in run.records for seconds in record["seconds"].values())
 
 
+@pytest.mark.parametrize("clock", ["steps", "time"])
+def test_an_update_comes_while_all_episodes_wait_for_replies(clock: str) -> None:
+    overlap = {"depth": 1.0, "bound": 2, "train_ranks": 2, "clock": clock}
+    c = with_env(config(gpus=4, steps=5, overlap=overlap), 3, 0.5, latency="normal(5,5)", stop=0.05, step_seconds=90.0)
+    run = simulate(c, MODEL)
+    assert len(run.records) == 5 and all(record["seconds"]["train"] >= 0 for record in run.records)
+    assert set(Counter(id for ids in run.trained for id in ids).values()) == {1}
+
+
 def test_a_race_does_not_wait_for_an_environment_that_never_answers() -> None:
     c = config(gpus=1, steps=2, scheduler={"policy": "synchronous"})
     tail = replace(c, scheduler=replace(c.scheduler, policy="tail_batching", eta_prompts=1.5, eta_responses=1.25))
