@@ -5,19 +5,24 @@ not known: here they are H800, 256 prompts x 16 responses, which is what the tra
 H800, and 2. One engine and one trainer serve both models; only their lengths differ.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from paper import ClusterConfig, SimulationConfig, StreamConfig, command, mean
 
 from policies.flow import OverlapConfig
 from scheduler import SchedulerConfig
-from simulate import EndlessSimulation, ModelFile, Simulation, simulate
+from simulate import EndlessSimulation, ModelFile, Simulation, load_model_file, simulate
+from simulation.episodes import EpisodesConfig
+from simulation.workload import LengthModel
 
 MODELS = {"Think": "qwen3-8b-think", "Base": "qwen3-8b-base"}
 PAPER = "arXiv 2510.11345"
 ALPHA = 2
 STEPS, EDGE = 15, 3  # simulated steps; the first and the last that are no steady state
 SYNCHRONOUS_STEPS = 4
+EPISODES = (32, 8)  # of a step, groups x size, on 32 GPUs
+TURN_TOKENS = 32  # that the model writes in a turn; not known
 WINDOW = 1024  # engine steps: replicas wait for the slowest at its end, so short ones cost more
 
 
@@ -41,6 +46,27 @@ def endless(
     run = simulate(config(model, gpus, STEPS, depth=depth, train_ranks=train, **overlap), file)
     assert isinstance(run, EndlessSimulation)
     return run
+
+
+def episodes(
+    env: EpisodesConfig,
+    steps: int,
+    launched: tuple[int, int] = EPISODES,
+    train_seconds: float | None = None,
+    **overlap: Any,
+) -> Simulation:
+    """Simulate steps that train EPISODES, groups x size, and launch so many; `overlap` as in `config`."""
+    (groups, size), races = EPISODES, launched != EPISODES or overlap
+    etas, window = (launched[0] / groups, launched[1] / size), 16 if races else 2  # where nothing races, 8 times that
+    scheduler = SchedulerConfig("tail_batching", groups, size, *etas, window_iterations=window)
+    file = load_model_file(MODELS["Base"])
+    tokens = LengthModel(TURN_TOKENS * env.turns, 0.0, 0.0, 0.0, limit=file.lengths.limit, code=0.0, judge=0.0)
+    efficiency = replace(file.efficiency, train_seconds=train_seconds or file.efficiency.train_seconds)
+    cluster = ClusterConfig(model=MODELS["Base"], gpus=32, steps=steps)
+    sections: dict[str, Any] = {"stream": StreamConfig("off"), "overlap": OverlapConfig(**overlap), "env": env}
+    return simulate(
+        SimulationConfig(cluster, scheduler, **sections), replace(file, lengths=tokens, efficiency=efficiency)
+    )
 
 
 def step_seconds(run: Simulation) -> float:

@@ -26,7 +26,7 @@ def load(monkeypatch: pytest.MonkeyPatch):
         return module
 
     yield load
-    for name in ("training_runs", "run", "timeline", "paper", "fig04", "fig11", "flash", "flash_split"):
+    for name in ("training_runs", "run", "timeline", "paper", "fig04", "fig11", "flash", "flash_split", "flash_queue"):
         sys.modules.pop(name, None)
 
 
