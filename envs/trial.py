@@ -47,7 +47,8 @@ class Trial:
         ]
         number = self.failed.total() + len(self.ended)
         heads = "".join(f"{head:>10}" for head in ("mean", "least", "median", "most", "limit"))
-        lines = [f"{number} episodes of {self.name}"] + [f"{'':<26}{heads}"] * bool(self.ended)
+        within = f" within {SECONDS:g} s" if number < EPISODES else ""
+        lines = [f"{number} episodes of {self.name}{within}"] + [f"{'':<26}{heads}"] * bool(self.ended)
         for label, values, largest in rows if self.ended else ():
             shown = [*map(_short, (mean(values), min(values), median(values), max(values)))]
             shown += [_short(largest)] if largest else []

@@ -38,7 +38,8 @@ MARKS = {
     LLAMA: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
 }
 MARKS[LLAMA] += ["<|eot_id|>"]
-TEMPLATE = runpy.run_path(str(ROOT / "examples" / "own_tools.py"))["TEMPLATE"]
+EXAMPLE = runpy.run_path(str(ROOT / "examples" / "own_tools.py"))
+TEMPLATE = EXAMPLE["TEMPLATE"]
 CALLS = [f"<calc>{i}*7</calc>" for i in range(40)]
 CALLS += [f'<tool_call>{{"name": "calc", "arguments": {{"expression": "{i}/7"}}}}</tool_call>' for i in range(20)]
 
@@ -99,6 +100,14 @@ def test_templates_that_do_not_only_append_are_refused(template: str) -> None:
 
 
 # ---- tools -------------------------------------------------------------------------------------------------------
+
+
+def test_the_calculator_computes_and_refuses_what_is_no_expression() -> None:
+    calc = EXAMPLE["calc"]
+    assert [calc(text) for text in (" 6*7\n", "(1+2)*3/4", "0.1 + 0.2", "-7 / 7")] == ["42", "9/4", "3/10", "-1"]
+    for text in ("2**99", "__import__('os')", "'a'*9", "1e999", "1/0", "(" * 9999, "1+" * 9999 + "1", "\0", ""):
+        with pytest.raises(Exception, match=".?"):
+            calc(text)
 
 
 @pytest.fixture

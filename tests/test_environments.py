@@ -479,7 +479,7 @@ def test_a_check_plays_in_workers_and_ends(own, capsys, monkeypatch) -> None:
     for name, said in (("hangs", "did not finish within 0.6 s"), ("dies", "died (exit code 3)")):
         tried = trial.tried(own(name)[0], [{"answer": ""}], write_anything, config, RewardConfig())
         assert not tried.ended and not tried.is_fine and tried.failed.total() == 1
-        assert said in tried.table(config)
+        assert said in tried.table(config) and tried.table(config).startswith("1 episodes of mine.py:")
     tried = trial.tried(own("lucky")[0], [{"answer": ""}], write_anything, config, RewardConfig())
     assert tried.differs == {"the last turn ends otherwise": 1} and not tried.is_fine and len(tried.ended) == 1
 
@@ -513,4 +513,5 @@ def test_the_example_is_an_environment_and_the_tutorial_shows_it() -> None:
     ]
     assert rewards == [1.0, 0.75, 0.5, 0.0]
     code = path.read_text().partition("\n\n\n")[2]
+    assert len(code.splitlines()) == 7, "as the README says"
     assert f"```python\n{code}```" in (ROOT / "docs" / "tutorial.md").read_text()
