@@ -42,15 +42,17 @@ def from_gym(make: Callable) -> Environment:
     return environment
 
 
-def tools(*functions: Callable, answer: Grader) -> Environment:
+def tools(*functions: Callable, answer: Grader | None = None) -> Environment:
     """Return an environment in which a turn calls a function, as <name>arguments</name>, and reads the result.
 
     The arguments are the text of the only parameter, or JSON: a list, or an object of names. Chat models may call and
     read as they have learned to: <tool_call>{"name": .., "arguments": {..}}</tool_call>, and the result between
-    <tool_response> and its end. The first call of a turn counts, behind its thinking. A turn without a call is the
-    answer, which `answer` grades, as a grader does a response. A call that fails gets its error as text; the third in
-    a row ends the episode with a reward of 0. The prompt has to tell of the functions, as the environment's docstring
-    does: it has their signatures and docstrings.
+    <tool_response> and its end. The first call of a turn counts, behind its thinking. A call that fails gets its error
+    as text; the third in a row ends the episode with a reward of 0. The prompt has to tell of the functions, as the
+    environment's docstring does: it has their signatures and docstrings.
+
+    A turn without a call is the answer, which `answer` grades, as a grader does a response. It must not hang on what a
+    model writes: that would fail the episode. Without it the reward is 0, and `reward.also` grades.
     """
     by_name = {function.__name__: function for function in functions}
 
@@ -59,6 +61,8 @@ def tools(*functions: Callable, answer: Grader) -> Environment:
         while bad < MAX_BAD:
             action = (yield text).rpartition("</think>")[2]
             if not (call := CALL.search(action)):
+                if not answer:
+                    break
                 graded = grade(answer, action, row["answer"], row)
                 if graded.error:
                     raise RuntimeError(graded.error)

@@ -40,8 +40,8 @@ MARKS = {
 MARKS[LLAMA] += ["<|eot_id|>"]
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "own_tools.py"))
 TEMPLATE = EXAMPLE["TEMPLATE"]
-CALLS = [f"<calc>{i}*7</calc>" for i in range(40)]
-CALLS += [f'<tool_call>{{"name": "calc", "arguments": {{"expression": "{i}/7"}}}}</tool_call>' for i in range(20)]
+CALLS = [f"<calc>{i}*7</calc>" for i in range(20)]
+CALLS += [f'<tool_call>{{"name": "calc", "arguments": {{"expression": "{i}/7"}}}}</tool_call>' for i in range(8)]
 
 
 def chat_tokenizer(template: str) -> Any:
@@ -119,7 +119,12 @@ def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, 
 
     def run(tokenizer: Any, family: str) -> list[dict]:
         tokenizer.save_pretrained(tmp_path / "model")
-        ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 1024}
+        ids = {
+            "vocab_size": len(tokenizer),
+            "eos_token_id": tokenizer.eos_token_id,
+            "max_position_embeddings": 1024,
+            "head_dim": 8,
+        }
         make_oracle({"model_type": family, **ids}, tmp_path / "model")
         rows = [{"prompt": f"What is {i} times 7?", "answer": f"{7 * i}"} for i in range(8)]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -128,7 +133,7 @@ def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, 
             data__train=tmp_path / "rows.jsonl",
             data__eval_prompts=0,
             data__env=f"{ROOT}/examples/own_tools.py:calculator",
-            data__task=f"{ROOT}/tests/graders.py:share_of_digits",
+            reward__also=f"math=1,{ROOT}/tests/graders.py:share_of_digits=1",
             data__template=TEMPLATE,
             run__steps=1,
             run__eval_every=0,
@@ -137,6 +142,7 @@ def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, 
             rollout__stop=json.dumps(["</tool_call>", "!"]),  # others go on, to their end
             rollout__max_prompt_tokens=400,
             rollout__max_response_tokens=400,
+            env__max_turns=6,
             scheduler__num_prompts=8,
             rollout__kv_gib=0.05,
             loss__tis_cap=0,

@@ -295,6 +295,9 @@ def test_tools_are_called_and_their_errors_are_texts() -> None:
 
 
 def test_the_third_bad_call_in_a_row_ends_the_episode() -> None:
+    ungraded = Episode(tools(calc), {"answer": "42"}, 0, MAX_TURNS)
+    ungraded.act("42")
+    assert (ungraded.end, ungraded.reward) == ("stop", 0.0)
     episode = Episode(tools(calc, answer=exact_match), {"answer": "42"}, 0, MAX_TURNS)
     for end in ("", "", "stop"):
         episode.act("<calc>(</calc>")
