@@ -119,8 +119,9 @@ def test_in_turns_all_gpus_decode_and_then_all_train() -> None:
 # ---- an update ---------------------------------------------------------------------------------------------------
 
 
-def test_on_the_steps_clock_an_update_takes_as_many_engine_steps_as_is_said() -> None:
-    given, taken = config(12, 8, 8, train_ranks=4, clock="steps", update_iterations=48), []
+@pytest.mark.parametrize("count", [16, 64])
+def test_on_the_steps_clock_an_update_takes_as_many_engine_steps_as_is_said(count: int) -> None:
+    given, taken = config(12, 8, 8, train_ranks=4, clock="steps", update_iterations=count), []
     run = EndlessSimulation(given, MODEL, Hardware())
     decode_on = run._decode_on
 
@@ -131,7 +132,7 @@ def test_on_the_steps_clock_an_update_takes_as_many_engine_steps_as_is_said() ->
 
     run._decode_on = counted  # type: ignore[method-assign]
     run.run()
-    assert {steps for steps, live in taken if live} == {48} and all(steps <= 48 for steps, _ in taken)
+    assert {steps for steps, live in taken if live} == {count} and all(steps <= count for steps, _ in taken)
     assert sum(live > 0 for _, live in taken) > 3
 
 
