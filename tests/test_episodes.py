@@ -74,13 +74,14 @@ def check_transcripts(folder: Path) -> set[str]:
 
 
 def test_replies_are_given_and_exactly_the_rest_is_trained(settings, tmp_path: Path) -> None:
-    assert train.main(settings("one")) == 0
+    make = partial(settings, loss__credit="turn")
+    assert train.main(make("one")) == 0
     assert check_transcripts(tmp_path / "one") == {"stop", "cut", "length"}
     for record, step in zip(steps_of(tmp_path / "one"), trained(tmp_path / "one"), strict=True):
         sampled = sum(s["end"] - s["start"] for row in step for sample in row["samples"] for s in sample["spans"])
         assert record["train"]["trained_tokens"] == sampled and record["train"]["logprob_diff_max"] < 1e-4
         assert 3 <= record["episodes"]["turns"]["max"] <= 6
-    assert train.main(settings("again", run__replay=tmp_path / "one" / "rollouts")) == 0
+    assert train.main(make("again", run__replay=tmp_path / "one" / "rollouts")) == 0
     assert losses(tmp_path / "again") == losses(tmp_path / "one")
 
 
