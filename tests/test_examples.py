@@ -16,6 +16,7 @@ from graders import share_of_digits
 import train
 from config import load_config
 from core import Prompt, Visit
+from envs import player
 from loss import LOSSES
 from process import launcher
 from rewards.graders import resolve_grader
@@ -67,7 +68,9 @@ def test_own_data_and_reward(example, tiny, tmp_path, capsys) -> None:
 
 
 def test_own_environment(tiny, tmp_path) -> None:
-    own = tiny(data__env=f"{ROOT}/examples/own_environment.py:retry", data__task="env", run__dump_rollouts="true")
+    name = f"{ROOT}/examples/own_environment.py:retry"
+    own = tiny(data__env=name, data__task="env", run__dump_rollouts="true")
+    assert player.main([name, f"--data={tmp_path}/data.jsonl", "--check"]) == 0
     assert train.main(own) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert {reward["value"] for row in rows for reward in row["rewards"]} <= {0.0, 0.5, 0.75, 1.0}
