@@ -9,12 +9,17 @@ bit by bit, and every prompt must have been trained exactly once.
     rounds     the rollout ends before training        turns  updates interrupt the rollout (`overlap.depth`)
     streamed   half of the ranks leave each rollout    pools  one rank trains while the other decodes
                to train (`stream.policy`): losses must be those of a run in which nobody does, but for rounding
+    episodes   rounds whose responses have several turns      episodes in turns  the same with `overlap.depth`
 
     kill       SIGKILL of one rank                            stop      SIGSTOP: a rank that hangs
     cut        one rank's network connections are cut         nan       three losses that are not numbers
     full       a checkpoint's file gets room for a part only  readonly  the checkpoint's folder cannot be written
     truncated  the newest checkpoint is cut in half           flipped   one bit of it is wrong
     worker     a reward worker is killed: the sample gets reward 0 and the cause is recorded, so the losses may differ
+    player     an environment's worker is killed              frozen    it is stopped
+    error      an environment raises, twice                   hang      it answers no more; all four cost no run and no
+               bit of its losses, because episodes are replayed
+    failed     it raises so often that an episode begins again: that is recorded, and other responses may win the race
 
 Ranks are forked from one process that has imported everything, which saves seconds a start; the rest is `train.py`.
 On two cores all of it takes about half an hour: most faults take 2 to 5 seconds, and `stop` the time-out of the others.
@@ -53,6 +58,7 @@ from tqdm import tqdm  # noqa: E402
 import checkpoint  # noqa: E402
 import parallel  # noqa: E402
 import train  # noqa: E402
+from envs.episodes import Episodes  # noqa: E402
 from job import Job  # noqa: E402
 from metrics import read_records  # noqa: E402
 from overlap.endless import Endless  # noqa: E402
@@ -72,6 +78,26 @@ AHEAD = SYNCHRONOUS, "--overlap.depth=1", "--overlap.bound=3", "--scheduler.wind
 EVALUATED = "--data.eval_prompts=2", "--run.eval_samples=1", f"--run.eval_every={EVERY}"
 APART = "--overlap.train_ranks=1", "--overlap.update_iterations=8"
 GRADER = "def digits(response, answer, row):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
+ENVIRONMENT = """
+import os, time
+from contextlib import suppress
+from pathlib import Path
+from environments import Reply
+
+def chat(row, seed):
+    reward, text = 0.0, ""
+    for _ in range(3):
+        action = yield Reply(text, reward)
+        for order in Path(os.environ["ORDERS"]).glob("*"):
+            with suppress(FileNotFoundError):
+                order.unlink()  # whoever does it follows it
+                time.sleep(60 if order.name == "hang" else 0)
+                raise ConnectionError("as ordered")
+        reward, text = sum(c.isdigit() for c in action) / 8, f"[{len(action)}]"
+    return reward
+"""
+EPISODES = "--data.env={base}/environment.py:chat", "--data.task=env", "--env.clock=steps", "--env.num_workers=1"
+EPISODES += ("--env.step_seconds=2",)
 # The fault comes when the function is called for the first time in its step, or in the next step that comes by there.
 STAGES = {
     "rollout": (Engine, "step"),
@@ -97,6 +123,7 @@ STAGES = {
     "hand over": (Pools, "hand_over"),
     "decode on": (Endless, "decode_on"),
     "publish": (Pools, "publish"),
+    "turn": (Episodes, "end_turn"),
 }
 
 
@@ -138,12 +165,19 @@ WAYS = {
         ("rollout", "window", "decode on", "new weights"),
         sizes=(2,),
     ),
+    "episodes": Way(EPISODES, ("turn", "exchange", "checkpoint"), sizes=(2,)),
+    "episodes in turns": Way(
+        (*AHEAD, *EVALUATED, *EPISODES), ("turn", "new weights", "evaluation", "checkpoint"), sizes=(2,)
+    ),
 }
 ON_MAIN = ("state file",)  # only rank 0 writes it
 AT_CHECKPOINT = ("checkpoint", "weights file", *ON_MAIN)
 ON_DISK = ("truncated", "flipped")
 FINE = ("resumed", "clear error", "recorded")
-ALONE = ("nan", "worker")  # in a run
+OF_EPISODES = ("player", "frozen", "error", "hang", "failed")
+GOES_ON = ("worker", *OF_EPISODES)  # the run, with all its ranks
+MAY_DIFFER = ("worker", "failed")
+ALONE = ("nan", *GOES_ON)  # in a run
 SHARE = 17  # of `--quick`
 
 
@@ -175,6 +209,8 @@ def all_faults(ranks: int) -> list[Fault]:
     faults += [Fault(kind, "next step", 0) for kind in ON_DISK for _ in range(4)]
     faults += [Fault("nan", "gradient", rank) for rank in range(ranks)]
     faults += [Fault("worker", "reward", rank) for rank in range(ranks)]
+    turns = [name for name, way in ways.items() if "turn" in way.stages]
+    faults += [Fault(kind, "turn", rank, name) for name in turns for kind in OF_EPISODES for rank in range(ranks)]
     return faults + [Fault("nan", "gradient", 0, "pools"), Fault("worker", "reward", 1, "pools")] * ("pools" in ways)
 
 
@@ -271,10 +307,29 @@ def nan(args: tuple) -> None:
     Trainer._add_gradients = add_nan
 
 
+def children(pid: int) -> list[int]:
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
 def worker(args: tuple) -> None:
-    for process in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        for child in process.read_text().split():
-            os.kill(int(child), signal.SIGKILL)
+    for child in children(os.getpid()):
+        os.kill(child, signal.SIGKILL)
+
+
+def frozen(args: tuple) -> None:
+    for keeper in children(os.getpid()):
+        for child in children(keeper):
+            os.kill(child, signal.SIGSTOP)
+
+
+def order(*names: str) -> Callable[[tuple], None]:
+    """Have the environment find these files."""
+
+    def write(args: tuple) -> None:
+        for name in names:
+            Path(os.environ["ORDERS"], name).touch()
+
+    return write
 
 
 KINDS: dict[str, Callable[[tuple], None]] = {
@@ -285,6 +340,11 @@ KINDS: dict[str, Callable[[tuple], None]] = {
     "readonly": readonly,
     "nan": nan,
     "worker": worker,
+    "player": worker,
+    "frozen": frozen,
+    "error": order(*"12"),
+    "hang": order("hang"),
+    "failed": order(*"123456"),
     "truncated": kill,
     "flipped": kill,
 }
@@ -333,7 +393,8 @@ def _fork(rank: int, ranks: int, port: int, args: list[str], fault: Fault | None
         os.dup2(out, 2)
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ORDERS": f"{fired}_orders"}
+        os.makedirs(os.environ["ORDERS"], exist_ok=True)
         torch.set_num_threads(1)
         if fault and fault.rank == rank:
             arm(fault, fired)
@@ -396,7 +457,7 @@ def settings(base: Path, folder: Path, *more: str) -> list[str]:
         "--rollout.kv_gib=0.01",
         "--trainer.lr=3e-3",
         "--reward.num_workers=1",
-        *more,
+        *(argument.format(base=base) for argument in more),
         "--resume",
     ]
 
@@ -419,8 +480,9 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
             what = "HANG"
         elif not fired.exists():
             what = "NEVER CAME"
-        elif fault.kind == "worker":
-            errors = sum(r["reward_errors"] for r in read_records(folder / "steps.jsonl")[1:])
+        elif fault.kind in GOES_ON:
+            records = read_records(folder / "steps.jsonl")[1:]
+            errors = sum(r["reward_errors"] + r["round"].get("failed_episodes", 0) for r in records)
             what = f"DIED: {codes}" if any(codes) else "recorded" if errors else "resumed"  # idle: nothing was lost
         elif "Traceback" in said or not any(codes) or not (ranks == 1 or "error: " in said):
             what = f"NO CLEAR ERROR: exit codes {codes}"
@@ -444,7 +506,7 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
     codes, _, _ = live(ranks, args, None, fired, log)
     same = same_losses(trajectory(folder), trajectory(straight), but_for_rounding=bool(way.plain))
     expected, found = trained(straight), trained(folder)
-    exact = any(f.kind == "worker" for f in faults) or same
+    exact = any(f.kind in MAY_DIFFER for f in faults) or same
     done.put(
         (
             f"{ranks} ranks, run {number}",
@@ -460,6 +522,7 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
 
 def prepare(base: Path) -> None:
     (base / "grader.py").write_text(GRADER)
+    (base / "environment.py").write_text(ENVIRONMENT)
     rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(64)]
     (base / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shape = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
@@ -556,7 +619,7 @@ def metrics(outcomes: list[Outcome], runs: list[tuple]) -> dict:
         "runs_with_other_losses": sum(not exact for _, _, exact, _, _ in runs),
         "prompts_lost": sum(run[3] for run in runs),
         "prompts_doubled": sum(run[4] for run in runs),
-        "slowest_seconds": round(max(o.seconds for o in outcomes), 1),
+        "slowest_seconds": round(max(o.seconds for o in outcomes if o.fault.kind not in GOES_ON), 1),
     }
 
 
