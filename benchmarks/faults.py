@@ -19,7 +19,7 @@ bit by bit, and every prompt must have been trained exactly once.
     player     an environment's worker is killed              frozen    it is stopped
     error      an environment raises, twice                   hang      it answers no more; all four cost no run and no
                bit of its losses, because episodes are replayed
-    failed     it raises so often that an episode begins again: that is recorded, and other responses may win the race
+    failed     it raises so often that an episode fails: that is recorded, and the losses are the same
 
 Ranks are forked from one process that has imported everything, which saves seconds a start; the rest is `train.py`.
 On two cores all of it takes about half an hour: most faults take 2 to 5 seconds, and `stop` the time-out of the others.
@@ -176,7 +176,6 @@ ON_DISK = ("truncated", "flipped")
 FINE = ("resumed", "clear error", "recorded")
 OF_EPISODES = ("player", "frozen", "error", "hang", "failed")
 GOES_ON = ("worker", *OF_EPISODES)  # the run, with all its ranks
-MAY_DIFFER = ("worker", "failed")
 ALONE = ("nan", *GOES_ON)  # in a run
 SHARE = 17  # of `--quick`
 
@@ -482,7 +481,7 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
             what = "NEVER CAME"
         elif fault.kind in GOES_ON:
             records = read_records(folder / "steps.jsonl")[1:]
-            errors = sum(r["reward_errors"] + r["round"].get("failed_episodes", 0) for r in records)
+            errors = sum(r["reward_errors"] + r.get("episodes", {}).get("failed", 0) for r in records)
             what = f"DIED: {codes}" if any(codes) else "recorded" if errors else "resumed"  # idle: nothing was lost
         elif "Traceback" in said or not any(codes) or not (ranks == 1 or "error: " in said):
             what = f"NO CLEAR ERROR: exit codes {codes}"
@@ -506,7 +505,7 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
     codes, _, _ = live(ranks, args, None, fired, log)
     same = same_losses(trajectory(folder), trajectory(straight), but_for_rounding=bool(way.plain))
     expected, found = trained(straight), trained(folder)
-    exact = any(f.kind in MAY_DIFFER for f in faults) or same
+    exact = any(f.kind == "worker" for f in faults) or same
     done.put(
         (
             f"{ranks} ranks, run {number}",

@@ -43,7 +43,7 @@ class EpisodeStats:
 class Episodes:
     """Begins and continues the sequences of prompts that name an environment. Ranks of a replica all make the same.
 
-    An episode whose environment fails begins again, so it neither completes its prompt nor counts as 0. Raises
+    An episode whose environment fails is played again, so it neither completes its prompt nor counts as 0. Raises
     EpisodeError on texts that cannot be read, and WorkerError when environments fail too often in a row.
     """
 
@@ -99,7 +99,7 @@ class Episodes:
                 awaited = self.awaited[id := cast(SampleId, key)]
                 if error:
                     self.stats.failed += 1
-                    self._begin(Awaited(awaited.visit, awaited.sequence))
+                    self._play_again(awaited)
                 elif awaited.actions and not played.end:
                     self.pool.act(id, awaited.actions.pop(0))
                 else:
@@ -126,6 +126,17 @@ class Episodes:
         self.awaited[id] = awaited
         self.open.add(id)
         self.pool.begin(id, visit.prompt.env, visit.prompt.extra, seed)
+
+    def _play_again(self, awaited: Awaited) -> None:
+        """Play a failed episode again: from its turns where a run is a function of its seed, else from the beginning.
+
+        So all ranks of a replica go on alike, and an environment that cannot repeat itself has a way on.
+        """
+        self.open.discard(awaited.sequence.id)
+        if awaited.turn and self.config.clock == "steps":
+            self.end_turn(awaited.visit, awaited.sequence, awaited.turn)
+        else:
+            self._begin(Awaited(awaited.visit, awaited.sequence))
 
     def _answer(self, awaited: Awaited, played: Played) -> Sequence | Ended:
         """Append the reply, or end the episode: also where the reply would leave no room for a turn."""

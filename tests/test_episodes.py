@@ -159,19 +159,49 @@ def test_neither_a_barrier_nor_latency_changes_a_token(settings, monkeypatch, tm
     assert tokens_of(tmp_path / "free") == tokens_of(tmp_path / "barrier") == tokens_of(tmp_path / "late")
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    "own",
+    [
+        dict(env__clock="time"),
+        dict(env__clock="time", overlap__depth=1),
+        dict(rollout__tensor_parallel=2),  # where it fails on one of the ranks only
+    ],
+)
 def test_slow_and_failing_environments_hold_up_nobody_and_train_nothing_else(
-    settings, run_ranks, tmp_path, depth
+    settings, run_ranks, tmp_path: Path, own: dict
 ) -> None:
     (tmp_path / "tries").mkdir()
     rows = [{"prompt": f"row {i}", "answer": "", "folder": str(tmp_path / "tries")} for i in range(24)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = dict(data__env=CHAT.replace("chat", "needs_patience"), env__clock="time", env__max_failures=0, run__steps=2)
-    run_ranks(2, train_runs, settings("patient", overlap__depth=depth, run__eval_every=2, data__eval_prompts=2, **own))
+    own |= dict(data__env=CHAT.replace("chat", "needs_patience"), env__max_failures=0, run__steps=2)
+    run_ranks(2, train_runs, settings("patient", run__eval_every=2, data__eval_prompts=2, **own))
     check_transcripts(tmp_path / "patient")
     records = steps_of(tmp_path / "patient")
     assert sum(r["episodes"]["failed"] for r in records) > 0
     assert all(r["episodes"]["turns"]["max"] >= 1 and r["episodes"]["reply_seconds"]["max"] > 0 for r in records)
+    assert all(r["train"]["logprob_diff_max"] < 1e-4 for r in records)
+
+
+@pytest.mark.parametrize("clock, text", [("steps", "a50b06c"), ("time", "a")])
+def test_a_failed_episode_is_played_again(tmp_path: Path, clock: str, text: str) -> None:
+    """From its turns where the run is a function of its seed, else from the beginning."""
+    for i in range(3):  # as often as a turn is tried
+        (tmp_path / str(i)).touch()
+    env, tokenizer = CHAT.replace("chat", "stumbles"), byte_tokenizer()
+    prompt = Prompt(3, (5, 6), "", "", "env", {"folder": str(tmp_path)}, "row 3", env=env)
+    visit = Visit(0, prompt)
+    sequence = sequence_for(visit, 1, 0, LIMIT)
+    with Episodes(EnvConfig(clock=clock, num_workers=1), RewardConfig(), [prompt], tokenizer, seed=0) as episodes:
+        episodes.begin(visit, sequence)
+        for guess in ("50", "06"):
+            [answer] = episodes.poll(waits=True)
+            assert isinstance(answer, EngineSequence) and not episodes.stats.failed
+            ids = [*answer.token_ids, *tokenizer.encode(guess)]
+            spans = (*answer.spans, Span(len(answer.token_ids), len(ids), 0))
+            episodes.end_turn(visit, sequence, Sample(3, 1, 0, ids, [-1.0] * len(ids), "stop", spans))
+        [answer] = episodes.poll(waits=True)
+        assert isinstance(answer, EngineSequence) and tokenizer.decode(answer.token_ids) == text
+        assert episodes.stats.failed == 1 and not episodes.awaited
 
 
 def test_an_episode_that_moved_goes_on_where_it_was() -> None:

@@ -68,3 +68,14 @@ def guesses(row: dict, seed: int) -> Turns:
     """Another text each time: an episode that cannot be replayed."""
     yield f"{SystemRandom().random()}"
     return 0.0
+
+
+def stumbles(row: dict, seed: int) -> Turns:
+    """Three turns. The second fails as long as there are stones in the row's folder, and takes one away."""
+    yield "a"
+    yield "b"
+    for stone in Path(row["folder"]).iterdir():
+        stone.unlink()
+        raise ConnectionError("a stone")
+    yield "c"
+    return 1.0
