@@ -96,8 +96,10 @@ def chat(row, seed):
         reward, text = sum(c.isdigit() for c in action) / 8, f"[{len(action)}]"
     return reward
 """
-EPISODES = "--data.env={base}/environment.py:chat", "--data.task=env", "--env.clock=steps", "--env.num_workers=1"
-EPISODES += ("--env.step_seconds=2",)
+EPISODES = (
+    *("--data.env={base}/environment.py:chat", "--data.task=env"),
+    *("--env.clock=steps", "--env.num_workers=1", "--env.step_seconds=2"),
+)
 # The fault comes when the function is called for the first time in its step, or in the next step that comes by there.
 STAGES = {
     "rollout": (Engine, "step"),
