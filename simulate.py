@@ -36,7 +36,7 @@ from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
 from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, window
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
-from simulation.episodes import EpisodeReplica, Episodes, EpisodesConfig, check_episodes, skip_idle
+from simulation.episodes import EpisodeReplica, Episodes, EpisodesConfig, check_episodes, episodes_record, skip_idle
 from simulation.workload import Drawn, LengthModel, Lengths, Recorded
 
 CONFIGS = Path(__file__).parent / "configs" / "simulate"
@@ -467,6 +467,7 @@ class Simulation:
                 "busy": sum(r.busy * gpus for r, gpus in replicas) / gpu_seconds,
                 "tensor_parallel": self.costs.tp,
             },
+            **episodes_record(r for r, _ in replicas),
         }
 
     def _stream(

@@ -172,3 +172,10 @@ def skip_idle(replicas: Iterable[Replica], until: float = math.inf) -> bool:
         for replica in idle:
             replica.clock = replica.released = clock
     return bool(replies)
+
+
+def episodes_record(replicas: Iterable[Replica]) -> dict[str, dict[str, int]]:
+    """Return what the record of a round says of its episodes: nothing where there are none."""
+    played = [r for r in replicas if isinstance(r, EpisodeReplica)]
+    tokens = {"resumed_tokens": sum(r.resumed for r in played), "recomputed_tokens": sum(r.recomputed for r in played)}
+    return {"episodes": {"failed": sum(r.failed for r in played), **tokens}} if played else {}

@@ -118,7 +118,9 @@ def test_one_turn_without_latency_is_the_response_of_always(overlap: dict) -> No
     for seed, eta in ((0, 1.0), (1, 1.5)):
         c = config(gpus=4, overlap=overlap, scheduler={"eta_responses": eta}, cluster={"seed": seed})
         plain, one = simulate(with_env(c), MODEL), simulate(with_env(c, 1), MODEL)
+        told = [record.pop("episodes", {"failed": 0}) for record in one.records]
         assert one.trained == plain.trained and one.records == plain.records
+        assert all(each["failed"] == 0 and not each.get("resumed_tokens") for each in told)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -153,6 +155,7 @@ def test_a_race_does_not_wait_for_an_environment_that_never_answers() -> None:
     tail = replace(c, scheduler=replace(c.scheduler, policy="tail_batching", eta_prompts=1.5, eta_responses=1.25))
     env = {"latency": "normal(10,1)", "stop": 0.05, "step_seconds": 5000.0}
     waits, races = (simulate(with_env(each, 3, **env), MODEL) for each in (c, tail))
+    assert waits.records[0]["episodes"]["failed"] > 0 and waits.records[0]["episodes"]["resumed_tokens"] > 0
     assert waits.records[0]["seconds"]["rollout"] > 5000 > 500 > races.records[0]["seconds"]["rollout"]
     assert all(isinstance(r, EpisodeReplica) and not r.awaited and not r.parked for r in races.newest.replicas)
 
