@@ -577,8 +577,11 @@ class EndlessSimulation(Simulation):
     def _take_weights(self) -> None:
         """Pause, and compute the contexts of what is under way again if `overlap.flight` says so."""
         self.rollout.wait(self.rollout.seconds + self.costs.weight_sync())
-        for replica in self.rollout.replicas if self.config.overlap.flight == "recompute" else ():
-            replica.evict()
+        for replica in self.rollout.replicas:
+            if self.config.overlap.flight == "recompute":
+                replica.evict()
+            else:
+                replica.change_weights()
 
     def split_times(self) -> SplitTimes:
         """Return the means over the run by which GPUs train or decode, as a real run measures them."""

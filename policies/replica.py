@@ -30,6 +30,7 @@ class Response:
     done: int = 0  # tokens it had when it was admitted
     start: int = 0  # the replica's iteration at that time
     kept: int = 0  # tokens that are still in its pages when it is admitted again
+    has_old_kv: bool = False  # of older weights: nobody may take its pages over
     shared: int = 0  # pages of its prompt that others may share
     sharers: list[int] = field(default_factory=list)  # `shared` of all that have these pages
 
@@ -101,8 +102,17 @@ class Replica:
         self.forget([*self.parked])
         self.has_begun = False
 
+    def change_weights(self) -> None:
+        """Take new weights; the running responses keep the KV of the older ones."""
+        self.forget([*self.parked])
+        for sequence in self.running.values():
+            sequence.has_old_kv = sequence.id not in self.new
+        self.has_begun = False
+
     def park(self, sequence: Response) -> None:
         """Keep the pages of a response that has just left its row, until it is admitted again."""
+        if sequence.has_old_kv:
+            return
         sequence.kept = sequence.num_tokens - 1
         self.parked[sequence.id] = sequence
         self._keep(sequence, 1)
@@ -242,7 +252,7 @@ class Replica:
         given = self.waiting, *state, *donors, lambda s: range(pages_needed(s.kept, self.page_size))
         for sequence, donor, is_late, shared, _ in self.admission.admit(*given):
             self.events += 1
-            sequence.start = self.iteration
+            sequence.start, sequence.has_old_kv = self.iteration, False
             if sequence.kept:
                 self._keep(self.parked.pop(sequence.id), -1)
             else:
@@ -262,7 +272,8 @@ class Replica:
         return next((s for s in siblings if s.id in self.new and not s.done), None)
 
     def _cached(self, sequence: Response) -> Response | None:
-        return next((s for s in self.prompts.get(sequence.id.visit, ()) if s.id not in self.new), None)
+        siblings = self.prompts.get(sequence.id.visit, ())
+        return next((s for s in siblings if s.id not in self.new and not s.has_old_kv), None)
 
     # ---- steps -----------------------------------------------------------------------------------------------
 

@@ -106,6 +106,23 @@ def test_replies_wait_for_a_step_to_end() -> None:
     assert at <= replica.clock < at + 2 * max(step, 1.2) and last < at and replica.clock > before
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_new_weights_compute_earlier_turns_again(keeps: bool) -> None:
+    replica = EpisodeReplica(Episodes(EpisodesConfig(3, latency="normal(50,1)"), 1, 4000), TIMES, PAGES, 8)
+    replica.add(replica.episodes.episode(IDS[0], 20, 90, 0))
+    replica.run_until(math.inf)
+    assert replica.parked and replica.pages_used > 0
+    update = replica.change_weights if keeps else replica.evict
+    update()
+    assert not replica.parked and replica.pages_used == 0
+    skip_idle([replica])
+    replica.run_until(replica.iteration + 5)
+    assert replica.resumed == 0 < replica.recomputed
+    update()
+    replica.run_until(math.inf)
+    assert bool(replica.parked) != keeps, "KV of older weights is not kept for the next turn"
+
+
 # ---- whole runs --------------------------------------------------------------------------------------------------
 
 
