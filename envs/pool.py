@@ -217,7 +217,8 @@ class EnvPool:
                 del self._entries[id]
                 if answer.error:
                     self._ended[self._place(entry)].append(key)  # it may be at play still
-                self._count(id, answer.error)
+                prompt = f"{entry.row.get('prompt')}"[:60]
+                self._count(id, answer.error and f"{answer.error}, after the prompt {prompt!r}")
             else:
                 played.texts.append(answer.text)
             answered.append((id, played, answer.error))

@@ -64,7 +64,7 @@ def check_transcripts(folder: Path) -> set[str]:
             is_cut = reason == "cut" or (reason == "length" and len(ids) == LIMIT)  # else a reply had no room
             for text in texts[: len(texts) - is_cut]:
                 episode.act(text)
-            assert reward["value"] == pytest.approx(episode.reward)
+            assert reward["parts"].get("env", reward["value"]) == pytest.approx(episode.reward)
             ends = [0, *(turn.stop for turn in turns)]
             given = [tokenizer.decode(ids[end : turn.start]) for end, turn in zip(ends, turns)]
             assert given == episode.texts[: len(given)] and len(ids) <= LIMIT
@@ -180,6 +180,37 @@ def test_slow_and_failing_environments_hold_up_nobody_and_train_nothing_else(
     assert sum(r["episodes"]["failed"] for r in records) > 0
     assert all(r["episodes"]["turns"]["max"] >= 1 and r["episodes"]["reply_seconds"]["max"] > 0 for r in records)
     assert all(r["train"]["logprob_diff_max"] < 1e-4 for r in records)
+
+
+SURPLUS = dict(scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5)
+UNRELIABLE = dict(data__env=CHAT.replace("chat", "unreliable"), env__clock="time", data__eval_prompts=0)
+GRADER = f"{ROOT}/tests/graders.py:share_of_digits"
+ways = pytest.mark.parametrize("way", [SURPLUS, dict(overlap__depth=1, overlap__bound=3)], ids=["race", "endless"])
+
+
+@ways
+def test_failed_episodes_win_no_race_and_graders_see_whole_ones_only(settings, tmp_path: Path, way: dict) -> None:
+    graded = dict(data__task=GRADER, reward__also="env=0.5", env__max_failures=0)
+    assert train.main(settings("graded", **UNRELIABLE, **way, **graded)) == 0
+    check_transcripts(tmp_path / "graded")
+    for reward in (reward for step in trained(tmp_path / "graded") for row in step for reward in row["rewards"]):
+        assert reward["value"] == pytest.approx(reward["parts"][GRADER] + 0.5 * reward["parts"]["env"])
+    records = steps_of(tmp_path / "graded")
+    assert sum(r["episodes"]["failed"] for r in records) > 0 and not any(r["reward_errors"] for r in records)
+
+
+@ways
+def test_a_prompt_whose_environment_always_fails_is_not_trained_and_ends_the_run(
+    settings, tmp_path: Path, capsys, way: dict
+) -> None:
+    rows = [{"prompt": f"row {i}", "answer": "", "share": i == 5} for i in range(24)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert train.main(settings("doomed", **UNRELIABLE | way, run__steps=24)) == 1
+    said = capsys.readouterr()
+    assert "in 3 episodes in a row, the last time: turn 1: ConnectionError: nobody answers" in said.err
+    assert "after the prompt 'row 5'" in said.err and "Traceback" not in said.err
+    prompts = [row["prompt"]["text"] for step in trained(tmp_path / "doomed") for row in step]
+    assert "row 5" not in prompts and len(prompts) > 0
 
 
 @pytest.mark.parametrize("clock, text", [("steps", "a50b06c"), ("time", "a")])

@@ -79,3 +79,17 @@ def stumbles(row: dict, seed: int) -> Turns:
         raise ConnectionError("a stone")
     yield "c"
     return 1.0
+
+
+def unreliable(row: dict, seed: int) -> Turns:
+    """`chat`, in which this share of replies fails."""
+    turns = chat(row, seed)
+    reply = next(turns)
+    while True:
+        action = yield reply
+        if SystemRandom().random() < row.get("share", 0.2):
+            raise ConnectionError("nobody answers")
+        try:
+            reply = turns.send(action)
+        except StopIteration as ended:
+            return ended.value
