@@ -63,10 +63,8 @@ def episodes(
     tokens = LengthModel(TURN_TOKENS * env.turns, 0.0, 0.0, 0.0, limit=file.lengths.limit, code=0.0, judge=0.0)
     efficiency = replace(file.efficiency, train_seconds=train_seconds or file.efficiency.train_seconds)
     cluster = ClusterConfig(model=MODELS["Base"], gpus=32, steps=steps)
-    sections: dict[str, Any] = {"stream": StreamConfig("off"), "overlap": OverlapConfig(**overlap), "env": env}
-    return simulate(
-        SimulationConfig(cluster, scheduler, **sections), replace(file, lengths=tokens, efficiency=efficiency)
-    )
+    run = SimulationConfig(cluster, scheduler, overlap=OverlapConfig(**overlap), env=env)
+    return simulate(run, replace(file, lengths=tokens, efficiency=efficiency))
 
 
 def step_seconds(run: Simulation) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from random import Random
+from typing import Any
 
 from config import ConfigError, option
 from core import Finished, SampleId
@@ -94,9 +95,9 @@ class Episodes:
 class EpisodeReplica(Replica):
     """A replica whose responses are episodes: they have no row while their environment answers."""
 
-    def __init__(self, episodes: Episodes, *given: object):
+    def __init__(self, episodes: Episodes, *given: Any):
         """`given`: the arguments of `Replica`."""
-        super().__init__(*given)  # type: ignore[arg-type]
+        super().__init__(*given)
         self.episodes = episodes
         self.awaited: list[tuple[float, SampleId, Episode, bool]] = []  # heap by the clock of the reply; see `seconds`
         self.released = 0.0  # with a barrier: replies take effect up to this clock
