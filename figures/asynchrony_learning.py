@@ -8,8 +8,9 @@ python figures/asynchrony_learning.py --seeds 1 --losses ppo tis --alphas 2     
 alpha is the paper's asynchronous ratio, here `overlap.depth` and with it `overlap.bound`. At alpha 0 the weights that
 sampled a batch are those that it trains, so all losses have the same gradient: one run of each seed, whose range is the
 band of every panel. Each run has one rank, so that several fit on a machine: on the clock of steps, the default, tokens
-are the same on any number. A run that gets no held-out prompt right has collapsed and is ended: its responses run to
-the limit. `--once LOSS-ALPHA ...` trains one seed of those that do. (ROLL Flash, arXiv 2510.11345, Figure 7)
+are the same on any number. A run whose held-out accuracy falls below a fifth of the start's has collapsed and is ended:
+its responses run to the limit. `--once LOSS-ALPHA ...` trains one seed of those that do. (ROLL Flash, arXiv 2510.11345,
+Figure 7)
 """
 
 import argparse
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from run import moving
-from training_runs import CONFIG, command_line, has_collapsed, make, of_run, run
+from training_runs import CONFIG, collapsed, command_line, has_collapsed, make, of_run, run
 
 from metrics import read_records
 
@@ -47,7 +48,7 @@ def trained(loss: str, alpha: int, seed: int, quick: bool) -> dict:
     settings = [f"run.seed={seed}", f"warm_start.seed={seed}", "scheduler.policy=synchronous"]
     settings += [f"loss.name={loss}", *LOSSES[loss][1], *([f"overlap.depth={alpha}"] if alpha else [])]
     name = f"asynchrony-{loss}-{alpha}-seed{seed}"
-    folder = run(name, *settings, ranks=1, quick=quick, until=has_collapsed)
+    folder = run(name, *settings, ranks=1, quick=quick, until=collapsed)
     records = read_records(folder / "steps.jsonl")
     steps = [r for r in records if r["step"]]
     return {
@@ -114,15 +115,16 @@ def compare(rows: list[dict]) -> dict:
         difference = accuracy - statistics.mean(e["avg@4"] for e in base)
         error = sum(e["standard_error"] ** 2 for e in (*mine, *base)) ** 0.5 / len(seeds)
         lag = statistics.mean(row["lag"] for row in rows if (row["loss"], row["alpha"]) == (loss, alpha))
-        is_inside, collapsed = spread[0] <= accuracy <= spread[1], sum(e["avg@4"] == 0 for e in mine)
+        is_inside = spread[0] <= accuracy <= spread[1]
+        ended = sum(has_collapsed(row["evaluations"]) for row in rows if (row["loss"], row["alpha"]) == (loss, alpha))
         print(
             f"{loss:10} alpha {alpha}: {accuracy:.3f}, {difference:+.3f} (standard error {error:.3f}), mean lag "
             f"{lag:.2f}{'' if is_inside else ', outside the range of alpha 0'}"
-            f"{f', {collapsed} of {len(mine)} collapsed' if collapsed else ''}"
+            f"{f', {ended} of {len(mine)} collapsed' if ended else ''}"
         )
         values = {
             "seeds": len(seeds),
-            "collapsed": collapsed,
+            "collapsed": ended,
             "accuracy": accuracy,
             "difference": difference,
             "standard_error": error,

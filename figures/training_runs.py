@@ -42,11 +42,14 @@ def never(folder: Path) -> bool:
     return False
 
 
-def has_collapsed(folder: Path) -> bool:
-    """Return whether a run got no held-out prompt right in some evaluation."""
+def has_collapsed(evaluations: Sequence[dict[str, Any]]) -> bool:
+    """Return whether held-out accuracy has fallen below a fifth of that of the start."""
+    return any(evaluation["avg@4"] < evaluations[0]["avg@4"] / 5 for evaluation in evaluations)
+
+
+def collapsed(folder: Path) -> bool:
     path = folder / "steps.jsonl"
-    evaluations = [record["eval"] for record in read_records(path) if record.get("eval")] if path.exists() else []
-    return any(evaluation["avg@4"] == 0 for evaluation in evaluations)
+    return path.exists() and has_collapsed([record["eval"] for record in read_records(path) if record.get("eval")])
 
 
 def run(
