@@ -294,17 +294,21 @@ class EnvPool:
         key, start, action = request
         held.difference_update(ended)
         for _ in range(TRIES):
-            is_here = key in held
+            # A replay by itself: then this turn, if it hangs, has the time of one.
+            messages: list[tuple] = [] if key in held else [(key, start, None, ended)]
+            messages += [] if action is None else [(key, None, action, ended)]
             held.discard(key)
-            turns = 1 if is_here else 2 + len(start.actions)  # the beginning, those that are replayed, this one
-            message = key, None if is_here else start, action, ended
             try:
-                answer = server.ask(Answer, message, turns * self._config.step_seconds)
+                for message in messages:
+                    turns = 1 + len(start.actions) if message[1] else 1
+                    answer = server.ask(Answer, message, turns * self._config.step_seconds)
+                    if answer.error:
+                        break
+                else:
+                    break
             except Failure as failure:
                 held.clear()
                 answer = Answer(error=str(failure))
-            if not answer.error:
-                break
         if not (answer.end or answer.error):
             held.add(key)
         return answer
