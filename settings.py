@@ -617,6 +617,8 @@ FREE_TO_CHANGE = (
     *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device_gib")),
     *("run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),
     *(f"reward.{key}" for key in ("num_workers", "max_failures", "max_queue", "concurrency", "worker_gib")),
+    *("reward.remote_retries", "reward.remote_concurrency"),
+    *(f"env.{key}" for key in ("num_workers", "max_failures", "step_seconds")),
     *(f"rollout.{key}" for key in ("weights", "tensor_parallel", "kv_gib", "step_tokens", "max_running")),
     *("trainer.shard", "trainer.recompute", "trainer.offload_optimizer"),
     *("trainer.tokens_per_logits", "trainer.tokens_per_microbatch"),

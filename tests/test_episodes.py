@@ -210,7 +210,9 @@ def test_a_prompt_whose_environment_always_fails_is_not_trained_and_ends_the_run
     assert "in 3 episodes in a row, the last time: turn 1: ConnectionError: nobody answers" in said.err
     assert "after the prompt 'row 5'" in said.err and "Traceback" not in said.err
     prompts = [row["prompt"]["text"] for step in trained(tmp_path / "doomed") for row in step]
-    assert "row 5" not in prompts and len(prompts) > 0
+    assert "row 5" not in prompts
+    assert train.main([*settings("doomed", **UNRELIABLE | way, run__steps=24, env__max_failures=4), "--resume"]) == 1
+    assert "in 4 episodes in a row" in capsys.readouterr().err, "the advice of the message may be followed"
 
 
 @pytest.mark.parametrize("clock, text", [("steps", "a50b06c"), ("time", "a")])
