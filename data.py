@@ -89,8 +89,10 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         train = read_jsonl(config.train, "data.train", config)
         if not config.eval and config.eval_prompts:
             held_out = _spread(train, min(config.eval_prompts, len(train) // 10))
-            chosen = {repr(row.fields["prompt"]) for row in held_out}  # by content: a file may repeat a prompt
-            train = [row for row in train if repr(row.fields["prompt"]) not in chosen]
+            # By content, for a file may repeat a prompt; in an environment problems may have the same one.
+            told = (lambda row: repr(row.fields)) if config.env else (lambda row: repr(row.fields["prompt"]))
+            chosen = {told(row) for row in held_out}
+            train = [row for row in train if told(row) not in chosen]
     if config.eval:
         held_out = read_jsonl(config.eval, "data.eval", config)[: config.eval_prompts]
     encoder = _Encoder(config, tokenizer, max_prompt_tokens)

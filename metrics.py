@@ -291,14 +291,14 @@ class Recorder:
 
 
 def of_episodes(records: Sequence[Record]) -> str:
-    """Return a line about the episodes of a run's steps."""
+    """Return lines about the episodes of a run's steps."""
     turns, seconds = (records[-1]["episodes"][name] for name in ("turns", "reply_seconds"))
     kept, again = (sum(r["engine"][f"{name}_tokens"] for r in records) for name in ("resumed", "recomputed"))
     pages = max(r["engine"]["peak_parked_pages"] for r in records)
     return (
         f"episodes: turns P50 {turns['p50']:g} P99 {turns['p99']:g}, replies P50 {brief(seconds['p50'])} s P99 "
-        f"{brief(seconds['p99'])} s in the last step; {sum(r['episodes']['failed'] for r in records)} failed; of turns "
-        f"before, {kept} tokens were kept (in {pages} pages at most) and {again} computed again"
+        f"{brief(seconds['p99'])} s in the last step; {sum(r['episodes']['failed'] for r in records)} failed\n"
+        f"tokens of earlier turns: {kept} kept (in {pages} pages at most), {again} computed again"
     )
 
 

@@ -477,7 +477,7 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
         )
     for name in sorted(names) if plays else ():
         rows = [prompt.extra for prompt in prompts if prompt.env == name]
-        trial = tried(name, rows, player_named("random", name), c.env, c.reward, reader)
+        trial = tried(name, rows, player_named("random", name), c.env, c.reward, reader, c.rollout.max_response_tokens)
         print(trial.table(c.env, c.rollout.max_response_tokens))
         if not trial.ended:
             raise ConfigError(f"environment {name} fails in every episode; correct it")

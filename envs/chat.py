@@ -1,5 +1,7 @@
 """What the model reads of an environment's texts, in a chat with what the template writes around them."""
 
+import math
+
 from config import ConfigError
 from core import Tokenizer
 from data import converse
@@ -21,10 +23,10 @@ class Reader:
         self.tokenizer, self.max_reply_tokens = tokenizer, max_reply_tokens
         self.before, self.after = chat_glue(tokenizer) if chat else ([], [])
 
-    def tokens(self, text: str, last: int | None) -> list[int]:
+    def tokens(self, text: str, last: int | None, room: float = math.inf) -> list[int]:
         """Return the tokens that come after the token `last` of a turn; None: before the first turn.
 
-        Raises EpisodeError if the model cannot read the text there.
+        Raises EpisodeError if the model cannot read the text there. `room`: of the whole episode, in tokens.
         """
         reply = reply_tokens(text, self.tokenizer, self.max_reply_tokens)
         if last is not None:
@@ -32,6 +34,8 @@ class Reader:
             reply = [*self.before[is_ended:], *reply, *self.after]
         if last is not None and not reply:
             raise EpisodeError("gives no text after a turn, so the turn would go on")
+        if last is None and len(reply) >= room:
+            raise EpisodeError("begins with a text that leaves no room in rollout.max_response_tokens")
         if last is None and reply and self.before + self.after:
             raise EpisodeError("begins with a text, but the chat asks the model to write; put the text into the prompt")
         return reply

@@ -43,8 +43,8 @@ class EpisodeStats:
 class Episodes:
     """Begins and continues the sequences of prompts that name an environment. Ranks of a replica all make the same.
 
-    An episode whose environment fails is played again, so it neither completes its prompt nor counts as 0. Raises
-    EpisodeError on texts that cannot be read, and WorkerError when environments fail too often in a row.
+    An episode whose environment fails is played again, so it neither completes its prompt nor counts as 0; so
+    is one whose text the model cannot read. Raises WorkerError when environments fail too often in a row.
     """
 
     def __init__(
@@ -104,7 +104,12 @@ class Episodes:
                     self.pool.act(id, awaited.actions.pop(0))
                 else:
                     self.stats.reply_seconds.append(time.perf_counter() - awaited.since)
-                    replies.append(self._answer(awaited, played))
+                    try:
+                        replies.append(self._answer(awaited, played))
+                    except EpisodeError as unread:
+                        self.pool.fail(id, f"environment {awaited.visit.prompt.env} {unread}")
+                        self.stats.failed += 1
+                        self._play_again(awaited)
             if not waits or not self.awaited:
                 return sorted(replies, key=lambda reply: (reply if isinstance(reply, Sequence) else reply[0]).id)
 
@@ -139,27 +144,23 @@ class Episodes:
             self._begin(Awaited(awaited.visit, awaited.sequence))
 
     def _answer(self, awaited: Awaited, played: Played) -> Sequence | Ended:
-        """Append the reply, or end the episode: also where the reply would leave no room for a turn."""
+        """Append the reply, or end the episode: also where the reply would leave no room for a turn.
+
+        Raises EpisodeError for a text that cannot be read.
+        """
         sequence, turn = awaited.sequence, awaited.turn
         del self.awaited[sequence.id]
         reason = played.end if not turn or turn.finish_reason == "stop" else turn.finish_reason
         if not reason:
-            try:
-                reply = self.reader.tokens(played.texts[-1], turn.token_ids[-1] if turn else None)
-            except EpisodeError as error:
-                raise self._failure(awaited, str(error)) from None
+            last = turn.token_ids[-1] if turn else None
+            reply = self.reader.tokens(played.texts[-1], last, sequence.max_new_tokens)
             if not reply:
                 return sequence
             if len(turn.token_ids if turn else ()) + len(reply) < sequence.max_new_tokens:
                 return continued(sequence, turn or sequence, reply)
             reason = "length"
-        if not turn:
-            raise self._failure(awaited, "begins with a text that leaves no room in rollout.max_response_tokens")
+        assert turn, "an episode does not end before its first turn"
         self.open.discard(turn.id)
         if not played.end:
             self.pool.forget([turn.id])
         return replace(turn, finish_reason=reason), {"turn_rewards": [*played.rewards]}
-
-    def _failure(self, awaited: Awaited, said: str) -> EpisodeError:
-        prompt = awaited.visit.prompt
-        return EpisodeError(f"environment {prompt.env} {said} ({prompt.where})")

@@ -217,8 +217,7 @@ class EnvPool:
                 del self._entries[id]
                 if answer.error:
                     self._ended[self._place(entry)].append(key)  # it may be at play still
-                prompt = f"{entry.row.get('prompt')}"[:60]
-                self._count(id, answer.error and f"{answer.error}, after the prompt {prompt!r}")
+                self._count(id, entry, answer.error)
             else:
                 played.texts.append(answer.text)
             answered.append((id, played, answer.error))
@@ -243,7 +242,13 @@ class EnvPool:
             if key in self._asked:  # else forgotten
                 heappush(self._held, (self._asked[key][1], key, answer))
 
-    def _count(self, id: Hashable, error: str) -> None:
+    def fail(self, id: Hashable, error: str) -> None:
+        """End an episode whose text cannot be read. Raises WorkerError as `poll` does."""
+        entry = self._entries.pop(id)
+        self._ended[self._place(entry)].append(entry.key)
+        self._count(id, entry, error)
+
+    def _count(self, id: Hashable, entry: _Entry, error: str) -> None:
         """Count episodes that fail in a row. Raises WorkerError at the last of `max_failures`."""
         self._failures = self._failures + 1 if error else 0
         if error:
@@ -252,7 +257,8 @@ class EnvPool:
             del self._again[id]
         if error and self._failures == self._config.max_failures:
             failure = WorkerError(
-                f"environments failed in {self._failures} episodes in a row, the last time: {error}; correct them, or "
+                f"environments failed in {self._failures} episodes in a row, the last time: {error}, after the prompt "
+                f"{str(entry.row.get('prompt'))[:60]!r}; correct them, or "
                 "raise env.step_seconds; with env.max_failures = 0 the run goes on"
             )
             self._results.put(failure)

@@ -1,5 +1,6 @@
 """Plays an environment as a run does, with a player in the place of the model, and says how the episodes went."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -82,23 +83,24 @@ def tried(
     config: EnvConfig,
     limits: RewardConfig,
     reader: Reader | None = None,
+    room: float = math.inf,
 ) -> Trial:
     """Play and replay episodes with seeds of their own. With a reader their lengths are tokens, else characters.
 
-    Raises ConfigError if no worker process can be started.
+    `room`: tokens of an episode, at most. Raises ConfigError if no worker process can be started.
     """
     trial, end = Trial(name), time.monotonic() + SECONDS
     try:
         with EnvPool(replace(config, max_failures=0, latency="", slow="", stop=0.0), limits, [name]) as pool:
             for seed in range(EPISODES):
                 if time.monotonic() < end:
-                    _try(trial, pool, rows[seed * len(rows) // EPISODES], seed, player, reader)
+                    _try(trial, pool, rows[seed * len(rows) // EPISODES], seed, player, reader, room)
     except WorkerError as error:
         raise ConfigError(str(error)) from None
     return trial
 
 
-def _try(trial: Trial, pool: EnvPool, row: dict, seed: int, player: Player, reader: Reader | None) -> None:
+def _try(trial: Trial, pool: EnvPool, row: dict, seed: int, player: Player, reader: Reader | None, room: float) -> None:
     """Play an episode to its end, and its last turn again in a replay."""
     rng = Random(seed)
     pool.begin(seed, trial.name, row, seed)
@@ -111,7 +113,7 @@ def _try(trial: Trial, pool: EnvPool, row: dict, seed: int, player: Player, read
         trial.seconds.append(time.perf_counter() - start)
     try:
         texts = episode.texts
-        lengths = [len(reader.tokens(t, ANY if i else None) if reader else t) for i, t in enumerate(texts)]
+        lengths = [len(reader.tokens(t, ANY if i else None, room) if reader else t) for i, t in enumerate(texts)]
     except EpisodeError as unread:
         error = error or str(unread)
     if error:

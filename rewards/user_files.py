@@ -114,6 +114,8 @@ def check_names(source: Path, folder: Path) -> None:
     for file in files:  # grows
         for name in sorted(imports(file) & names):
             path = next(p for p in (folder / name / "__init__.py", folder / f"{name}.py") if p.is_file())
+            if path == file == source and path.name != "__init__.py":
+                raise ImportError(f"{file} imports {name}, and would find itself; rename the file")
             if name in sys.stdlib_module_names:
                 raise ImportError(f"{file} imports {name}, which is {path} and also a module of Python; rename {path}")
             files += [path] if path not in files else []

@@ -68,6 +68,14 @@ def test_text_rows_become_prompts_in_order(jsonl, plain):
     assert held_out == []
 
 
+def test_problems_of_an_environment_are_told_apart_by_their_rows(jsonl, plain):
+    path = jsonl(*({"prompt": "guess", "answer": str(i)} for i in range(20)))
+    prompts, held_out = load(plain, path, env="guess", eval_prompts=2)
+    answers = {p.extra["answer"] for p in prompts}
+    assert len(prompts) == 18 and not answers & {p.extra["answer"] for p in held_out}
+    assert load(plain, path, eval_prompts=2)[0] == [], "a question that is held out is not trained"
+
+
 def test_a_template_is_put_around_text_and_nothing_else_in_it_is_touched(jsonl, plain):
     path = jsonl({"prompt": "{answer} {prompt}", "answer": "2"})
     [prompt], _ = load(plain, path, template="Q: {prompt} {x}\nA:{prompt}")

@@ -479,7 +479,7 @@ def test_a_check_plays_in_workers_and_ends(own, capsys, monkeypatch) -> None:
     """An environment that hangs, dies, or draws its reward anew. One episode each: no other begins after SECONDS."""
     monkeypatch.setattr(trial, "SECONDS", 0.1)
     config = EnvConfig(step_seconds=0.3, num_workers=1)
-    for name, said in (("hangs", "did not finish within 0.6 s"), ("dies", "died (exit code 3)")):
+    for name, said in (("hangs", "did not finish within 0.3 s"), ("dies", "died (exit code 3)")):
         tried = trial.tried(own(name)[0], [{"answer": ""}], write_anything, config, RewardConfig())
         assert not tried.ended and not tried.is_fine and tried.failed.total() == 1
         assert said in tried.table(config) and tried.table(config).startswith("1 episodes of mine.py:")

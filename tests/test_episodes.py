@@ -18,6 +18,7 @@ from core import Prompt, Sample, Span, Visit, turns_of
 from engine.sequence import Sequence as EngineSequence
 from environments import EnvConfig, Episode, reply_tokens
 from envs.episodes import Episodes
+from process.workers import WorkerError
 from reward import RewardConfig
 from rollout import Engine, sequence_for
 from warm_start import byte_tokenizer
@@ -265,6 +266,22 @@ def test_an_episode_that_moved_goes_on_where_it_was() -> None:
     assert tokenizer.decode(sample.token_ids) == "50>06<12" and fields == {"turn_rewards": [0.0, 0.0, 1.0]}
 
 
+def test_a_text_that_cannot_be_read_fails_its_episode_only() -> None:
+    """And is counted, as an error of the environment is: too many in a row end the run."""
+    prompt = Prompt(3, (5, 6), "", "", "env", {}, "row 3", env=CHAT.replace("chat", "is_silent"))
+    visit, tokenizer = Visit(0, prompt), byte_tokenizer()
+    sequence = sequence_for(visit, 1, 0, LIMIT)
+    turn = Sample(3, 1, 0, tokenizer.encode("50"), [-1.0, -1.0], "stop", (Span(0, 2, 0),))
+    with Episodes(EnvConfig(max_failures=2), RewardConfig(), [prompt], tokenizer, seed=0) as episodes:
+        episodes.begin(visit, sequence)
+        assert episodes.poll(waits=True) == [sequence]
+        episodes.end_turn(visit, sequence, turn)
+        assert episodes.poll(waits=True) == [sequence] and episodes.stats.failed == 1  # it begins again
+        episodes.end_turn(visit, sequence, turn)
+        with pytest.raises(WorkerError, match="in 2 episodes in a row, .* gives no text after a turn"):
+            episodes.poll(waits=True)
+
+
 def test_a_turn_that_was_cut_may_be_stopped_before_it_counts() -> None:
     prompt = Prompt(3, (5, 6), "", "", "env", {"answer": "12"}, "row 3", env="guess")
     episodes = Episodes(EnvConfig(), RewardConfig(), [prompt], byte_tokenizer(), seed=0)
@@ -351,6 +368,7 @@ def test_what_cannot_be_played_is_said_in_a_line(settings, capsys, overrides: di
     [
         ("chat", 0, "replayed                  100 of 100, to the same texts and rewards"),
         ("is_silent", 2, "100 x gives no text after a turn, so the turn would go on"),
+        ("fills", 2, "100 x begins with a text that leaves no room in rollout.max_response_tokens"),
         ("guesses", 0, "warning: "),
     ],
 )

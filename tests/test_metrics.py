@@ -303,8 +303,8 @@ def test_a_run_with_environments_says_how_its_episodes_went(tmp_path, capsys) ->
     assert said.count("held-out prompts | turns P50 5 P99 6.96") == 2
     recorder.finish(tmp_path, 9, 9)
     assert (
-        "episodes: turns P50 1.5 P99 1.99, replies P50 0.250 s P99 0.250 s in the last step; 2 failed; "
-        "of turns before, 60 tokens were kept (in 8 pages at most) and 8 computed again\n"
+        "episodes: turns P50 1.5 P99 1.99, replies P50 0.250 s P99 0.250 s in the last step; 2 failed\n"
+        "tokens of earlier turns: 60 kept (in 8 pages at most), 8 computed again\n"
     ) in capsys.readouterr().out
 
 

@@ -235,6 +235,9 @@ def test_each_grader_has_its_own_neighbours_when_it_is_loaded_and_when_it_is_cal
     both = r"a/helper.py imports random, which is .*a/random.py and also a module of Python; rename"
     with pytest.raises(ConfigError, match=both):
         try_graders(CONFIG, {"a/g.py:f": Prompt(0, (), "", "1", "a/g.py:f")})
+    (tmp_path / "envs.py").write_text("from envs.adapters import tools\ndef f(response, answer, row):\n    return 1.0")
+    with pytest.raises(ConfigError, match="envs.py imports envs, and would find itself; rename the file"):
+        try_graders(CONFIG, {"envs.py:f": Prompt(0, (), "", "1", "envs.py:f")})
 
 
 def test_inline_names_are_graders():

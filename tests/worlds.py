@@ -47,6 +47,11 @@ def is_silent(row: dict, seed: int) -> Turns:
     return None
 
 
+def fills(row: dict, seed: int) -> Turns:
+    yield "x" * 500
+    return None
+
+
 def needs_patience(row: dict, seed: int) -> Turns:
     """`chat`, with replies that take their time, and whose first episodes of a prompt fail."""
     tries = Path(row["folder"]) / str(seed)
