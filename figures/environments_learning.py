@@ -100,7 +100,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.set_title(f"{game}: {count} held-out problems, {runs[0]['samples']} episodes a step", fontsize=8)
         axes.set(xlabel="step", ylim=(0, 1.02))
     panels[0, 0].set_ylabel("avg@4 at temperature 1")
-    panels[0, 0].legend(loc="lower right", fontsize=7)
+    panels[0, -1].legend(loc="lower right", fontsize=7)  # where scores are high
     made = f"commit {rows[0]['commit'][:7]} of {rows[0]['date']}"
     said = "bars: 95 % interval, pale: reward of training, mean of ten steps"
     figure.supxlabel(f"python figures/environments_learning.py ({made}); {said}", fontsize=7, color="0.4")
