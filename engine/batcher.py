@@ -86,8 +86,9 @@ class Batcher:
     def admit(self) -> Started:
         """Give waiting sequences their pages. Those whose prompt is in the cache already begin to decode at once."""
         late = Started(is_late=True)
-        parked_pages = sum(len(parked.pages) for parked in self.parked.values())
-        self.stats.peak_parked_pages = max(self.stats.peak_parked_pages, parked_pages)
+        if self.parked:
+            parked_pages = sum(len(parked.pages) for parked in self.parked.values())
+            self.stats.peak_parked_pages = max(self.stats.peak_parked_pages, parked_pages)
         self._admit(late)
         while self.waiting and self.parked and len(self.admitted) + len(late.sequences) < self.max_running:
             others = [id for id in self.parked if id != self.waiting[0].id]

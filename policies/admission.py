@@ -3,7 +3,7 @@
 A job joins where that costs the least: nothing in a group whose idle times it fits into, some more rollout nodes, or a
 group of its own. The paper leaves open, and here it is so:
 - A group whose nodes have no idle time left (T_load >= T_cycle) before the job comes is not looked at.
-- All of two placements that cost the same are equal: the first one is taken.
+- Of two placements that cost the same the first one is taken.
 - A job's training on another number of training nodes takes in proportion longer or shorter.
 - Groups never move a job that they have; a node that no job uses any more is given back.
 """

@@ -92,7 +92,7 @@ RULES: dict[str, Rule] = {"rollmux": rollmux, "solo": solo, "random": at_random,
 
 @dataclass
 class Outcome:
-    """What a cluster came to. `rollout` and `train`: nodes, mean over the hours of jobs and at the peak."""
+    """What a cluster came to."""
 
     dollars_per_hour: float = 0.0
     slo_attainment: float = 0.0  # share of jobs that took at most `slo` times what they take alone
