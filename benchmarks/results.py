@@ -46,8 +46,11 @@ STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.
 ENDLESS = ("policies/flow.py", "overlap/endless.py", "overlap/pools.py")
 SIMULATOR = (
     *("simulate.py", "simulation/*.py", "engine/pages.py", "envs/latency.py", "rewards/timeouts.py"),
-    *(f"policies/{name}.py" for name in ("flow", "placement", "planner", "replica", "scale_down", "step_times")),
-    *("scheduler.py", "configs/simulate/*.toml"),
+    *(
+        f"policies/{name}.py"
+        for name in ("flow", "placement", "planner", "replica", "scale_down", "split", "step_times")
+    ),
+    *("policies/group.py", "policies/admission.py", "scheduler.py", "configs/simulate/*.toml"),
 )
 RUN = ("train.py", "job.py")
 SIMULATED = Path("figures/paper.json")  # what figures/*.py have simulated

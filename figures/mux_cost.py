@@ -4,7 +4,7 @@ from statistics import fmean
 
 from paper import Table, command, legend, note, plt, put_values, save, style
 
-from policies.admission import MuxGroup, Prices
+from policies.admission import MuxGroup, Prices, admit
 from simulation.cluster import RULES, Arrival, Cluster, arrivals, optimum
 
 PAPER = {"BL": 1.12, "RH": 1.10, "TH": 1.01, "Mixed": 1.06}  # cost of RollMux over the optimum, by mix of jobs
@@ -18,11 +18,7 @@ def over_optimum(mix: str, seed: int) -> float:
     jobs = [arrival.job for arrival in arrivals(mix, SMALL, seed)]
     groups: list[MuxGroup] = []
     for job in jobs:
-        admission = RULES["rollmux"](job, groups, PRICES, Cluster(RULES["rollmux"], PRICES).rng)
-        if admission.group is None:
-            groups.append(admission.after)
-        else:
-            groups[admission.group] = admission.after
+        admit(job, groups, PRICES).carry_out(groups)
     return sum(group.cost(PRICES) for group in groups) / optimum(jobs, PRICES)
 
 

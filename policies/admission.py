@@ -123,6 +123,13 @@ class Admission:
     added: float  # dollars an hour
     refused: dict[int, str] = field(default_factory=dict)  # why it does not join others
 
+    def carry_out(self, groups: list[MuxGroup]) -> None:
+        """Put the job into its group of these, or into a new one."""
+        if self.group is None:
+            groups.append(self.after)
+        else:
+            groups[self.group] = self.after
+
 
 def placements(group: MuxGroup, job: Asked) -> Iterator[tuple[int, frozenset[int]]]:
     """Yield each set of nodes for a job's rollout, with how many of them are new: fewer new ones first."""
@@ -156,8 +163,3 @@ def admit(job: Asked, groups: Sequence[MuxGroup], prices: Prices) -> Admission:
         if not best.added:
             break
     return replace(best, refused={index: why for index, why in refused.items() if index != best.group})
-
-
-def departed(groups: Iterable[MuxGroup], name: str) -> list[MuxGroup]:
-    """Return the groups without a job, and without those that have none."""
-    return [left for group in groups if (left := group.without(name)).jobs]

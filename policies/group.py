@@ -14,7 +14,7 @@ that: without it, leaving a job out may use the workers better (tests/test_group
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,8 @@ Worker = Hashable
 
 
 class Permits:
+    """Says which jobs may begin their phase. It knows no time and no process."""
+
     def __init__(self) -> None:
         self.queues: defaultdict[Worker, list[str]] = defaultdict(list)  # jobs; the first may work, or waits for others
         self.wanted: dict[str, set[Worker]] = {}  # by the phase of each job, until it gives them back
@@ -82,19 +84,11 @@ class Ran:
 
     job: str
     phase: PhaseName
-    iteration: int
     start: float
     end: float
 
 
-Seconds = Callable[[Member, PhaseName, int], float]  # of a phase in an iteration
-
-
-def planned(member: Member, phase: PhaseName, iteration: int) -> float:
-    return member.rollout if phase == "rollout" else member.train
-
-
-def play(members: Sequence[Member], iterations: int, seconds: Seconds = planned) -> list[Ran]:
+def play(members: Sequence[Member], iterations: int) -> list[Ran]:
     """Return all phases of a group until each job has run so many iterations, in the order in which they end.
 
     All jobs ask for a rollout at the start, in their order. A job that is done with its share goes on, so that the
@@ -108,8 +102,8 @@ def play(members: Sequence[Member], iterations: int, seconds: Seconds = planned)
 
     def begin(jobs: Iterable[str], now: float) -> None:
         for job in jobs:
-            took = seconds(by_name[job], phase[job], done[job])
-            heapq.heappush(ends, (now + took, len(ran) + len(ends), Ran(job, phase[job], done[job], now, now + took)))
+            end = now + (by_name[job].rollout if phase[job] == "rollout" else by_name[job].train)
+            heapq.heappush(ends, (end, len(ran) + len(ends), Ran(job, phase[job], now, end)))
 
     def ask(job: str, name: PhaseName, now: float) -> None:
         phase[job] = name

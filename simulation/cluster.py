@@ -62,10 +62,10 @@ def rollmux(job: Asked, groups: Sequence[MuxGroup], prices: Prices, rng: random.
 def _fitting(job: Asked, groups: Sequence[MuxGroup], prices: Prices) -> list[Admission]:
     """Return the places on nodes that are there, whatever the SLOs."""
     return [
-        Admission(i, group.joined(job, place), 0.0)
+        Admission(i, after, 0.0)
         for i, group in enumerate(groups)
         for new, place in placements(group, job)
-        if not new and not group.joined(job, place).shortage(prices)
+        if not new and not (after := group.joined(job, place)).shortage(prices)
     ]
 
 
@@ -97,7 +97,6 @@ class Outcome:
     dollars_per_hour: float = 0.0
     slo_attainment: float = 0.0  # share of jobs that took at most `slo` times what they take alone
     slowdown: float = 0.0  # mean
-    peak_rollout_nodes: int = 0
     peak_train_nodes: int = 0
     alone: int = 0  # jobs that got nodes of their own
     slowdowns: list[float] = field(default_factory=list)
@@ -137,7 +136,6 @@ class Cluster:
                     arrival = self._depart(name, now)
                     outcome.slowdowns.append((now - arrival.hour) / arrival.hours)
                     outcome.slo_attainment += outcome.slowdowns[-1] <= arrival.job.slo * (1 + 1e-6)
-            outcome.peak_rollout_nodes = max(outcome.peak_rollout_nodes, sum(len(g.rollout_nodes) for g in self.groups))
             outcome.peak_train_nodes = max(outcome.peak_train_nodes, sum(g.train_nodes for g in self.groups))
         outcome.dollars_per_hour, outcome.slowdown = dollars / (now - begin), fmean(outcome.slowdowns)
         outcome.slo_attainment /= len(jobs)
@@ -147,10 +145,7 @@ class Cluster:
         """Admit a job; return whether it gets nodes of its own."""
         admission = self.rule(arrival.job, self.groups, self.prices, self.rng)
         self.running[arrival.job.name] = _Running(arrival, arrival.hours, since=now)
-        if admission.group is None:
-            self.groups.append(admission.after)
-        else:
-            self.groups[admission.group] = admission.after
+        admission.carry_out(self.groups)
         self._repace(admission.after, now)
         return admission.group is None
 

@@ -46,11 +46,7 @@ def test_one_after_another_jobs_come_near_the_optimum():
         jobs = [arrival.job for arrival in arrivals("Mixed", 5, seed)]
         groups: list = []
         for job in jobs:
-            admission = admit(job, groups, PRICES)
-            if admission.group is None:
-                groups.append(admission.after)
-            else:
-                groups[admission.group] = admission.after
+            admit(job, groups, PRICES).carry_out(groups)
         best = optimum(jobs, PRICES)
         ratios.append(sum(group.cost(PRICES) for group in groups) / best)
         assert ratios[-1] >= 1 - 1e-9
