@@ -45,13 +45,15 @@ REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.py")
 ENDLESS = ("policies/flow.py", "overlap/endless.py", "overlap/pools.py")
 SIMULATOR = (
-    *("simulate.py", "simulation/*.py", "engine/pages.py", "envs/latency.py", "rewards/timeouts.py"),
+    *("simulate.py", "simulation/costs.py", "simulation/episodes.py", "simulation/workload.py"),
+    *("engine/pages.py", "envs/latency.py", "rewards/timeouts.py", "scheduler.py", "configs/simulate/*.toml"),
     *(
         f"policies/{name}.py"
         for name in ("flow", "placement", "planner", "replica", "scale_down", "split", "step_times")
     ),
-    *("policies/group.py", "policies/admission.py", "scheduler.py", "configs/simulate/*.toml"),
 )
+# Of figures/mux_*.py: jobs that share pools.
+SHARED_POOLS = ("simulation/cluster.py", "simulation/mux_*.py", "policies/group.py", "policies/admission.py")
 RUN = ("train.py", "job.py")
 SIMULATED = Path("figures/paper.json")  # what figures/*.py have simulated
 
@@ -242,9 +244,9 @@ def fingerprints(name: str) -> dict[str, str]:
     return prints_of(BENCHMARKS[name].files)
 
 
-def simulators() -> dict[str, str]:
-    """Return the fingerprints of what a simulation is made of."""
-    return prints_of(SIMULATOR)
+def simulators(figure: str) -> dict[str, str]:
+    """Return the fingerprints of what a simulated figure is made of."""
+    return prints_of(SHARED_POOLS if figure.startswith("mux_") else SIMULATOR)
 
 
 def prints_of(patterns: Sequence[str]) -> dict[str, str]:
@@ -421,13 +423,14 @@ def write() -> None:
 
 def simulated_problems() -> list[str]:
     """Return which simulated figures are not of the code as it is."""
-    path, now = ROOT / SIMULATED, simulators()
+    path = ROOT / SIMULATED
     if not path.exists():
         return []
     data = json.loads(path.read_text(encoding="utf-8"))
     found = [] if data == sealed(data) else [f"{SIMULATED} was edited by hand: make figures"]
     drawn: dict[str, dict] = {name: {} for name, kept in data.items() if isinstance(kept, dict) and "figure" in kept}
     for name, then in (drawn | data.get("measured", {})).items():
+        now = simulators(name)
         if changed := [file for file in now.keys() | then.keys() if now.get(file) != then.get(file)]:
             found.append(f"{SIMULATED}: {name} is older than {', '.join(sorted(changed))}: run figures/{name}.py")
     return found

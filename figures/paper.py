@@ -222,7 +222,7 @@ class Table:
 def with_result(name: str, result: dict[str, Any]) -> dict[str, Any]:
     """Return the data of figures/paper.json with the JSON line of a figure, and the code that it is of."""
     known = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"rows": []}
-    return known | {name: result, "measured": known.get("measured", {}) | {name: simulators()}}
+    return known | {name: result, "measured": known.get("measured", {}) | {name: simulators(name)}}
 
 
 def store(data: dict[str, Any]) -> None:

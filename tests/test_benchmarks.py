@@ -315,7 +315,8 @@ def test_a_simulated_figure_is_of_the_code_as_it_is(house: ModuleType, tmp_path:
     (tmp_path / "figures").mkdir()
     (tmp_path / "simulate.py").write_text("SECONDS = 1\n")
     drawn = tmp_path / house.SIMULATED
-    drawn.write_text(json.dumps(house.sealed({"rows": [{"simulated": 2.5}], "measured": {"fig1": house.simulators()}})))
+    measured = {name: house.simulators(name) for name in ("fig1", "mux_1")}
+    drawn.write_text(json.dumps(house.sealed({"rows": [{"simulated": 2.5}], "measured": measured})))
     assert not house.problems()
     (tmp_path / "simulate.py").write_text("SECONDS = 2\n")
     assert house.problems() == ["figures/paper.json: fig1 is older than simulate.py: run figures/fig1.py"]
