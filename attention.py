@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from host import upload
+from engine.host import upload
 
 
 class PackedAttention:

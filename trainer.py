@@ -20,7 +20,7 @@ import sharding
 from attention import PackedAttention
 from config import option
 from core import Example
-from host import OnHost
+from engine.host import OnHost
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
 from parallel import World

@@ -17,9 +17,9 @@ from torch import Tensor
 from attention import PackedAttention, VarlenAttention
 from core import ModelShape, Sample
 from engine import kernels
+from engine.host import OnHost
 from engine.pages import LAYOUTS
 from engine.sequence import Sequence
-from host import OnHost
 from model import Model, parse_shape
 from rollout import Engine, RolloutConfig, cache_of
 from sampling import SamplingConfig, sample_key, score, uniforms

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from config import ConfigError, option
 from core import ModelShape
+from engine.host import upload
 from engine.pages import LAYOUTS, Cache
-from host import upload
 from model import empty_model
 
 CPU_KV_BYTES = 2**28

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attention import PackedAttention, VarlenAttention
 from engine.cpu import PageAttention
+from engine.host import upload
 from engine.sequence import Chunk
-from host import upload
 
 
 class ChunkAttention:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from core import Tokenizer
 from engine.batcher import Removed, Started
+from engine.host import upload
 from engine.sequence import Sequence
-from host import upload
 from sampling import SamplingConfig, sample, uniforms
 
 

@@ -5,13 +5,13 @@ import torch
 from engine.batcher import Batcher, Removed, Started
 from engine.cpu import BatchedPages, PageAttention
 from engine.graphs import DecodeGraphs
+from engine.host import upload
 from engine.memory import PageMemory
 from engine.paged_attention import ChunkAttention, StepAttention
 from engine.pages import Pages
 from engine.rows import Rows
 from engine.sequence import Chunk, Parked, Sequence
 from engine.shard import Shard
-from host import upload
 
 
 class Runner:

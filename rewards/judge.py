@@ -24,7 +24,7 @@ from attention import PackedAttention
 from config import ConfigError, option
 from core import Reward, Tokenizer
 from data import converse
-from host import upload
+from engine.host import upload
 from model import Model, Split, rms_norm, run_layer
 from reward import Graded, RewardConfig, add_up, by_grader
 from rewards.graders import TASK_OF_JUDGE

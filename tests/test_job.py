@@ -17,7 +17,7 @@ import parallel
 import train
 from config import load_config
 from data import load_groups
-from host import OnHost
+from engine.host import OnHost
 from job import Job
 from parallel import World
 from settings import Config
