@@ -153,12 +153,12 @@ def admit(job: Asked, groups: Sequence[MuxGroup], prices: Prices) -> Admission:
             continue
         for new, place in placements(group, job):
             added = new * prices.rollout_node
-            if added >= best.added and best.group is not None:
+            if added >= best.added:
                 break
             after = group.joined(job, place)
             if why := after.shortage(prices) or after.delay():
                 refused.setdefault(index, why)
-            elif added < best.added:
+            else:
                 best = Admission(index, after, added)
         if not best.added:
             break

@@ -14,9 +14,9 @@ that: without it, leaving a job out may use the workers better (tests/test_group
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Worker = Hashable
 
@@ -40,12 +40,13 @@ class Permits:
 
     def release(self, job: str, workers: Collection[Worker] | None = None) -> list[str]:
         """Give some workers back, or all: the phase has ended, or the job has. A request that waits is withdrawn."""
-        given = self.wanted.get(job, set()).intersection(self.wanted.get(job, ()) if workers is None else workers)
+        wanted = self.wanted.pop(job, set())
+        given = wanted if workers is None else wanted.intersection(workers)
         for worker in given:
             self.queues[worker].remove(job)
-            self.wanted[job].remove(worker)
-        if not self.wanted.get(job):
-            self.wanted.pop(job, None)
+        if left := wanted - given:
+            self.wanted[job] = left
+        else:
             self.begun.discard(job)
         return self._grant(self.queues[worker][0] for worker in given if self.queues[worker])
 
@@ -78,8 +79,7 @@ class Member:
         return self.rollout + self.train
 
 
-@dataclass(frozen=True)
-class Ran:
+class Ran(NamedTuple):
     """A phase that a job has run."""
 
     job: str
@@ -88,46 +88,79 @@ class Ran:
     end: float
 
 
+class Play:
+    """A group at play, for ever: `step` returns the next phase that ends.
+
+    All jobs ask for a rollout at the start, in their order, and go on after any number of iterations. `seconds` may
+    draw what a phase takes each time that it begins.
+    """
+
+    def __init__(self, members: Sequence[Member], seconds: Callable[[Member, PhaseName], float] = getattr):
+        self.permits, self.seconds = Permits(), seconds
+        self.members = {member.name: member for member in members}
+        self.now = 0.0
+        self.phase: dict[str, PhaseName] = {}
+        self.ends: list[tuple[float, int, Ran]] = []  # of the phases that run, a heap; of equal ones the first to begin
+        self.begun = 0
+        for name in self.members:
+            self._ask(name, "rollout")
+
+    def step(self) -> Ran:
+        self.now, _, ended = heapq.heappop(self.ends)
+        self._begin(self.permits.release(ended.job))
+        self._ask(ended.job, "train" if ended.phase == "rollout" else "rollout")
+        return ended
+
+    def state(self) -> Hashable:
+        """Return everything that decides what follows, if phases take the same seconds each time."""
+        left = sorted((ran.job, ran.phase, round(end - self.now, 6)) for end, _, ran in self.ends)
+        return (*left, *map(tuple, self.permits.queues.values()))
+
+    def _ask(self, job: str, phase: PhaseName) -> None:
+        self.phase[job] = phase
+        nodes = self.members[job].rollout_nodes if phase == "rollout" else ("train",)
+        self._begin(self.permits.request(job, nodes))
+
+    def _begin(self, jobs: Iterable[str]) -> None:
+        for job in jobs:
+            phase, self.begun = self.phase[job], self.begun + 1
+            end = self.now + self.seconds(self.members[job], phase)
+            heapq.heappush(self.ends, (end, self.begun, Ran(job, phase, self.now, end)))
+
+
 def play(members: Sequence[Member], iterations: int) -> list[Ran]:
     """Return all phases of a group until each job has run so many iterations, in the order in which they end.
 
-    All jobs ask for a rollout at the start, in their order. A job that is done with its share goes on, so that the
-    others are not measured in a group that has grown smaller.
+    A job that is done with its share goes on, so that the others are not measured in a group that has grown smaller.
     """
-    permits, by_name = Permits(), {member.name: member for member in members}
-    ends: list[tuple[float, int, Ran]] = []
-    ran: list[Ran] = []
-    done = dict.fromkeys(by_name, 0)
-    phase: dict[str, PhaseName] = {}
-
-    def begin(jobs: Iterable[str], now: float) -> None:
-        for job in jobs:
-            end = now + (by_name[job].rollout if phase[job] == "rollout" else by_name[job].train)
-            heapq.heappush(ends, (end, len(ran) + len(ends), Ran(job, phase[job], now, end)))
-
-    def ask(job: str, name: PhaseName, now: float) -> None:
-        phase[job] = name
-        begin(permits.request(job, by_name[job].rollout_nodes if name == "rollout" else ["train"]), now)
-
-    for name in by_name:
-        ask(name, "rollout", 0.0)
+    playing, ran, done = Play(members), list[Ran](), dict.fromkeys((member.name for member in members), 0)
     while min(done.values()) < iterations:
-        now, _, ended = heapq.heappop(ends)
-        ran.append(ended)
-        begin(permits.release(ended.job), now)
-        done[ended.job] += ended.phase == "train"
-        ask(ended.job, "train" if ended.phase == "rollout" else "rollout", now)
+        ran.append(playing.step())
+        done[ran[-1].job] += ran[-1].phase == "train"
     return ran
 
 
-def periods(members: Sequence[Member], iterations: int = 16) -> list[float]:
-    """Return the members' seconds an iteration in the steady state: the mean over the second half of `iterations`."""
-    ended: defaultdict[str, list[float]] = defaultdict(list)
-    for phase in play(members, iterations):
-        if phase.phase == "train":
-            ended[phase.job].append(phase.end)
-    first = {name: len(at) // 2 - 1 for name, at in ended.items()}
-    return [(at[-1] - at[first[m.name]]) / (len(at) - 1 - first[m.name]) for m in members for at in [ended[m.name]]]
+def periods(members: Sequence[Member], iterations: int = 64) -> list[float]:
+    """Return the members' seconds an iteration in the steady state.
+
+    They are exact if the group comes back to a state within so many iterations of its first job, which it does soon,
+    since whoever waits falls into step with whom it waits for. Otherwise they are the mean over the second half.
+    """
+    if len({member.rollout_nodes for member in members}) == 1:  # then no job overtakes another, on either kind of node
+        return [max(cycle(members), load(members))] * len(members)
+    playing, done = Play(members), dict.fromkeys((member.name for member in members), 0)
+    marks: dict[Hashable, tuple[float, list[int]]] = {}
+    while done[members[0].name] < iterations:
+        ran = playing.step()
+        done[ran.job] += ran.phase == "train"
+        if ran.job == members[0].name and ran.phase == "train":
+            if (state := playing.state()) in marks:
+                break
+            marks[state] = playing.now, [*done.values()]
+    else:
+        state = [*marks][iterations // 2 - 1]
+    since, before = marks[state]
+    return [(playing.now - since) / (now - then) for now, then in zip(done.values(), before, strict=True)]
 
 
 def least_periods(members: Sequence[Member]) -> list[float]:
