@@ -221,6 +221,7 @@ class Job:
                 self.pools.signal(event)
             with self.clock.span("publish"):
                 updates = self.pools.publish(self.trainer.model, updates)
+            rollout.record["sync"] = self.pools.synced
         return advantages, updates
 
     def sync_weights(self) -> None:

@@ -211,11 +211,11 @@ def max_tensor(world: World, tensor: Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=world.tensors)
 
 
-def broadcast_tensors(world: World, tensors: Iterable[Tensor]) -> None:
-    """Overwrite each tensor with rank 0's."""
+def broadcast_tensors(world: World, tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Overwrite each tensor with that of the rank `source`."""
     if world.size > 1:
         for tensor in tensors:
-            dist.broadcast(tensor, group=world.tensors, group_src=0)
+            dist.broadcast(tensor, group=world.tensors, group_src=source)
 
 
 def gather_tensor(world: World, own: Tensor) -> Tensor:

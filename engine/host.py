@@ -1,9 +1,12 @@
 """Between host memory and the device: values that go there, tensors that are away from it for a while."""
 
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+away = WeakValueDictionary[int, torch.UntypedStorage]()  # of this process: storages' addresses, and their copies
 
 
 class OnHost:
@@ -21,6 +24,7 @@ class OnHost:
             # Pinned, a copy is several times as fast; torch keeps the memory for the next one.
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
             self.copies.append((storage, host.untyped_storage().copy_(storage)))
+            away[storage._cdata] = self.copies[-1][1]
             storage.resize_(0)
 
     def bring_back(self) -> None:
@@ -29,6 +33,15 @@ class OnHost:
             storage, copy = self.copies.pop()
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
+
+
+def data_of(tensor: Tensor) -> Tensor:
+    """Return a tensor; while its data are away from the device, a view of their copy in host memory."""
+    copy = away.get(tensor.untyped_storage()._cdata)
+    if copy is None:
+        return tensor
+    place = torch.empty(0, dtype=tensor.dtype)
+    return place.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def upload(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

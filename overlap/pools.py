@@ -14,15 +14,17 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 import parallel
 from core import Elsewhere, Group, Sample
-from metrics import Clock
+from metrics import Clock, Record
 from model import Model
+from overlap.weights import WeightSync
 from parallel import World
 
 POLL_SECONDS = 0.01  # between two looks whether the other pool is ready
@@ -40,6 +42,7 @@ class Pools:
     store: Any  # of these pools alone: torch's dist.Store, whose stubs are not complete
     clock: Clock  # of this rank
     shown: float = -math.inf  # when this pool showed its newest sign of life
+    synced: Record = field(default_factory=dict)  # of the newest `publish`
 
     @property
     def trains(self) -> bool:
@@ -116,9 +119,16 @@ class Pools:
         return cast(T, parallel.gather_objects(self.world, value if is_first else None)[self.num_trainers])
 
     def publish(self, model: Model, value: T) -> T:
-        """Give the first training rank's weights to all; return its value."""
-        parallel.broadcast_tensors(self.world, [weight.detach() for weight in model.parameters()])
-        return parallel.broadcast_object(self.world, value)
+        """Give the training ranks' weights, the same on each, to the decoding ranks.
+
+        Decoding ranks may have released theirs; then these arrive in host memory. Returns the first training rank's
+        value. `synced` has the bytes that crossed between the pools, on all ranks the same.
+        """
+        weights = [*model.parameters()]
+        sent = WeightSync(self.world, self.own, self.num_trainers).send(weights, self.clock.move)
+        values, counts = zip(*parallel.gather_objects(self.world, (value, sent)), strict=True)
+        self.synced = {"sync_bytes": sum(counts), "model_bytes": sum(weight.nbytes for weight in weights)}
+        return values[0]
 
 
 def _owner(sample: Sample, here: int) -> int:
@@ -131,4 +141,6 @@ def make_pools(world: World, num_trainers: int, clock: Clock) -> Pools:
     [own] = [part for part in parts if part is not None]
     pools = Pools(world, own, num_trainers, dist.PrefixStore(f"pools {next(made)}", world.store), clock)
     clock.on_move = pools.show_life
+    # NCCL connects two ranks, and allocates, when they first send: before pages take the rest of the device.
+    WeightSync(world, own, num_trainers).send([torch.zeros(num_trainers, device=world.device)], clock.move)
     return pools

@@ -353,6 +353,7 @@ def test_pools_of_any_size_train_the_same(settings, run_ranks, tmp_path: Path) -
         shares = [r["split"]["best_share"] for r in steps_of(tmp_path / name)]
         assert len(shares) == 4 and all(0 < share < 1 for share in shares)
         assert tokens_of(tmp_path / name) == tokens_of(one)
+        assert {r["sync"]["sync_bytes"] for r in steps_of(tmp_path / name)} == {steps_of(one)[0]["sync"]["model_bytes"]}
         for mine, theirs in zip(losses(tmp_path / name), losses(one), strict=True):
             assert mine == pytest.approx(theirs, abs=1e-5)
     versions = [span["version"] for step in trained(one) for row in step for s in row["samples"] for span in s["spans"]]
