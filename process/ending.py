@@ -14,6 +14,7 @@ from config import ConfigError
 from environments import EpisodeError
 from metrics import Clock
 from parallel import World
+from process.permits import GroupError
 from process.workers import WorkerError
 from trainer import NonFiniteError
 
@@ -48,11 +49,11 @@ def end_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def refuse(error: Exception) -> int:
-    """Say on rank 0 why the run does not start; return the exit code."""
+def refuse(error: Exception, code: int = 2) -> int:
+    """Say on one rank why the run does not start, or not go on; return the exit code."""
     if int(os.environ.get("RANK", 0)):
         _wait_for_torchrun(10.0)  # before this rank repeats it
-    return _fail(str(error), code=2)
+    return _fail(str(error), code)
 
 
 def _wait_for_torchrun(seconds: float) -> None:
@@ -84,6 +85,8 @@ def _explain(error: BaseException, clock: Clock) -> int:
     """Say why the work has failed; return the exit code."""
     if isinstance(error, ConfigError):
         return refuse(error)
+    if isinstance(error, GroupError):  # both pools of a job lose the group's server
+        return refuse(error, code=1)
     if isinstance(error, NonFiniteError | WorkerError | EpisodeError):
         return _fail(str(error), code=1)
     stage = clock.failed_in or "start"

@@ -1,0 +1,172 @@
+"""The server of a co-execution group: says which job's phase may use which workers. (RollMux, section 4)
+
+The rule is `policies.group.Permits`. A pool of a job is one connection; when that closes, whatever the reason, its
+permit comes back at once. A message that is not one of docs/mux.md closes its connection, and nothing else happens.
+"""
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from policies.group import Permits
+from process.permits import MAX_LINE, PHASES, SILENCE, Message, address_of, proof_of
+
+Place = Mapping[str, tuple[str, ...]]  # workers of each pool of a job, in the order of its ranks
+SIGN_SECONDS = 1.0  # between two signs of life to a pool that waits
+UNACKNOWLEDGED = getattr(socket, "TCP_USER_TIMEOUT", 18)
+
+
+def place_of(train: Iterable[int], rollout: Iterable[int]) -> Place:
+    """Return the place of a job on these training and rollout workers."""
+    pools = {"train": tuple(f"train {i}" for i in train), "rollout": tuple(f"rollout {i}" for i in rollout)}
+    return pools | {"all": pools["train"] + pools["rollout"]}
+
+
+@dataclass(eq=False)
+class Peer:
+    """A pool of a job that is connected."""
+
+    job: str
+    pool: str
+    place: Place
+    writer: asyncio.StreamWriter
+    phase: str = ""  # that it waits for, or is in
+    begun: float = 0.0  # time at which it got its permit
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}/{self.pool}"
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Those of its phase; before all others, a job starts on all its workers at once."""
+        return self.place["all" if self.phase == "start" else self.pool]
+
+
+@dataclass
+class GroupServer:
+    """Grants permits, over connections that prove that they hold `secret`."""
+
+    places: dict[str, Place]  # by job; jobs may come and go
+    record: Callable[..., None]  # called with the name of an event, and its fields
+    secret: str
+    phase_seconds: float  # a phase that takes longer hangs
+    end_job: Callable[[str, str], None]  # ends a job that hangs, and says why
+    commands: Mapping[str, Callable[[Message], Awaitable[Message]]] = field(default_factory=dict)  # by name
+    permits: Permits = field(default_factory=Permits)
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+    async def run(self, server: str) -> None:
+        """Serve for ever at `host:port` or the path of a Unix socket. Raises OSError when that cannot be."""
+        address = address_of(server)
+        if isinstance(address, tuple):
+            listening = await asyncio.start_server(self._serve, *address, limit=MAX_LINE)
+        else:
+            folder = Path(address).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)  # nobody else can reach the socket, whatever the rights that it is made with
+            listening = await asyncio.start_unix_server(self._serve, address, limit=MAX_LINE)
+            os.chmod(address, 0o600)
+        try:
+            while True:
+                await asyncio.sleep(SIGN_SECONDS)
+                self._look_after()
+        finally:
+            listening.close()
+            self.peers.clear()  # what they hold goes to nobody: they work on until they see that this has ended
+
+    def _look_after(self) -> None:
+        """Show life to those that wait, and end phases that hang."""
+        for peer in list(self.peers.values()):
+            if peer.name in self.permits.begun:
+                if time.monotonic() > peer.begun + self.phase_seconds:
+                    why = f"its phase {peer.phase} took over mux.phase_seconds = {self.phase_seconds:g}"
+                    self.end_job(peer.job, why)
+                    peer.writer.transport.abort()  # gives its permit back
+            elif peer.name in self.permits.wanted and not peer.writer.transport.get_write_buffer_size():
+                _send(peer.writer, {"waits": peer.phase})
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = None
+        try:
+            peer = await self._welcome(reader, writer)
+            while peer and (line := await reader.readline()):
+                self._follow(peer, line)
+        except (ValueError, RecursionError, TimeoutError) as error:
+            why = str(error)[:200] or f"it said nothing for {SILENCE:g} s"
+            self.record("refused", job=peer.job if peer else "", why=why)
+            _send(writer, {"error": why})
+        except (OSError, asyncio.CancelledError):
+            pass  # it has gone, or this server ends
+        finally:
+            if peer and self.peers.pop(peer.name, None):
+                granted = self.permits.release(peer.name)
+                self.record("left", job=peer.job, pool=peer.pool)
+                self._begin(granted)
+            writer.close()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer | None:
+        """Return who has connected, or None if it only had a command. Raises ValueError on strangers."""
+        if writer.get_extra_info("socket").family != socket.AF_UNIX:  # a machine that has gone says no goodbye
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, UNACKNOWLEDGED, int(SILENCE * 1000))
+        challenge = secrets.token_hex(16)
+        _send(writer, {"challenge": challenge})
+        hello = json.loads(await asyncio.wait_for(reader.readline(), SILENCE))
+        proof = hello.pop("proof", "") if isinstance(hello, dict) else ""
+        if not hmac.compare_digest(str(proof).encode(), proof_of(self.secret, challenge).encode()):
+            raise ValueError("a stranger: it does not hold the group's secret")
+        match hello:
+            case {"command": str(name)} if name in self.commands:
+                _send(writer, await self.commands[name](hello))
+                return None
+            case {"job": str(job), "pool": str(pool), **rest} if not rest:
+                if pool not in self.places.get(job, ()):
+                    raise ValueError(f"the group has no job {job!r} with a pool {pool!r}")
+                peer = Peer(job, pool, self.places[job], writer)
+                if peer.name in self.peers:
+                    raise ValueError(f"the pool {pool} of job {job} is connected already")
+                self.peers[peer.name] = peer
+                self.record("joined", job=job, pool=pool)
+                _send(writer, {"welcome": job})
+                return peer
+        raise ValueError("not a message of a group")
+
+    def _follow(self, peer: Peer, line: bytes) -> None:
+        """Do as a pool says. Raises ValueError on other messages, and on a request in a phase."""
+        match json.loads(line):
+            case {"request": str(phase), **rest} if phase in PHASES and not rest:
+                peer.phase = phase
+                granted = self.permits.request(peer.name, peer.workers)
+                self.record("asks", job=peer.job, pool=peer.pool, phase=phase)
+                self._begin(granted)
+            case {"release": None, **rest} if not rest:
+                self._give_back(peer, peer.workers)
+            case {"release": [*numbers], **rest} if not rest and all(
+                type(number) is int and number in range(len(peer.workers)) for number in numbers
+            ):
+                self._give_back(peer, [peer.workers[number] for number in numbers])
+            case _:
+                raise ValueError("not a message of a group")
+
+    def _give_back(self, peer: Peer, workers: Sequence[str]) -> None:
+        granted = self.permits.release(peer.name, workers)
+        left = len(self.permits.wanted.get(peer.name, ()))
+        self.record("shrinks" if left else "ends", job=peer.job, pool=peer.pool, phase=peer.phase, workers=left)
+        self._begin(granted)
+
+    def _begin(self, granted: Iterable[str]) -> None:
+        for peer in map(self.peers.__getitem__, granted):
+            peer.begun = time.monotonic()
+            self.record("begins", job=peer.job, pool=peer.pool, phase=peer.phase)
+            _send(peer.writer, {"granted": peer.phase})
+
+
+def _send(writer: asyncio.StreamWriter, message: Message) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")

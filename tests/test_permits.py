@@ -1,0 +1,299 @@
+"""Permits of a co-execution group, asked for and given over sockets (process/permits.py, process/group_server.py)."""
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from process import group_server, permits
+from process.group_server import GroupServer, place_of
+from process.permits import Client, GroupError, address_of, proof_of
+
+PLACES = {"a": place_of([0], [0, 1]), "b": place_of([0], [0, 1]), "c": place_of([0], [1])}
+LONGEST = 60.0  # seconds
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch) -> None:
+    monkeypatch.setattr(group_server, "SIGN_SECONDS", 0.02)
+
+
+class Group:
+    """A server in a thread of its own, and what it has recorded."""
+
+    def __init__(self, server: str, secret: str = "", phase_seconds: float = 1e9):
+        self.server, self.secret = server, secret
+        self.events: list[tuple[str, dict]] = []
+        self.ended: list[tuple[str, str]] = []
+        self.core = GroupServer(dict(PLACES), self.record, secret, phase_seconds, self.end_job)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.task = self.loop.create_task(self.core.run(self.server))
+        try:
+            self.loop.run_until_complete(self.task)
+        except asyncio.CancelledError:
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.run_until_complete(asyncio.sleep(0.01))
+            self.loop.close()
+
+    def record(self, event: str, **fields: object) -> None:
+        self.events.append((event, fields))
+
+    def end_job(self, job: str, why: str) -> None:
+        self.ended.append((job, why))
+
+    def connect(self, job: str, pool: str = "rollout", wait_seconds: float = LONGEST, secret: str | None = None):
+        until(lambda: isinstance(address_of(self.server), tuple) or Path(self.server).exists())
+        given = self.secret if secret is None else secret
+        return Client(self.server, job, pool, given, wait_seconds, lambda: None)
+
+    def raw(self) -> tuple[socket.socket, dict]:
+        """Return a connection and the challenge that it got."""
+        until(Path(self.server).exists)
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(LONGEST)
+        peer.connect(self.server)
+        return peer, json.loads(peer.makefile().readline())
+
+    def came(self, event: str) -> list[dict]:
+        return [fields for name, fields in self.events if name == event]
+
+    def stop(self) -> None:
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.task.cancel)
+            self.thread.join(LONGEST)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONGEST
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with TemporaryDirectory() as folder:  # a path of a Unix socket has at most 107 bytes
+        made = Group(f"{folder}/server/socket")
+        yield made
+        made.stop()
+
+
+def in_thread(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_phases_begin_in_the_order_of_requests(group: Group) -> None:
+    clients = {name: group.connect(name) for name in "abc"}
+    waiting = []
+    for name in "abc":
+        waiting.append(in_thread(partial(clients[name].request, "rollout")))
+        until(lambda: len(group.came("asks")) == len(waiting))
+    assert [event["job"] for event in group.came("begins")] == ["a"]
+    for name, thread in zip("abc", waiting, strict=True):
+        thread.join(LONGEST)
+        clients[name].release()
+    until(lambda: len(group.came("ends")) == 3)
+    assert [event["job"] for event in group.came("begins")] == ["a", "b", "c"]
+
+
+def test_pools_of_a_group_work_side_by_side_but_a_start_takes_all_workers(group: Group) -> None:
+    a, b = group.connect("a"), group.connect("b", "train")
+    a.request("rollout")
+    b.request("train")
+    b.release()
+    waits = in_thread(lambda: b.request("start"))
+    until(lambda: len(group.came("asks")) == 3)
+    assert len(group.came("begins")) == 2
+    a.release()
+    waits.join(LONGEST)
+    assert group.came("begins")[-1] == {"job": "b", "pool": "train", "phase": "start"}
+
+
+def test_some_workers_are_given_back_early(group: Group) -> None:
+    a, c = group.connect("a"), group.connect("c")
+    a.request("rollout")
+    waits = in_thread(lambda: c.request("rollout"))
+    until(lambda: len(group.came("asks")) == 2)
+    a.release([1])
+    waits.join(LONGEST)
+    assert group.came("shrinks") == [{"job": "a", "pool": "rollout", "phase": "rollout", "workers": 1}]
+    a.release()
+    until(lambda: bool(group.came("ends")))
+
+
+def test_a_closed_connection_gives_back_its_permit_and_withdraws_its_request(group: Group) -> None:
+    a, b, c = (group.connect(name) for name in "abc")
+    a.request("rollout")
+    b.send({"request": "rollout"})
+    until(lambda: len(group.came("asks")) == 2)
+    b.close()
+    until(lambda: len(group.came("left")) == 1)
+    waits = in_thread(lambda: c.request("rollout"))
+    until(lambda: len(group.came("asks")) == 3)
+    a.close()
+    waits.join(LONGEST)
+    assert [event["job"] for event in group.came("begins")] == ["a", "c"]
+    c.close()
+    group.connect("a").request("rollout")  # the job has been resumed
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET / HTTP/1.1\n",
+        b"\xff\n",
+        b"[" * 50_000 + b"\n",
+        b"9" * 70_000 + b"\n",
+        b"1\n",
+        b"{}\n",
+        b'{"request": "lunch"}\n',
+        b'{"request": ["rollout"]}\n',
+        b'{"request": "rollout", "as": "root"}\n',
+        b'{"release": [2]}\n',
+        b'{"release": [[0]]}\n',
+        b'{"release": [0.0]}\n',
+        b'{"release": [-1]}\n',
+        b'{"request": "rollout"}\n{"request": "rollout"}\n',
+    ],
+)
+def test_a_wrong_message_closes_its_connection_and_nothing_else(group: Group, line: bytes) -> None:
+    a, b = group.connect("a"), group.connect("b")
+    a.request("train")
+    b._socket.sendall(line)
+    until(lambda: len(group.came("left")) == 1)
+    assert len(group.came("refused")) == 1 and group.came("left") == [{"job": "b", "pool": "rollout"}]
+    a.release()
+    group.connect("b").request("rollout")
+
+
+def test_a_wrong_greeting_is_refused(group: Group) -> None:
+    for hello in (b"\n", b"[]\n", b"\xff\n", b"x" * 70_000 + b"\n", b'{"job": "a"}\n'):
+        peer, _ = group.raw()
+        with peer:
+            peer.sendall(hello)
+            assert "error" in json.loads(peer.makefile().readline())
+    assert len(group.came("refused")) == 5 and not group.came("joined")
+
+
+def test_a_job_that_is_not_of_the_group_and_a_pool_that_is_there_are_refused(group: Group) -> None:
+    with pytest.raises(GroupError, match="the group has no job 'd' with a pool 'rollout'"):
+        group.connect("d")
+    first = group.connect("a")
+    with pytest.raises(GroupError, match="the pool rollout of job a is connected already"):
+        group.connect("a")
+    first.close()
+
+
+def test_a_stranger_without_the_secret_is_refused() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = f"127.0.0.1:{free.getsockname()[1]}"
+    group = Group(server, secret="sesame")
+
+    def listens() -> bool:
+        with socket.socket() as peer:
+            return not peer.connect_ex(address_of(server))
+
+    until(listens)
+    with pytest.raises(GroupError, match="a stranger"):
+        group.connect("a", secret="")
+    with pytest.raises(GroupError, match="a stranger"):
+        group.connect("a", secret="Sesame")
+    group.connect("a").request("rollout")
+    assert [event["job"] for event in group.came("joined")] == ["a"]
+    group.stop()
+
+
+def test_a_proof_is_worth_nothing_on_another_connection(group: Group) -> None:
+    peer, first = group.raw()
+    with peer:
+        peer.sendall(b'{"job": "a", "pool": "rollout", "proof": "%s"}\n' % proof_of("", "another").encode())
+        assert "stranger" in peer.makefile().readline()
+    peer, second = group.raw()
+    peer.close()
+    assert first != second
+
+
+def test_others_cannot_reach_the_socket(group: Group) -> None:
+    group.connect("a").close()
+    assert os.stat(group.server).st_mode & 0o777 == 0o600
+    assert os.stat(Path(group.server).parent).st_mode & 0o777 == 0o700
+
+
+def test_a_server_that_ends_is_one_clear_error(group: Group) -> None:
+    a, b = group.connect("a"), group.connect("b")
+    a.request("rollout")
+    raised = []
+
+    def wait() -> None:
+        with pytest.raises(GroupError) as error:
+            b.request("rollout")
+        raised.append(str(error.value))
+
+    waits = in_thread(wait)
+    until(lambda: len(group.came("asks")) == 2)
+    group.stop()
+    waits.join(LONGEST)
+    assert raised == [f"group.server = '{group.server}': it has gone; start the group again with mux.py --resume"]
+    with pytest.raises(GroupError, match="it has gone"):
+        a.release()
+    with pytest.raises(GroupError, match="cannot reach it .*start the group with mux.py"):
+        group.connect("c")
+
+
+def test_a_removed_socket_ends_nobody_but_lets_nobody_in(group: Group) -> None:
+    a = group.connect("a")
+    Path(group.server).unlink()
+    a.request("rollout")
+    a.release()
+    with pytest.raises(GroupError, match="cannot reach it .No such file"):
+        Client(group.server, "b", "rollout", "", LONGEST, lambda: None)
+
+
+def test_waiting_has_an_end(group: Group) -> None:
+    signs = []
+    a, b = group.connect("a"), group.connect("b", wait_seconds=0.0)
+    c = group.connect("c")
+    a.request("rollout")
+    with pytest.raises(GroupError, match="no permit for rollout within group.wait_seconds = 0"):
+        b.request("rollout")
+    b.close()
+    c.on_wait = lambda: (signs.append(1), a.release() if len(signs) == 2 else None)
+    c.request("rollout")
+    assert len(signs) >= 2
+
+
+def test_a_server_that_hangs_is_one_clear_error(monkeypatch) -> None:
+    monkeypatch.setattr(permits, "SILENCE", 0.05)
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as hangs:
+        hangs.bind(f"{folder}/socket")
+        hangs.listen()
+        with pytest.raises(GroupError, match="it has shown no sign of life for 0.05 s"):
+            Client(f"{folder}/socket", "a", "rollout", "", LONGEST, lambda: None)
+
+
+def test_a_phase_that_hangs_is_named_and_its_permit_comes_back() -> None:
+    with TemporaryDirectory() as folder:
+        group = Group(f"{folder}/server/socket", phase_seconds=0.0)
+        a = group.connect("a")
+        a.request("rollout")
+        b = group.connect("b")
+        b.request("rollout")
+        a.close()
+        assert group.ended[0] == ("a", "its phase rollout took over mux.phase_seconds = 0")
+        group.stop()
