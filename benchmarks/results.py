@@ -199,7 +199,7 @@ BENCHMARKS = {
         "figures/environments_learning.py",
         (
             *(*ROUND, *TRAINING, "environments.py", "envs/*.py", *RUN, "warm_start.py"),
-            *("configs/guess.toml", "configs/relay.toml"),
+            *("configs/guess.toml", "configs/relay.toml", "configs/lake.toml", "configs/bandit.toml"),
         ),
     ),
     "soak": Benchmark(

@@ -218,6 +218,11 @@ def _any_arm(row: dict, texts: Sequence[str], actions: Sequence[str], rng: Rando
     return rng.choice(ARMS)
 
 
+def _stay_at_times(row: dict, texts: Sequence[str], actions: Sequence[str], rng: Random) -> str:
+    """Pull any arm, but every other time that an arm has won, the same again: a habit that training can strengthen."""
+    return actions[-1] if texts[-1] == "1" and rng.random() < 0.5 else rng.choice(ARMS)
+
+
 def _instead(choices: Sequence[str]) -> Callable[[str, Random, float], str]:
     """Return a slip: with `probability` any of `choices` takes the action's place."""
     return lambda action, rng, probability: rng.choice(choices) if rng.random() < probability else action
@@ -254,7 +259,7 @@ ENVIRONMENTS: dict[str, Game] = {
         environment=bandit,
         numbers=lambda: list(range(1000)),
         row=_bandit_row,
-        players={"random": _any_arm, "expert": _best_so_far, "teacher": _any_arm},
+        players={"random": _any_arm, "expert": _best_so_far, "teacher": _stay_at_times},
         slip=_instead(ARMS),
     ),
 }

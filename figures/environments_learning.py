@@ -1,12 +1,12 @@
-"""Learning to play in several turns: held-out score over steps of `guess` and `relay`, three seeds each.
+"""Learning to play in several turns: held-out score over steps of the four built-in games, three seeds each.
 
 python figures/environments_learning.py            trains what is missing in runs/ (minutes a run), then draws
 python figures/environments_learning.py --draw     draws again from figures/environments_learning.json
 python figures/environments_learning.py --quick    a few steps of one seed, drawn in runs/quick: to see that it works
 
-The runs are configs/guess.toml and configs/relay.toml as they are, on one rank; only the seeds of warm start and run
-differ. Lines show players without a model on all held-out problems: the expert, the random one, and the teacher with
-slips, whose transcripts the warm start learns.
+The runs are configs/guess.toml and so on as they are, on one rank; only the seeds of warm start and run differ.
+`bandit-episode` is the bandit again, with loss.credit = episode. Lines show players without a model on all held-out
+problems: the expert, the random one, and the teacher with slips, whose transcripts the warm start learns.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -33,9 +34,16 @@ from metrics import read_records
 from settings import Config
 from tasks import is_held_out
 
-TARGETS = {"guess": 1.0, "relay": 0.95}  # what the settings were chosen to reach
+# What the settings were chosen to reach. On the lake that is more than the teacher without slips, who does not look
+# ahead (0.87); of the bandit, what its expert reaches.
+TARGETS = {"guess": 1.0, "relay": 0.95, "lake": 0.9, "bandit": 0.63, "bandit-episode": 0.63}
+OTHERWISE = {"bandit-episode": ["loss.credit=episode"]}  # settings of runs that are not their config's
 PLAYERS = {"expert": "--", "teacher with slips": "-.", "random": ":"}
 EPISODES = 1000  # of each player, at least
+
+
+def game_of(name: str) -> str:
+    return name.partition("-")[0]
 
 
 def config_of(game: str) -> str:
@@ -57,14 +65,14 @@ def players(game: str) -> dict[str, float]:
     return {name: round(score(game, player), 4) for name, player in kinds.items()}
 
 
-def trained(game: str, seed: int, quick: bool) -> dict:
+def trained(name: str, seed: int, quick: bool) -> dict:
     """Return rewards of all steps and the evaluations of one run, training it first when its folder is not there."""
-    seeds = f"run.seed={seed}", f"warm_start.seed={seed}"
-    folder = run(f"environments-{game}-seed{seed}", *seeds, ranks=1, quick=quick, config=config_of(game))
+    game, settings = game_of(name), [f"run.seed={seed}", f"warm_start.seed={seed}", *OTHERWISE.get(name, ())]
+    folder = run(f"environments-{name}-seed{seed}", *settings, ranks=1, quick=quick, config=config_of(game))
     records = read_records(folder / "steps.jsonl")
     steps = [r for r in records if r["step"]]
     return {
-        "game": game,
+        "game": name,
         "seed": seed,
         **of_run(folder),
         "players": players(game),
@@ -79,32 +87,41 @@ def trained(game: str, seed: int, quick: bool) -> dict:
 
 def draw(rows: list[dict], path: Path) -> None:
     plt.style.use(HERE / "plainroll.mplstyle")
-    games = list(dict.fromkeys(row["game"] for row in rows))
-    figure, panels = plt.subplots(1, len(games), sharey=True, squeeze=False)
-    for axes, game in zip(panels[0], games, strict=True):
-        runs = [row for row in rows if row["game"] == game]
-        for row in runs:
-            points, color = row["evaluations"], f"C{row['seed']}"
-            axes.plot(range(1, len(row["reward"]) + 1), moving(row["reward"]), color=color, alpha=0.3, linewidth=1)
-            axes.errorbar(
-                [p["step"] for p in points],
-                [p["avg@4"] for p in points],
-                [1.96 * p["standard_error"] for p in points],
-                color=color,
-                label=f"seed {row['seed']}",
-                capsize=2,
-            )
-        for name, dashes in PLAYERS.items():
-            axes.axhline(runs[0]["players"][name], color="0.4", linestyle=dashes, linewidth=1, label=name)
-        count = runs[0]["evaluations"][0]["num_prompts"]
-        axes.set_title(f"{game}: {count} held-out problems, {runs[0]['samples']} episodes a step", fontsize=8)
-        axes.set(xlabel="step", ylim=(0, 1.02))
-    panels[0, 0].set_ylabel("avg@4 at temperature 1")
-    panels[0, -1].legend(loc="lower right", fontsize=7)  # where scores are high
+    games = list(dict.fromkeys(game_of(row["game"]) for row in rows))
+    lines, columns = -(-len(games) // 2), min(len(games), 2)
+    size = 7.2, 0.4 + 2.9 * lines
+    figure, panels = plt.subplots(lines, columns, squeeze=False, figsize=size)
+    for axes, game in zip(panels.flat, games):
+        draw_game(axes, game, [row for row in rows if game_of(row["game"]) == game])
+    for axes in panels.flat[len(games) :]:
+        axes.remove()
+    for axes in panels[:, 0]:
+        axes.set_ylabel("avg@4 at temperature 1")
     made = f"commit {rows[0]['commit'][:7]} of {rows[0]['date']}"
     said = "bars: 95 % interval, pale: reward of training, mean of ten steps"
     figure.supxlabel(f"python figures/environments_learning.py ({made}); {said}", fontsize=7, color="0.4")
     figure.savefig(path)
+
+
+def draw_game(axes: plt.Axes, game: str, runs: list[dict]) -> None:
+    for row in runs:
+        points, color = row["evaluations"], f"C{row['seed']}"
+        style: dict[str, Any] = {"color": color, "linestyle": "--" if row["game"] in OTHERWISE else "-"}
+        axes.plot(range(1, len(row["reward"]) + 1), moving(row["reward"]), **style, alpha=0.3, linewidth=1)
+        axes.errorbar(
+            [p["step"] for p in points],
+            [p["avg@4"] for p in points],
+            [1.96 * p["standard_error"] for p in points],
+            **style,
+            label=f"seed {row['seed']}" + "".join(f", {setting}" for setting in OTHERWISE.get(row["game"], ())),
+            capsize=2,
+        )
+    for name, dashes in PLAYERS.items():
+        axes.axhline(runs[0]["players"][name], color="0.4", linestyle=dashes, linewidth=1, label=name)
+    count = runs[0]["evaluations"][0]["num_prompts"]
+    axes.set_title(f"{game}: {count} held-out problems, {runs[0]['samples']} episodes a step", fontsize=8)
+    axes.set(xlabel="step", ylim=(0.8 * runs[0]["players"]["random"], min(1.1 * runs[0]["players"]["expert"], 1.02)))
+    axes.legend(loc="best", fontsize=6)
 
 
 def summary(rows: list[dict]) -> dict:
@@ -131,13 +148,15 @@ def summary(rows: list[dict]) -> dict:
     return {
         "name": "environments_learning",
         "rows": table,
-        "players": [{"game": game, **levels} for game, levels in {row["game"]: row["players"] for row in rows}.items()],
+        "players": [
+            {"game": game, **levels} for game, levels in {game_of(row["game"]): row["players"] for row in rows}.items()
+        ],
         "logprob_diff_max": max(row["logprob_diff_max"] for row in rows),
     }
 
 
 def train(args: argparse.Namespace, seeds: Sequence[int]) -> list[dict]:
-    return [trained(game, seed, args.quick) for seed in seeds for game in args.games]
+    return [trained(name, seed, args.quick) for seed in seeds for name in args.games]
 
 
 def main() -> None:

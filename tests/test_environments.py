@@ -330,6 +330,7 @@ def rewards_of(name: str, player: str | Player, episodes: int) -> list[float]:
         ("lake", "expert", 1.0),
         ("lake", ENVIRONMENTS["lake"].sloppy(0.15), 0.72),
         ("bandit", "random", 0.5),
+        ("bandit", "teacher", 0.54),
         ("bandit", "expert", 0.64),
         ("bandit", lambda row, texts, actions, rng: row["answer"], 0.8),
     ],

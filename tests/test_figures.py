@@ -83,14 +83,19 @@ def test_runs_of_games_are_drawn_beside_players_and_told_where_they_miss_the_tar
     }
     rows = [
         made
-        | {"game": game, "seed": seed, "players": script.players(game), "reward": [0.3, last]}
+        | {"game": name, "seed": seed, "players": script.players(script.game_of(name)), "reward": [0.3, last]}
         | {
             "evaluations": [
                 {"step": step, "avg@4": score, "standard_error": 0.03, "num_prompts": 8, "turns": {"mean": 5.0}}
                 for step, score in ((0, 0.5), (2, last))
             ]
         }
-        for game, lasts in {"guess": (0.97, 0.5), "relay": (0.9, 0.4)}.items()
+        for name, lasts in {
+            "guess": (0.97, 0.5),
+            "relay": (0.9, 0.4),
+            "bandit": (0.6,),
+            "bandit-episode": (0.5,),
+        }.items()
         for seed, last in enumerate(lasts)
     ]
     found = script.summary(rows)
@@ -99,12 +104,15 @@ def test_runs_of_games_are_drawn_beside_players_and_told_where_they_miss_the_tar
         ("guess", "no"),
         ("relay", "yes"),
         ("relay", "no"),
+        ("bandit", "yes"),
+        ("bandit-episode", "no"),
     ]
     assert found["rows"][1]["standard_errors"] == 0 and found["rows"][3]["standard_errors"] < 0
-    guess, relay = found["players"]
+    guess, relay, bandit = found["players"]
     assert guess["expert"] == relay["expert"] == 1 and guess["random"] == pytest.approx(0.07, abs=0.03)
     assert guess["random"] < guess["teacher with slips"] < 0.51 and relay["random"] < 0.01
     assert relay["teacher with slips"] == pytest.approx(0.53, abs=0.05)
+    assert bandit["random"] == pytest.approx(0.5, abs=0.03) and bandit["expert"] == pytest.approx(0.63, abs=0.03)
     script.draw(rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
