@@ -179,18 +179,27 @@ class Job:
         return Round(self.engine, self.graders, world, clock, *settings, sizes, self.episodes)
 
     def next_batch(self) -> Rollout:
-        """Go on with the endless rollout until a batch is there; its groups may be several updates old. Collective."""
+        """Go on with the endless rollout until a batch is there; its groups may be several updates old.
+
+        Collective among the ranks that decode.
+        """
         self._refuse_if_released()
-        groups, record, event = list[Group](), Record(), f"batch {self.step}"
-        if self.endless:
-            with self.clock.span("rollout"):
-                groups, record = self.endless.next_batch()
-        if self.pools:
-            with self.clock.span("wait_batch"):
-                self.pools.wait_for(event) if self.trains else self.pools.signal(event)
-                groups, record = self.pools.hand_over(groups, record, readers=self.pools.num_trainers)
+        assert self.endless
+        with self.clock.span("rollout"):
+            groups, record = self.endless.next_batch()
         record["lag"] = lag_record(groups, self.step)
         return Rollout(groups, SampleBuffer(len(groups)), record={"round": record})
+
+    def hand_over(self, rollout: Rollout | None) -> Rollout:
+        """Return the rollout; ranks that only train wait for that of the others. Collective."""
+        self._refuse_if_released()
+        if not self.pools:
+            assert rollout
+            return rollout
+        groups, told = (rollout.groups, (rollout.lengths, rollout.record)) if rollout else ([], ((), {}))
+        with self.clock.span("wait_batch"):
+            groups, told = self.pools.hand_over(f"batch {self.step}", groups, told, readers=self.pools.num_trainers)
+        return Rollout(groups, SampleBuffer(len(groups)), *told)
 
     def replay(self) -> Rollout:
         """Return the groups that the run of `run.replay` trained in this step."""
@@ -202,7 +211,7 @@ class Job:
     def learn(self, rollout: Rollout) -> tuple[torch.Tensor, list[dict]]:
         """Update the weights; return the advantages [P, R] and the statistics of each update. Collective.
 
-        Ranks that only decode go on with that meanwhile, and have the new weights afterwards.
+        Ranks that only decode wait, or go on with an endless rollout; they have the new weights afterwards.
         """
         self._refuse_if_released()
         c, updates, event = self.config, list[dict](), f"update {self.step}"
@@ -215,10 +224,8 @@ class Job:
             if self.endless:
                 with self.clock.span("rollout"):
                     self.endless.decode_on(self.pools.watch(event))
-                with self.clock.span("wait_update"):
-                    self.pools.wait_for(event)
-            else:
-                self.pools.signal(event)
+            with self.clock.span("wait_update"):
+                self.pools.signal(event) if self.trains else self.pools.wait_for(event)
             with self.clock.span("publish"):
                 updates = self.pools.publish(self.trainer.model, updates)
             rollout.record["sync"] = self.pools.synced
@@ -296,9 +303,7 @@ class Job:
         self.engine.stats.take()  # the next step counts from zero
         self.episodes.stats = own
         if self.pools:
-            event = f"evaluation {self.step}"
-            self.pools.wait_for(event) if self.trains else self.pools.signal(event)
-            groups, _ = self.pools.hand_over(groups, None, readers=1)
+            groups, _ = self.pools.hand_over(f"evaluation {self.step}", groups, None, readers=1)
         else:
             groups = bring_to_main(self.world, groups)
         self.share_timeouts(pool for pool, _ in parallel.gather_objects(self.world, self.graders.take_stats()))
@@ -313,21 +318,7 @@ class Job:
         OSError when a checkpoint could not be written.
         """
         self._refuse_if_released()
-        state = {
-            "step": self.step,
-            "trainer": self.trainer.state_dict(),
-            "cursor": self.cursor.state_dict(),
-            "policy": self.policy.state_dict(),
-            "planner": self.planner.state_dict(),
-            "timeouts": self.graders.timeouts.state_dict(),
-            "split": self.split.state_dict(),
-        }
-        if self.streaming:
-            state["streaming"] = self.streaming.state_dict()
-        if self.endless:
-            state["endless"] = self.endless.state_dict()
-        if self.pools:
-            state |= self.pools.of_decoders({key: state.get(key) for key in ("cursor", "endless")})
+        state = state_of(self)
         with self.trainer.saved_tensors() as tensors:
             self.checkpoints.save(self.step, self.trainer.model, tensors, state)
         if waits:
@@ -393,7 +384,27 @@ def introduce(job: Job, saved: Path | None, resume: bool) -> None:
         say(f"sandbox: {sandbox.isolation()}")
 
 
-def restore(job: Job, saved: Path, state: dict) -> None:
+def state_of(job: Job) -> Record:
+    """Return what `restore` needs beside the tensors, as plain values. Collective."""
+    state: Record = {
+        "step": job.step,
+        "trainer": job.trainer.state_dict(),
+        "cursor": job.cursor.state_dict(),
+        "policy": job.policy.state_dict(),
+        "planner": job.planner.state_dict(),
+        "timeouts": job.graders.timeouts.state_dict(),
+        "split": job.split.state_dict(),
+    }
+    if job.streaming:
+        state["streaming"] = job.streaming.state_dict()
+    if job.endless:
+        state["endless"] = job.endless.state_dict()
+    if job.pools:  # ranks that only train have no part in these
+        state |= job.pools.of_decoders({key: state[key] for key in ("cursor", "policy", "endless") if key in state})
+    return state
+
+
+def restore(job: Job, saved: Path, state: Record) -> None:
     """Take over the state of a checkpoint. The model has its weights already. Collective."""
     job.step = state["step"]
     fill = partial(checkpoint.load_tensors, saved, world=job.trainer.world)

@@ -113,7 +113,7 @@ def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
         **{name: sum(getattr(r.engine, name) for r in reports) for name in (*tokens, "preemptions", "regroup_bytes")},
         "decode_steps": max(r.engine.decode_steps for r in reports),
         **{name: max(getattr(r.engine, name) for r in reports) for name in ("peak_pages", "peak_parked_pages")},
-        "pages": reports[0].num_pages,
+        "pages": reports[-1].num_pages,  # the last rank decodes in every run
     }
 
 

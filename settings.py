@@ -354,11 +354,6 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
     tp, prompts = c.rollout.tensor_parallel, c.scheduler.num_prompts
     check_group_size(tp, world_size, own_node_size(world_size))
-    if not c.overlap.depth and prompts % (replicas := world_size // tp):
-        raise ConfigError(
-            f"scheduler.num_prompts = {prompts} is not a multiple of the {replicas} replicas ({world_size} ranks / "
-            f"tensor_parallel {tp}); take {max(prompts // replicas, 1) * replicas} prompts, or another number of ranks"
-        )
     if (training := c.overlap.train_ranks or world_size) % c.trainer.shard:
         raise ConfigError(
             f"trainer.shard = {c.trainer.shard} does not divide the number of ranks that train, {training}; possible "
@@ -367,6 +362,12 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
     check_scheduler(c.scheduler)
     check_stream(c, world_size)
     check_endless(c, world_size, dtype)
+    decoding = world_size - c.overlap.train_ranks
+    if not c.overlap.depth and prompts % (replicas := decoding // tp):
+        raise ConfigError(
+            f"scheduler.num_prompts = {prompts} is not a multiple of the {replicas} replicas ({decoding} ranks / "
+            f"tensor_parallel {tp}); take {max(prompts // replicas, 1) * replicas} prompts, or another number of ranks"
+        )
     refuse_within_round(c.planner, c.stream.policy)
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo or another loss")
@@ -546,12 +547,12 @@ def check_stream(c: Config, num_ranks: int) -> None:
 
 
 def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
-    """Refuse combinations that an endless rollout has no place for."""
+    """Refuse combinations that have no place in an endless rollout or on ranks apart."""
     scheduler = POLICIES[c.scheduler.policy](c.scheduler).config
     check_overlap(c.overlap, scheduler, c.stream.policy, c.planner.rule, c.run.replay)
+    check_pools(c, world_size)
     if not c.overlap.depth:
         return
-    check_pools(c, world_size)
     if c.loss.name != "decoupled" and c.loss.for_dtype(dtype).old_logprobs == "trainer":
         raise ConfigError(
             f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "

@@ -299,6 +299,10 @@ class Simulation:
             raise ConfigError("overlap.train_ranks = auto is for real runs; take a number, and then best_share of it")
         scheduler = POLICIES[config.scheduler.policy](config.scheduler).config
         check_overlap(o, scheduler, config.stream.policy, config.planner.rule)
+        if o.train_ranks and not o.depth:
+            raise ConfigError(
+                f"overlap.train_ranks = {o.train_ranks} with overlap.depth = 0 is for real runs; take overlap.depth = 1"
+            )
         others = {
             f"stream.policy = {config.stream.policy}": config.stream.policy != "off",
             f"planner.rule = {config.planner.rule}": config.planner.rule != "fixed",

@@ -62,15 +62,16 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
 def take_step(job: Job) -> Record:
     """Take one step; return its record. Collective. (Sections are RollPacker's.)"""
     start, job.clock.step = time.perf_counter(), job.step + 1
-    plan = None
+    plan, rollout = None, None
     if job.config.run.replay:
         rollout = job.replay()
-    elif job.config.overlap.depth:
+    elif job.endless:
         rollout = job.next_batch()  # decoding goes on across updates (ROLL Flash)
-    else:
+    elif job.decodes:
         plan = job.plan()  # which prompts, how many responses of each (3)
         job.regroup(plan)  # tensor-parallel size of the round (4.2)
         rollout = job.roll_out(plan)  # windows of decoding, grading beside them, aborts (3, 4.3, 4.4)
+    rollout = job.hand_over(rollout)  # to ranks that only train
     advantages, updates = job.learn(rollout)
     job.sync_weights()
     seconds = time.perf_counter() - start

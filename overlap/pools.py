@@ -1,9 +1,10 @@
-"""Two pools of ranks: the first ones train while the others decode without end. (ROLL Flash, decoupled resources)
+"""Two pools of ranks: the first ones only train, the others only decode. (ROLL Flash, decoupled resources)
 
     decoding ranks                          training ranks
     decode until a batch is there           wait for it
     ------------------ the batch is handed over -----------------
-    decode on, until the update is due      add up gradients, update
+    wait for the update; an endless         add up gradients, update
+    rollout decodes on until it is due
     ---------------- the weights are published ------------------
 
 Both lines are collective over all ranks; between them each pool is a world of its own.
@@ -96,12 +97,13 @@ class Pools:
 
     # ---- what travels --------------------------------------------------------------------------------------------
 
-    def hand_over(self, groups: Sequence[Group], value: T, readers: int) -> tuple[list[Group], T]:
-        """Return the decoding ranks' groups and their value, on every rank.
+    def hand_over(self, event: str, groups: Sequence[Group], value: T, readers: int) -> tuple[list[Group], T]:
+        """Return the decoding ranks' groups and their value, on every rank; training ranks wait for the event.
 
         The tokens of the samples are brought to the first `readers` ranks, in turns. What training ranks give is not
         looked at.
         """
+        self.wait_for(event) if self.trains else self.signal(event)
         rank, samples = self.world.rank, [sample for group in groups for sample in group.samples]
         headers = [parallel.header_of(sample, _owner(sample, self.own.rank) + self.num_trainers) for sample in samples]
         headers, (told, value) = self.of_decoders((headers, (parallel.with_samples(groups, headers), value)))

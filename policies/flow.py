@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from config import ConfigError, option
+from config import Auto, ConfigError, option
 from core import Decision, Finished, Prompt, RoundPlan, SampleId, Visit, VisitId
 from scheduler import SchedulerConfig, Take, num_launched
 
@@ -50,8 +50,8 @@ class OverlapConfig:
     )
     train_ranks: int = option(
         0,
-        "the first so many ranks only train while the others decode; 0: all ranks do both, in turns; auto: half of "
-        "them, until the times of the first steps say how many should",
+        "the first so many ranks only train, the others only decode; with depth over 0 both at the same time; 0: all "
+        "ranks do both, in turns; auto: half of them train, until the times of the first steps say how many should",
         min=0,
         auto=True,
     )
@@ -293,10 +293,18 @@ def check_overlap(
     given = {key: value for key, value in asdict(config).items() if value != getattr(OverlapConfig, key)}
     if not config.depth:
         for key, value in given.items():
-            raise ConfigError(
-                f"overlap.{key} = {value} has no effect with overlap.depth = 0: the rollout ends before training; take "
-                "overlap.depth = 1, or leave it out"
-            )
+            if isinstance(value, Auto):
+                raise ConfigError(
+                    "overlap.train_ranks = auto compares two sides that work at the same time, but with overlap.depth "
+                    "= 0 they take turns; give a number of ranks, or take overlap.depth = 1"
+                )
+            if key != "train_ranks":
+                raise ConfigError(
+                    f"overlap.{key} = {value} has no effect with overlap.depth = 0: the rollout ends before training; "
+                    "take overlap.depth = 1, or leave it out"
+                )
+    _refuse_without_place(config, scheduler, stream, planner, replay)
+    if not config.depth:
         return
     if config.lag and not config.train_ranks:
         raise ConfigError(
@@ -320,13 +328,33 @@ def check_overlap(
             f"{scheduler.eta_prompts:g}: the rollout runs {ahead:g} batches ahead, so groups get older than "
             f"{config.largest_age}; take overlap.bound = {math.ceil(ahead)} or more"
         )
-    for setting, is_given, reason in (
-        (f"stream.policy = {stream}", stream != "off", "no round waits for its longest responses"),
-        (f"planner.rule = {planner}", planner != "fixed", "there is no moment without sequences under way"),
-        ("scheduler.dynamic_sampling = true", scheduler.dynamic_sampling, "a batch takes the oldest groups, all alike"),
-        (f"scheduler.audit = {scheduler.audit}", scheduler.audit, "no round ends"),
-        (f"run.replay = {replay!r}", replay, "recorded groups are not rolled out"),
+
+
+def _refuse_without_place(
+    config: OverlapConfig, scheduler: SchedulerConfig, stream: str, planner: str, replay: str
+) -> None:
+    """Raise ConfigError on settings of other rooms that an endless rollout, or ranks apart, have no place for."""
+    endless = f"an endless rollout (overlap.depth = {config.depth:g})" if config.depth else ""
+    apart = f"a run of ranks apart (overlap.train_ranks = {config.train_ranks})" if config.train_ranks else ""
+    for setting, is_given, reasons in (
+        (
+            f"stream.policy = {stream}",
+            stream != "off",
+            {endless: "no round waits for its longest responses", apart: "ranks that decode cannot train"},
+        ),
+        (
+            f"planner.rule = {planner}",
+            planner != "fixed",
+            {endless: "there is no moment without sequences under way", apart: "it plans for all ranks of a run"},
+        ),
+        (
+            "scheduler.dynamic_sampling = true",
+            scheduler.dynamic_sampling,
+            {endless: "a batch takes the oldest groups, all alike"},
+        ),
+        (f"scheduler.audit = {scheduler.audit}", scheduler.audit, {endless: "no round ends"}),
+        (f"run.replay = {replay!r}", replay, dict.fromkeys((endless, apart), "recorded groups are not rolled out")),
     ):
-        if is_given:
-            where = f"an endless rollout (overlap.depth = {config.depth:g})"
-            raise ConfigError(f"{setting} has no place in {where}: {reason}; leave it out")
+        for where, reason in reasons.items():
+            if is_given and where:
+                raise ConfigError(f"{setting} has no place in {where}: {reason}; leave it out")

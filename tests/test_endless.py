@@ -237,7 +237,7 @@ def test_the_command_plays_an_endless_rollout(capsys) -> None:
     assert main([*cluster, *overlap, "--overlap.train_ranks=4"]) == 2
     assert "overlap.train_ranks = 4 leaves none of 4 GPUs to decode" in capsys.readouterr().err
     assert main([*cluster, "--overlap.train_ranks=2"]) == 2
-    assert "overlap.train_ranks = 2 has no effect with overlap.depth = 0" in capsys.readouterr().err
+    assert "overlap.train_ranks = 2 with overlap.depth = 0 is for real runs" in capsys.readouterr().err
 
 
 REFUSED = [

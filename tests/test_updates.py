@@ -481,7 +481,9 @@ OFF = dict(overlap__depth=0, overlap__bound=0)
 NO_PLACE = ["has no place in an endless rollout (overlap.depth = 1)", "leave it out"]
 WITHOUT = ["has no effect with overlap.depth = 0", "take overlap.depth = 1, or leave it out"]
 UNCORRECTED = ["trains samples of older weights", "take loss.name = decoupled, or loss.old_logprobs = rollout"]
-OTHERS = dict(bound=3, late="drop", flight="keep", clock="time", train_ranks=1, sync="with_batch", update_iterations=8)
+OTHERS = dict(bound=3, late="drop", flight="keep", clock="time", sync="with_batch", update_iterations=8)
+ROUNDS = dict(overlap__depth=0, overlap__bound=0, overlap__train_ranks=1)
+NO_PLACE_APART = ["has no place in a run of ranks apart (overlap.train_ranks = 1)", "leave it out"]
 # How many ranks, the settings, and parts of the line that refuses them.
 REFUSED: list[tuple[int, dict, list[str]]] = [
     (2, dict(stream__policy="fixed"), ["stream.policy = fixed", *NO_PLACE]),
@@ -508,7 +510,12 @@ REFUSED: list[tuple[int, dict, list[str]]] = [
     (1, dict(scheduler__policy="tail_batching", scheduler__eta_prompts=4), ["eta_prompts = 4", "overlap.bound = 4"]),
     (1, ONE_TRAINS, ["overlap.train_ranks = 1 leaves none of 1 ranks to decode", "take fewer"]),
     (4, AUTO | dict(rollout__weights="sharded", trainer__shard=2), ["train_ranks = auto", "whole weights"]),
-    (2, AUTO | OFF, ["has no effect with overlap.depth = 0"]),
+    (2, AUTO | OFF, ["overlap.train_ranks = auto", "they take turns", "give a number of ranks"]),
+    (2, ROUNDS | dict(stream__policy="fixed"), ["stream.policy = fixed", *NO_PLACE_APART]),
+    (2, ROUNDS | dict(planner__rule="paper"), ["planner.rule = paper", *NO_PLACE_APART]),
+    (2, ROUNDS | dict(run__replay=ROOT), ["run.replay = ", *NO_PLACE_APART]),
+    (2, ROUNDS | dict(overlap__late="drop"), ["overlap.late = drop", *WITHOUT]),
+    (4, ROUNDS, ["scheduler.num_prompts = 4 is not a multiple of the 3 replicas (3 ranks", "take 3 prompts"]),
     (2, AUTO | dict(overlap__update_iterations=8, overlap__clock="time"), ["overlap.update_iterations = 8 has no"]),
     (4, dict(overlap__train_ranks=3, trainer__shard=2), ["trainer.shard = 2 does not divide", "train, 3", "[1, 3]"]),
     (8, dict(overlap__train_ranks=4, trainer__shard=2), ["trainer.shard = 2 with overlap.train_ranks = 4", "or 4"]),
