@@ -242,7 +242,10 @@ class Job:
     # ---- after a step --------------------------------------------------------------------------------------------
 
     def take_reports(self) -> list[RankReport]:
-        """Return what each rank has counted since the last call, and count from zero. Collective."""
+        """Return what each rank has counted since the last call, and count from zero. Collective.
+
+        From then on every rank limits programs by what those of all ranks took.
+        """
         pool, judge = self.graders.take_stats()
         own = RankReport(
             engine=self.engine.stats.take(),
@@ -255,10 +258,11 @@ class Job:
             judge=judge,
             episodes=self.episodes.take_stats(),
         )
-        return parallel.gather_objects(self.world, own)
+        reports = parallel.gather_objects(self.world, own)
+        self._share_timeouts(report.pool for report in reports)
+        return reports
 
-    def share_timeouts(self, pools: Iterable[PoolStats]) -> None:
-        """Let every rank limit programs by what those of all ranks took."""
+    def _share_timeouts(self, pools: Iterable[PoolStats]) -> None:
         for pool in pools:
             self.graders.timeouts.merge(pool.anchors)
 
@@ -306,7 +310,7 @@ class Job:
             groups, _ = self.pools.hand_over(f"evaluation {self.step}", groups, None, readers=1)
         else:
             groups = bring_to_main(self.world, groups)
-        self.share_timeouts(pool for pool, _ in parallel.gather_objects(self.world, self.graders.take_stats()))
+        self._share_timeouts(pool for pool, _ in parallel.gather_objects(self.world, self.graders.take_stats()))
         if self.world.is_main:
             write_transcripts(self.folder / "samples" / f"step_{self.step:06d}.txt", groups, self.tokenizer)
         return evaluation_record(groups, time.perf_counter() - start)

@@ -322,8 +322,11 @@ def rollout_profile(
     return load_profile(path, profile_conditions(config, shape, num_ranks, device), sizes)
 
 
-def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prints_plan: bool = False) -> None:
-    """Raise ConfigError on anything that would fail later: combinations, memory, data, graders, folders."""
+def check_run(config: Config, world_size: int, resume: bool, is_main: bool, reports: bool = False) -> None:
+    """Raise ConfigError on anything that would fail later: combinations, memory, data, graders, folders.
+
+    `reports`: print the memory plan, play environments, and say that all is fine.
+    """
     device, node_size = planned_device(config), own_node_size(world_size)
     dtype = model_dtype(config, device.type)
     asked, config = config, with_split(config, world_size)
@@ -332,7 +335,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     check_run_folder(asked, resume)  # a run saves its settings as they were asked for
     given = shape_of(config), world_size, node_size, device
     memory = memory_plan(config, *given)
-    if prints_plan and is_main:
+    if reports and is_main:
         print("\n".join(each.table() for each in memory), flush=True)
     check_memory(config, memory, *given)
     decoding = memory[-1]
@@ -345,7 +348,10 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, prin
     sizes = sizes_with_room(planned, shape, device, sizes)
     if is_main and (device.type == "cpu" or torch.cuda.is_available()):
         rollout_profile(config, shape, sizes, world_size, device)
-    check_data(config, tokenizer, dtype, is_main, plays=prints_plan and is_main)
+    check_data(config, tokenizer, dtype, is_main, plays=reports and is_main)
+    if reports and is_main:
+        ranks = "1 rank (--ranks=N checks for N)" if world_size == 1 else f"{world_size} ranks"
+        print(f"config, data, graders and model folder are fine for {ranks}")
 
 
 def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:

@@ -76,7 +76,6 @@ def take_step(job: Job) -> Record:
     job.sync_weights()
     seconds = time.perf_counter() - start
     reports, played = job.take_reports(), rollout.record.get("round", {})
-    job.share_timeouts(report.pool for report in reports)
     job.observe(plan, rollout, reports)
     job.dump(rollout.groups, advantages)
     tracks = [report.track for report in of_replicas(reports)]
@@ -109,13 +108,10 @@ def main(argv: list[str], script: str = __file__) -> int:
             if not flags.check:
                 return launcher.launch(script, asked, argv)
             size = launcher.pretend(asked)
-        check_run(config, size, flags.resume, is_main=rank == 0, prints_plan=flags.check)
+        check_run(config, size, flags.resume, is_main=rank == 0, reports=flags.check)
     except (ConfigError, OSError) as error:  # of the system: a name that is too long, a folder that may not be read
         return ending.refuse(error)
     if flags.check:
-        if rank == 0:
-            ranks = "1 rank (--ranks=N checks for N)" if size == 1 else f"{size} ranks"
-            print(f"config, data, graders and model folder are fine for {ranks}")
         return 0
     clock = Clock(config.log.trace)
 
