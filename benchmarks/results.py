@@ -43,7 +43,7 @@ ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "paralle
 TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py")
 REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.py")
-ENDLESS = ("policies/flow.py", "overlap/endless.py", "overlap/pools.py")
+ENDLESS = ("policies/flow.py", "overlap/endless.py", "overlap/pools.py", "overlap/weights.py")
 SIMULATOR = (
     *("simulate.py", "simulation/costs.py", "simulation/episodes.py", "simulation/workload.py"),
     *("engine/pages.py", "envs/latency.py", "rewards/timeouts.py", "scheduler.py", "configs/simulate/*.toml"),
@@ -185,6 +185,13 @@ BENCHMARKS = {
         "a checkpoint of {parameters:,} parameters from 2 ranks: training stands still for {pause_seconds_shard1:.2f} s"
         " of the {write_seconds_shard1:.1f} s until it is whole; with sharded masters for {pause_seconds_shard2:.2f} s "
         "of {write_seconds_shard2:.1f} s",
+    ),
+    "mux_sync": Benchmark(
+        "benchmarks/mux_sync.py",
+        ("overlap/weights.py", "overlap/pools.py", "parallel.py"),
+        "new weights from training ranks to decoding ranks over a slow link: {copies_in_parts:.2f} times the model's "
+        "bytes cross it; {speedup_2_2:.1f} x a flat broadcast with 2 -> 2 ranks, {speedup_1_3:.1f} x with 1 -> 3 "
+        "([table](#new-weights-over-a-slow-link))",
     ),
     "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, *RUN, "warm_start.py", "configs/tiny.toml")),
     "accuracy": Benchmark(

@@ -224,6 +224,16 @@ def test_step_time_that_grows_in_one_kind_of_round_is_seen(soak: ModuleType) -> 
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_over_a_slow_link_one_model_crosses() -> None:
+    for mux_sync in load("mux_sync"):
+        if problem := mux_sync.problem():
+            pytest.skip(problem)
+        found = mux_sync.compare(2, 2, quick=True)
+        model = found["model_bytes"]
+        assert found["sync_bytes"] == model <= found["parts_bytes"] < 1.1 * model < 1.9 * model < found["flat_bytes"]
+
+
 @pytest.fixture
 def results() -> Iterator[ModuleType]:
     yield from load("results")
