@@ -98,7 +98,7 @@ def main(argv: list[str], script: str = __file__) -> int:
     if flags.help:
         print(USAGE + describe(Config()))
         return 0
-    ending.end_with_torchrun()
+    launcher.settle()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         if len(flags.config) > 1:

@@ -98,6 +98,12 @@ class Plan:
         return sum(self.lasting.values()) + sum(self.moments[self.worst].values())
 
     @property
+    def host(self) -> float:
+        """Bytes of host memory that take the rank's state while another job has its device (`Job.release`)."""
+        d, kept = self.demand, ("weights of the rollout", "weights of the reference", "masters", "gradients")
+        return sum(self.lasting[name] for name in kept) + 8 * d.trains * d.numbers / d.shard
+
+    @property
     def kv(self) -> float:
         """Bytes of KV pages: as many as were asked for, else the rest. None where only others decode."""
         d = self.demand

@@ -1,6 +1,5 @@
 """How a rank ends: signals, and the exit code and the line that each kind of failure gets."""
 
-import ctypes
 import os
 import re
 import signal
@@ -41,12 +40,6 @@ class StopSignal:
     def agreed(self, world: World) -> bool:
         """Whether any rank was signalled. Signals come at different moments; all act on this answer. Collective."""
         return any(parallel.gather_objects(world, self.first))
-
-
-def end_with_torchrun() -> None:
-    """Leave no rank running when torchrun is killed. (Linux)"""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def refuse(error: Exception, code: int = 2) -> int:

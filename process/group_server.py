@@ -63,27 +63,20 @@ class GroupServer:
     permits: Permits = field(default_factory=Permits)
     peers: dict[str, Peer] = field(default_factory=dict)
 
-    async def run(self, server: str) -> None:
-        """Serve for ever at `host:port` or the path of a Unix socket. Raises OSError when that cannot be."""
+    async def listen(self, server: str) -> None:
+        """Answer at `host:port` or the path of a Unix socket from now on. Raises OSError when that cannot be."""
         address = address_of(server)
         if isinstance(address, tuple):
-            listening = await asyncio.start_server(self._serve, *address, limit=MAX_LINE)
+            await asyncio.start_server(self._serve, *address, limit=MAX_LINE)
         else:
             folder = Path(address).parent
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)  # nobody else can reach the socket, whatever the rights that it is made with
-            listening = await asyncio.start_unix_server(self._serve, address, limit=MAX_LINE)
+            await asyncio.start_unix_server(self._serve, address, limit=MAX_LINE)
             os.chmod(address, 0o600)
-        try:
-            while True:
-                await asyncio.sleep(SIGN_SECONDS)
-                self._look_after()
-        finally:
-            listening.close()
-            self.peers.clear()  # what they hold goes to nobody: they work on until they see that this has ended
 
-    def _look_after(self) -> None:
-        """Show life to those that wait, and end phases that hang."""
+    def look_after(self) -> None:
+        """Show life to those that wait, and end phases that hang. To be called every SIGN_SECONDS."""
         for peer in list(self.peers.values()):
             if peer.name in self.permits.begun:
                 if time.monotonic() > peer.begun + self.phase_seconds:
@@ -103,14 +96,17 @@ class GroupServer:
             why = str(error)[:200] or f"it said nothing for {SILENCE:g} s"
             self.record("refused", job=peer.job if peer else "", why=why)
             _send(writer, {"error": why})
-        except (OSError, asyncio.CancelledError):
-            pass  # it has gone, or this server ends
+        except OSError:
+            pass  # it has gone
+        except asyncio.CancelledError:  # this server ends, but they work on until they see that: no permit moves
+            return
         finally:
-            if peer and self.peers.pop(peer.name, None):
-                granted = self.permits.release(peer.name)
-                self.record("left", job=peer.job, pool=peer.pool)
-                self._begin(granted)
             writer.close()
+        if peer:
+            del self.peers[peer.name]
+            granted = self.permits.release(peer.name)
+            self.record("left", job=peer.job, pool=peer.pool, workers=[])
+            self._begin(granted)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer | None:
         """Return who has connected, or None if it only had a command. Raises ValueError on strangers."""
@@ -144,7 +140,7 @@ class GroupServer:
             case {"request": str(phase), **rest} if phase in PHASES and not rest:
                 peer.phase = phase
                 granted = self.permits.request(peer.name, peer.workers)
-                self.record("asks", job=peer.job, pool=peer.pool, phase=phase)
+                self._tell("asks", peer)
                 self._begin(granted)
             case {"release": None, **rest} if not rest:
                 self._give_back(peer, peer.workers)
@@ -157,15 +153,18 @@ class GroupServer:
 
     def _give_back(self, peer: Peer, workers: Sequence[str]) -> None:
         granted = self.permits.release(peer.name, workers)
-        left = len(self.permits.wanted.get(peer.name, ()))
-        self.record("shrinks" if left else "ends", job=peer.job, pool=peer.pool, phase=peer.phase, workers=left)
+        kept = [*self.permits.wanted.get(peer.name, ())]
+        self._tell("shrinks" if kept else "ends", peer, workers=kept)
         self._begin(granted)
 
     def _begin(self, granted: Iterable[str]) -> None:
         for peer in map(self.peers.__getitem__, granted):
             peer.begun = time.monotonic()
-            self.record("begins", job=peer.job, pool=peer.pool, phase=peer.phase)
+            self._tell("begins", peer, workers=peer.workers)
             _send(peer.writer, {"granted": peer.phase})
+
+    def _tell(self, event: str, peer: Peer, **fields: object) -> None:
+        self.record(event, job=peer.job, pool=peer.pool, phase=peer.phase, **fields)
 
 
 def _send(writer: asyncio.StreamWriter, message: Message) -> None:

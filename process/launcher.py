@@ -1,9 +1,11 @@
 """Starts the ranks of this machine by torchrun; divides the cores among them and prints errors in one line."""
 
 import argparse
+import ctypes
 import logging
 import os
 import re
+import signal
 import sys
 
 import torch
@@ -23,6 +25,7 @@ OPTIONS = {  # torchrun's own: a pattern for each, and its meaning
     **dict.fromkeys(("redirects", "tee"), STREAMS),
     **dict.fromkeys("rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr local_addr log_dir".split(), TEXT),
 }
+CORES = "PLAINROLL_CORES"  # in the environment: cores of each rank of this machine, such as 0,1;2,3 (mux.py)
 SIGNALLED = 128  # a shell's exit code of a process that a signal has ended, less the signal's number
 
 
@@ -72,6 +75,15 @@ def pretend(flags: argparse.Namespace) -> int:
 def divide_cores(ranks: int) -> None:
     """Give each rank its part of the cores, unless OMP_NUM_THREADS is set; torchrun alone gives each rank one core."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(torch.get_num_threads() // ranks, 1)))
+
+
+def settle() -> None:
+    """Be the rank that a launcher wants: on the cores that it gives, and no longer than itself. (Linux)"""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if cores := os.environ.get(CORES):
+            own = cores.split(";")[int(os.environ["LOCAL_RANK"])]
+            os.sched_setaffinity(0, map(int, own.split(",")))  # for threads and processes that start later, too
 
 
 def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:

@@ -49,6 +49,17 @@ def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_workers_of_a_group_are_drawn(load, tmp_path: Path) -> None:
+    rows = [
+        {"at": 10.0, "event": "starts", "jobs": ["fox"]},
+        {"at": 10.0, "event": "begins", "job": "fox", "pool": "train", "phase": "start", "workers": ["train 0", "r 0"]},
+        {"at": 12.0, "event": "shrinks", "job": "fox", "pool": "train", "phase": "start", "workers": ["train 0"]},
+        {"at": 18.0, "event": "exits", "job": "fox", "code": 0},
+    ]
+    (tmp_path / "mux.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    assert load("mux_timeline").draw(tmp_path / "mux.jsonl").read_bytes().startswith(b"\x89PNG")
+
+
 def test_asynchronous_runs_are_drawn_and_compared_with_the_synchronous_ones(load, tmp_path: Path) -> None:
     script = load("asynchrony_learning")
     made = {"commit": "0" * 40, "date": "2026-11-22", "reward": [0.1, 0.2]}

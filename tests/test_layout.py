@@ -20,7 +20,8 @@ SCRIPTS = ("benchmarks", "docs", "examples", "figures")
 FILES = [*ROOMS.values(), *(path for folder in (*SCRIPTS, "tests") for path in ROOT.glob(f"{folder}/*.py"))]
 OPTIONAL = {"wandb", "datasets"}  # imported when they are asked for, as is TRL, which a benchmark is named like
 NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "buffer", "engine.pages", "engine.batcher", "simulate"]
-NO_TORCH += ["data", "environments", "process.serving", "process.workers", "process.permits", "process.group_server"]
+NO_TORCH += ["data", "environments", "process.serving", "process.workers", "process.permits"]
+NO_TORCH += ["process.group_jobs", "process.group_server", "process.group_timeline"]
 NO_TORCH += [room for room in ROOMS if room.startswith(("envs.", "policies.", "simulation."))]
 NO_TORCH += [room for room in ROOMS if room.startswith("rewards.") and room not in ("rewards.judge", "rewards.offload")]
 NO_TORCH = [room for room in NO_TORCH if not room.endswith(".worker")]  # scripts
@@ -81,7 +82,7 @@ def test_low_rooms_do_not_import_high_ones() -> None:
 
 
 def test_rooms_take_the_settings_that_they_use_and_only_the_top_knows_them_all() -> None:
-    assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {"job", "profiler", "train"}
+    assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {"job", "mux", "profiler", "train"}
     for room in ("rollout", "rounds", "learning", "overlap.streamed", "trainer", "process.ending"):
         assert "settings" not in reachable(room), room
     assert not reachable("rounds") & {

@@ -13,17 +13,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from process import group_server, permits
+from process import permits
 from process.group_server import GroupServer, place_of
-from process.permits import Client, GroupError, address_of, proof_of
+from process.permits import Client, GroupError, proof_of
 
 PLACES = {"a": place_of([0], [0, 1]), "b": place_of([0], [0, 1]), "c": place_of([0], [1])}
 LONGEST = 60.0  # seconds
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch) -> None:
-    monkeypatch.setattr(group_server, "SIGN_SECONDS", 0.02)
 
 
 class Group:
@@ -34,19 +29,17 @@ class Group:
         self.events: list[tuple[str, dict]] = []
         self.ended: list[tuple[str, str]] = []
         self.core = GroupServer(dict(PLACES), self.record, secret, phase_seconds, self.end_job)
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.listens, self.stopping = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self.thread.start()
+        assert self.listens.wait(LONGEST)
 
-    def _run(self) -> None:
-        self.task = self.loop.create_task(self.core.run(self.server))
-        try:
-            self.loop.run_until_complete(self.task)
-        except asyncio.CancelledError:
-            for task in asyncio.all_tasks(self.loop):
-                task.cancel()
-            self.loop.run_until_complete(asyncio.sleep(0.01))
-            self.loop.close()
+    async def _run(self) -> None:
+        await self.core.listen(self.server)
+        self.listens.set()
+        while not self.stopping.is_set():
+            await asyncio.sleep(0.02)
+            self.core.look_after()
 
     def record(self, event: str, **fields: object) -> None:
         self.events.append((event, fields))
@@ -55,13 +48,11 @@ class Group:
         self.ended.append((job, why))
 
     def connect(self, job: str, pool: str = "rollout", wait_seconds: float = LONGEST, secret: str | None = None):
-        until(lambda: isinstance(address_of(self.server), tuple) or Path(self.server).exists())
         given = self.secret if secret is None else secret
         return Client(self.server, job, pool, given, wait_seconds, lambda: None)
 
     def raw(self) -> tuple[socket.socket, dict]:
         """Return a connection and the challenge that it got."""
-        until(Path(self.server).exists)
         peer = socket.socket(socket.AF_UNIX)
         peer.settimeout(LONGEST)
         peer.connect(self.server)
@@ -71,9 +62,8 @@ class Group:
         return [fields for name, fields in self.events if name == event]
 
     def stop(self) -> None:
-        if self.thread.is_alive():
-            self.loop.call_soon_threadsafe(self.task.cancel)
-            self.thread.join(LONGEST)
+        self.stopping.set()
+        self.thread.join(LONGEST)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -121,7 +111,7 @@ def test_pools_of_a_group_work_side_by_side_but_a_start_takes_all_workers(group:
     assert len(group.came("begins")) == 2
     a.release()
     waits.join(LONGEST)
-    assert group.came("begins")[-1] == {"job": "b", "pool": "train", "phase": "start"}
+    assert group.came("begins")[-1] == {"job": "b", "pool": "train", "phase": "start", "workers": PLACES["b"]["all"]}
 
 
 def test_some_workers_are_given_back_early(group: Group) -> None:
@@ -131,7 +121,7 @@ def test_some_workers_are_given_back_early(group: Group) -> None:
     until(lambda: len(group.came("asks")) == 2)
     a.release([1])
     waits.join(LONGEST)
-    assert group.came("shrinks") == [{"job": "a", "pool": "rollout", "phase": "rollout", "workers": 1}]
+    assert group.came("shrinks") == [{"job": "a", "pool": "rollout", "phase": "rollout", "workers": ["rollout 0"]}]
     a.release()
     until(lambda: bool(group.came("ends")))
 
@@ -176,7 +166,7 @@ def test_a_wrong_message_closes_its_connection_and_nothing_else(group: Group, li
     a.request("train")
     b._socket.sendall(line)
     until(lambda: len(group.came("left")) == 1)
-    assert len(group.came("refused")) == 1 and group.came("left") == [{"job": "b", "pool": "rollout"}]
+    assert len(group.came("refused")) == 1 and group.came("left") == [{"job": "b", "pool": "rollout", "workers": []}]
     a.release()
     group.connect("b").request("rollout")
 
@@ -204,12 +194,6 @@ def test_a_stranger_without_the_secret_is_refused() -> None:
         free.bind(("127.0.0.1", 0))
         server = f"127.0.0.1:{free.getsockname()[1]}"
     group = Group(server, secret="sesame")
-
-    def listens() -> bool:
-        with socket.socket() as peer:
-            return not peer.connect_ex(address_of(server))
-
-    until(listens)
     with pytest.raises(GroupError, match="a stranger"):
         group.connect("a", secret="")
     with pytest.raises(GroupError, match="a stranger"):

@@ -1,0 +1,290 @@
+"""Let several jobs share one set of workers: `python mux.py configs/mux.toml`. (RollMux, arXiv 2512.11306)
+
+Each job is a complete `train.py` run of its own. While one trains, another decodes; `process.group_server` says whose
+turn it is, and every job computes what it would compute alone.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from config import AUTO, ConfigError, describe, load_config, option
+from metrics import read_records
+from policies.memory_plan import GIB
+from process import launcher, run_folder
+from process.group_jobs import JobRun
+from process.group_server import SIGN_SECONDS, GroupServer, Place, place_of
+from process.group_timeline import timeline
+from process.permits import SECRET, address_of
+from settings import Config, check_run_folder, memory_plan, shape_of
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class MuxConfig:
+    dir: str = option("runs/mux", "folder of the group: mux.jsonl, which records every phase, and the server's socket")
+    jobs: tuple[str, ...] = option(
+        ("configs/mux/seed0.toml", "configs/mux/seed1.toml"), "settings of each job; its name is that of its file"
+    )
+    train_workers: int = option(1, "cores or GPUs that train", min=1, max=1024)
+    rollout_workers: int = option(1, "cores or GPUs that decode", min=1, max=1024)
+    server: str = option(
+        "", f"where the server listens: host:port, with a secret in {SECRET}; empty: a Unix socket in mux.dir"
+    )
+    phase_seconds: float = option(3600.0, "a phase that takes longer hangs: its job is killed", above=0.0, max=1e7)
+    host_gib: float = option(0.0, "host memory for the states of all jobs, in GiB; 0: all there is", min=0.0, max=1e6)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return place_of(range(self.train_workers), range(self.rollout_workers))["all"]
+
+    @property
+    def address(self) -> str:
+        return self.server or f"{self.dir}/server/socket"
+
+
+@dataclass(frozen=True)
+class GroupFile:
+    mux: MuxConfig = field(default_factory=MuxConfig)
+
+
+# ---- jobs --------------------------------------------------------------------------------------------------------
+
+
+def make_job(c: MuxConfig, path: str, script: str, resume: bool) -> tuple[JobRun, float]:
+    """Return a job on its workers, and the bytes of host memory that its state takes. Raises ConfigError."""
+    config = load_config(Config, path, [])
+    if (own := config.overlap.train_ranks) == AUTO:
+        config = replace(config, overlap=replace(config.overlap, train_ranks=c.train_workers))
+    training = config.overlap.train_ranks
+    if training > c.train_workers:
+        raise ConfigError(
+            f"{path}: overlap.train_ranks = {training} is over mux.train_workers = {c.train_workers}; take auto"
+        )
+    place = place_of(range(training or c.train_workers), range(c.rollout_workers))
+    check_run_folder(config, resume)
+    name, ranks = Path(path).stem, len(place["all"])
+    flags = [f"--config={path}", f"--group.server={c.address}", f"--group.job={name}"]
+    flags += [f"--overlap.train_ranks={training}"] * (own == AUTO)
+    is_gpu = config.run.device != "cpu" and torch.cuda.is_available()
+    dtype = "bfloat16" if is_gpu and config.model.dtype == "auto" else config.model.dtype
+    typed = replace(config, model=replace(config.model, dtype=dtype))
+    plans = memory_plan(typed, shape_of(config), ranks, ranks, torch.device("cpu"))  # no GPU is opened here
+    host = sum(plans[0 if rank < training else -1].host for rank in range(ranks))
+    command = [sys.executable, script, f"--ranks={ranks}", *flags]
+    return JobRun(name, place, Path(config.run.dir), config.run.steps, command, environment(c, place, is_gpu)), host
+
+
+def environment(c: MuxConfig, place: Place, is_gpu: bool) -> dict[str, str]:
+    """Return what keeps the ranks of a job on its workers. Raises ConfigError when there are too few GPUs."""
+    mine = [c.workers.index(worker) for worker in place["all"]]
+    if is_gpu:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        gpus = gpus if gpus != [""] else [str(i) for i in range(torch.cuda.device_count())]
+        if len(gpus) < len(c.workers):
+            raise ConfigError(
+                f"mux.train_workers + mux.rollout_workers = {len(c.workers)}, but there are {len(gpus)} GPUs"
+            )
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i] for i in mine)}
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(len(cores) // len(c.workers), 1)
+    parts = [[cores[(i * each + k) % len(cores)] for k in range(each)] for i in mine]
+    return {launcher.CORES: ";".join(",".join(map(str, part)) for part in parts), "OMP_NUM_THREADS": str(each)}
+
+
+def make_jobs(c: MuxConfig, script: str, resume: bool) -> list[JobRun]:
+    """Return the jobs of a group. Raises ConfigError when they cannot run together."""
+    made = [make_job(c, path, script, resume) for path in c.jobs]
+    named = {"name": [job.name for job, _ in made], "run.dir": [str(job.folder) for job, _ in made]}
+    for what, values in named.items():
+        if len({*values}) < len(values):
+            raise ConfigError(f"mux.jobs: two jobs have the {what} {max(values, key=values.count)}; change one")
+    have = c.host_gib * GIB or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (wanted := sum(host for _, host in made)) > have:
+        each = ", ".join(f"{job.name} {host / GIB:.3f}" for job, host in made)
+        raise ConfigError(
+            f"the jobs' states take {wanted / GIB:.3f} GiB of host memory ({each}), which has {have / GIB:.3f}; take "
+            "fewer jobs, or smaller models"
+        )
+    return [job for job, _ in made]
+
+
+# ---- the group ---------------------------------------------------------------------------------------------------
+
+
+class Mux:
+    """A server, and the jobs that it has started."""
+
+    def __init__(self, config: MuxConfig, resume: bool):
+        self.config, self.resume, self.jobs = config, resume, dict[str, JobRun]()
+        self.server = GroupServer({}, self.record, os.environ.get(SECRET, ""), config.phase_seconds, self.end_job)
+        if isinstance(address_of(config.address), str):
+            self.server.secret = ""  # a Unix socket needs none
+        self.events = open(Path(config.dir) / "mux.jsonl", "a", encoding="utf-8")
+        self.tasks, self.codes = set[asyncio.Task[None]](), dict[str, int]()
+        self.shown, self.signal = dict[str, int](), 0
+        self.asked, self.waited, self.phase = dict[str, float](), defaultdict[str, float](float), dict[str, str]()
+
+    async def run(self, jobs: Sequence[JobRun]) -> int:
+        """Run all jobs to their ends; return the exit code. Raises OSError when the server cannot listen."""
+        await self.server.listen(self.config.address)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
+        self.record("starts", jobs=[job.name for job in jobs])
+        for job in jobs:
+            self.start(job, self.resume)
+        while self.tasks:
+            await asyncio.sleep(SIGN_SECONDS)
+            self.server.look_after()
+            self.report()
+        return 128 + self.signal if self.signal else int(any(self.codes.values()))
+
+    def start(self, job: JobRun, resume: bool) -> None:
+        self.jobs[job.name] = job
+        self.server.places[job.name] = job.place
+        task = asyncio.create_task(self._follow(job, resume))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _follow(self, job: JobRun, resume: bool) -> None:
+        code = self.codes[job.name] = await job.run(resume)
+        self.record("exits", job=job.name, code=code)
+        step = job.newest_record().get("step", 0)
+        if code and not self.signal:
+            how = job.why or (f"signal {-code} ended it" if code < 0 else f"exit code {code}: {job.last_words()}")
+            self.say(job, f"ended after step {step}: {how}; the others go on ({job.folder / 'console.log'})")
+        else:
+            self.say(job, f"{'done' if step >= job.steps else 'stopped'} after step {step}")
+
+    def stop(self, number: int) -> None:
+        """End all jobs: after their steps, the second time at once."""
+        if self.signal:
+            self.kill_all("killed by a second signal")
+        else:
+            print("all jobs end after their steps, with checkpoints; once more ends them at once", flush=True)
+            for job in self.jobs.values():
+                job.stop()
+        self.signal = self.signal or number
+
+    def kill_all(self, why: str) -> None:
+        for job in self.jobs.values():
+            job.kill(why)
+
+    def end_job(self, name: str, why: str) -> None:
+        self.record("hangs", job=name, why=why)
+        self.jobs[name].kill(why)
+
+    # ---- what is told --------------------------------------------------------------------------------------------
+
+    def record(self, event: str, **fields: object) -> None:
+        """Write an event to mux.jsonl, and count what jobs wait."""
+        now = time.time()
+        self.events.write(json.dumps({"at": round(now, 4), "event": event} | fields) + "\n")
+        self.events.flush()
+        job, pool = str(fields.get("job")), f"{fields.get('job')}/{fields.get('pool')}"
+        if event == "asks":
+            self.asked[pool] = now
+        elif event == "begins":
+            self.waited[job] += now - self.asked[pool]
+            self.phase[job] = str(fields["phase"])
+        elif event in ("ends", "left"):
+            self.phase.pop(job, None)
+        elif event == "refused":
+            print(f"closed a connection{f' of {job}' * bool(fields['job'])}: {fields['why']}", flush=True)
+
+    def say(self, job: JobRun, text: str) -> None:
+        print(f"{job.name}: {text}", flush=True)
+
+    def report(self) -> None:
+        """Print a line for each job that has taken a step."""
+        for name, job in self.jobs.items():
+            record = job.newest_record()
+            if "reward" in record and record["step"] != self.shown.get(name):
+                self.shown[name] = record["step"]
+                phase, waited = self.phase.get(name, "waits"), self.waited[name]
+                self.say(
+                    job,
+                    f"step {record['step']}/{job.steps}, reward {record['reward']:.3f}, {phase}, waited {waited:.1f} s",
+                )
+
+
+def run_group(config: MuxConfig, script: str, resume: bool) -> int:
+    """Run a group to its end, and show who worked when; return the exit code. Raises ConfigError."""
+    if isinstance(address_of(config.address), tuple) and not os.environ.get(SECRET):
+        raise ConfigError(f"mux.server = {config.server!r}: give the group a secret in {SECRET}, for all its machines")
+    jobs = make_jobs(config, script, resume)
+    with run_folder.locked(Path(config.dir)):
+        mux = Mux(config, resume)
+        try:
+            code = asyncio.run(mux.run(jobs))
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {config.address!r} ({error.strerror or error}); change it") from None
+        finally:
+            mux.events.close()
+    events = Path(config.dir) / "mux.jsonl"
+    print(timeline(read_records(events), config.workers))
+    print(f"python figures/mux_timeline.py {events} draws it")
+    return code
+
+
+def check(jobs: Sequence[JobRun]) -> int:
+    """Check all jobs as `train.py --check` does; return the exit code."""
+    codes = []
+    for job in jobs:
+        print(f"{job.name}:", flush=True)
+        codes.append(subprocess.run([*job.command, "--check"], env=os.environ | job.environment).returncode)
+    return max(codes)
+
+
+def main(argv: list[str], script: str = str(HERE / "train.py")) -> int:
+    """Run the command line; return the exit code. `script` is what jobs run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--check", "--resume"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    flags, rest = parser.parse_known_args(argv)
+    words = [text for text in rest if not text.startswith("--")]
+    overrides = [text for text in rest if text.startswith("--")]
+    if flags.help:
+        print(USAGE + describe(GroupFile()))
+        return 0
+    try:
+        if len(words) > 1:
+            raise ConfigError(f"cannot read {words[1]!r}; give one file, and settings as --mux.key=value")
+        config = load_config(GroupFile, words[0] if words else None, overrides).mux
+        if flags.check:
+            return check(make_jobs(config, script, flags.resume))
+        return run_group(config, script, flags.resume)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+USAGE = """plainroll: several jobs on one set of workers
+
+usage: python mux.py [FILE.toml] [--mux.key=value ...]
+
+  FILE.toml       the group's settings, such as configs/mux.toml; without it two tiny jobs on two cores
+  --check         check all jobs as train.py does, and that their states fit into host memory, then exit
+  --resume        continue each job from its newest checkpoint, or begin it if there is none
+  --help          this text
+
+Ctrl-C ends all jobs after their steps.
+
+Every key, its default and its meaning:
+"""
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

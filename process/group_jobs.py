@@ -1,0 +1,77 @@
+"""A job of a co-execution group, as processes: started on its workers, followed by its records, ended."""
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from process.group_server import Place
+from rewards import leftovers
+
+TAIL = 2**20  # bytes at the end of a file that are read for its newest line
+
+
+@dataclass(eq=False)
+class JobRun:
+    name: str
+    place: Place
+    folder: Path  # run.dir
+    steps: int
+    command: list[str]  # without --resume
+    environment: dict[str, str]  # besides the server's own
+    process: asyncio.subprocess.Process | None = None
+    why: str = ""  # it was ended
+
+    async def run(self, resume: bool) -> int:
+        """Start the job, wait for its end, return its exit code. What it prints goes to console.log in its folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.why = ""
+        with open(self.folder / "console.log", "ab") as console:
+            self.process = await asyncio.create_subprocess_exec(
+                *(*self.command, *["--resume"] * resume),
+                env=os.environ | self.environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,  # Ctrl-C is for the server alone, which tells its jobs
+            )
+        return await self.process.wait()
+
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    def stop(self) -> None:
+        """Let the job end after its step, with a checkpoint."""
+        if self.process and self.runs:
+            self.process.terminate()
+
+    def kill(self, why: str) -> None:
+        """End the launcher and its ranks at once, stopped ones too; what ranks have started ends with them. (Linux)"""
+        if self.process and self.runs:
+            self.why = why
+            ranks = [pid for pid, parent, *_ in leftovers.processes() if parent == self.process.pid]
+            for pid in (self.process.pid, *ranks):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def newest_record(self) -> dict:
+        """Return the record of its newest step, or an empty one."""
+        lines = _tail(self.folder / "steps.jsonl").split(b"\n")[:-1]
+        return json.loads(lines[-1]) if lines else {}
+
+    def last_words(self) -> str:
+        """Return the line of its newest error, or its last line."""
+        lines = _tail(self.folder / "console.log").decode(errors="replace").split("\n")
+        lines = [line.strip() for line in lines if line.strip()]
+        return next((line for line in reversed(lines) if line.startswith("error: ")), (lines or ["nothing"])[-1])
+
+
+def _tail(path: Path) -> bytes:
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
+        return file.read()
+    return b""
