@@ -42,21 +42,27 @@ class DataConfig:
     )
     eval_prompts: int = option(512, "prompts of an evaluation, at most; 0: no evaluation", min=0)
     task: str = option(
-        "math",
-        "grader of JSONL rows without a task: match, math, code, judge, module:function, file.py:function, http://...",
+        "",
+        "grader of JSONL rows without a task: match, math, code, judge, module:function, file.py:function, http://...; "
+        "empty: env, which takes the rewards of data.env, or math without an environment",
     )
     graders: str = option(
         "", "your own graders that rows may name in addition to data.task, such as mine.py:f, separated by commas"
     )
     env: str = option(
         "",
-        f"environment of JSONL rows: {', '.join(ENVIRONMENTS)}, module:function, file.py:function or http://...; rows "
-        "with a task of their own are graded by that instead of by its rewards; empty: rows have one turn",
+        f"environment of JSONL rows: {', '.join(ENVIRONMENTS)}, module:function, file.py:function or http://...; "
+        "empty: rows have one turn",
     )
     chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
     template: str = option(
         "{prompt}", "text put around a text prompt, before the chat template; {prompt} is the prompt"
     )
+
+    @property
+    def grader(self) -> str:
+        """Of rows without a task."""
+        return self.task or ("env" if self.env else "math")
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ def read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
 def _graders(config: DataConfig) -> list[str]:
     """Return the graders that rows may name. The user lists them: data must not choose code that runs."""
     own = [name for name in map(str.strip, config.graders.split(",")) if name]
-    for key, name in (("task", config.task), *(("graders", name) for name in own)):
+    for key, name in (("task", config.grader), *(("graders", name) for name in own)):
         try:
             if name != TASK_OF_JUDGE:
                 check_grader(name)
@@ -153,7 +159,7 @@ def _graders(config: DataConfig) -> list[str]:
     if config.env:
         check_environment(config.env, "data.env: environment")
     built_in = [name for name in GRADERS if name != "env" or config.env]
-    return list(dict.fromkeys([*built_in, TASK_OF_JUDGE, config.task, *own]))
+    return list(dict.fromkeys([*built_in, TASK_OF_JUDGE, config.grader, *own]))
 
 
 def _row(line: str, where: str, config: DataConfig, graders: list[str]) -> _Row:
@@ -189,8 +195,7 @@ def _row(line: str, where: str, config: DataConfig, graders: list[str]) -> _Row:
             f"{where}: task = {row['task']!r:.60} is not a grader that a row may name ({', '.join(graders)}); "
             "correct it, or list your own grader in data.graders"
         )
-    task = "env" if config.env and config.task == DataConfig.task else config.task
-    return _Row({"task": task, **row}, where, env=config.env)
+    return _Row({"task": config.grader, **row}, where, env=config.env)
 
 
 def _is_deep(value: object, levels: int) -> bool:
@@ -316,8 +321,13 @@ class PromptCursor:
 # ---- rollouts on disk --------------------------------------------------------------------------------------------
 
 
-def dump_groups(folder: Path, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
-    """Write a step's groups, one JSON line each: prompt, samples (tokens, log-probs), rewards, advantages [P, R]."""
+def dump_groups(
+    folder: Path, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | tuple[float, ...]]]
+) -> None:
+    """Write a step's groups, one JSON line each: prompt, samples (tokens, log-probs), rewards, advantages [P][R].
+
+    An advantage is a number, or a tuple with one of each turn.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / DUMP.format(step)
     part = path.with_suffix(".part")

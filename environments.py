@@ -66,7 +66,7 @@ class EnvConfig:
     stop: float = option(0.0, "share of episodes that are never answered; env.step_seconds ends them", min=0, max=0.9)
     num_workers: int = option(2, "worker processes per rank, for users' environments", min=1, max=1024)
     max_failures: int = option(
-        3, "episodes in a row that the environment fails in, which end the run; 0: the run never ends for them", min=0
+        3, "episodes in a row that the environment fails in, which end the run; before, each is played again", min=1
     )
 
 

@@ -15,7 +15,7 @@ from config import Auto, ConfigError, flatten
 from core import Group, RoundPlan, Tokenizer, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts, write_transcripts
 from envs.episodes import Episodes
-from learning import group_advantages, learn, put_groups
+from learning import group_advantages, learn, put_groups, told_advantages
 from metrics import Clock, Record, Recorder, peak_memory
 from model import Model, ModelShape, empty_model
 from overlap.endless import Endless
@@ -121,8 +121,8 @@ class Job:
         if saved:
             self.graders.timeouts.load_state_dict(state["timeouts"])
         played = (*prompts, *self.held_out) if self.decodes else ()
-        chat = config.data.chat and bool(self.tokenizer.chat_template)
-        self.episodes = Episodes(config.env, config.reward, played, self.tokenizer, config.run.seed, chat)
+        chat, log = config.data.chat and bool(self.tokenizer.chat_template), self.folder / "prints.log"
+        self.episodes = Episodes(config.env, config.reward, played, self.tokenizer, config.run.seed, chat, log)
         settings = {key: value for key, (value, _) in flatten(config).items()}
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
         self.endless = open_endless(self, state) if config.overlap.depth and self.decodes else None
@@ -283,9 +283,10 @@ class Job:
     def dump(self, groups: Sequence[Group], advantages: torch.Tensor) -> None:
         """Write what the step was trained on, when `run.dump_rollouts` asks for it. Collective."""
         if self.config.run.dump_rollouts:
-            groups = bring_to_main(self.world, groups)
+            c, groups = self.config, bring_to_main(self.world, groups)
             if self.world.is_main:
-                dump_groups(self.folder / "rollouts", self.step, groups, advantages.tolist())
+                told = told_advantages(groups, advantages, c.loss, c.reward, c.rollout.max_response_tokens)
+                dump_groups(self.folder / "rollouts", self.step, groups, told)
 
     # ---- between steps -------------------------------------------------------------------------------------------
 

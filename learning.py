@@ -72,6 +72,17 @@ def examples_of(
     ]
 
 
+def told_advantages(
+    groups: Sequence[Group], advantages: torch.Tensor, loss: LossConfig, reward: RewardConfig, limit: int
+) -> list[list[float | tuple[float, ...]]]:
+    """Return the advantage of each sample, in lists [P][R]; for `loss.credit` = turn those of its turns."""
+    by_turn = turn_advantages(groups, loss, reward, limit) if loss.credit == "turn" else {}
+    return [
+        [by_turn.get(sample.id, advantage) for sample, advantage in zip(group.samples, row, strict=True)]
+        for group, row in zip(groups, advantages.tolist(), strict=True)
+    ]
+
+
 def put_groups(
     buffer: SampleBuffer,
     groups: Sequence[Group],

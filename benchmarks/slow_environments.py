@@ -61,7 +61,7 @@ SIGMAS, MEAN = (1, 5, 10), 10  # seconds
 PAPER = {10: 2.46}
 TURNS = 7  # of `guess`
 ETA = 1.125
-FAILURES: dict[str, Any] = {"slow": "0.01x10", "stop": 0.003, "step_seconds": 600 * SCALE, "max_failures": 0}
+FAILURES: dict[str, Any] = {"slow": "0.01x10", "stop": 0.003, "step_seconds": 600 * SCALE, "max_failures": 10**6}
 REPLY = (70, 71, 72, 73)  # tokens
 
 

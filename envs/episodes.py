@@ -8,6 +8,7 @@ checkpoint, is played again from its turns.
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from typing import cast
 
@@ -55,12 +56,13 @@ class Episodes:
         tokenizer: Tokenizer,
         seed: int,
         chat: bool = False,
+        log: Path | None = None,
     ):
-        """`chat`: prompts and replies are messages of a chat."""
+        """`chat`: prompts and replies are messages of a chat; `log`: as of the pool."""
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self.names = {prompt.env for prompt in prompts if prompt.env}
         self.reader = Reader(tokenizer, config.max_reply_tokens, chat and bool(self.names))
-        self.pool = EnvPool(config, limits, self.names)
+        self.pool = EnvPool(config, limits, self.names, log)
         self.awaited: dict[SampleId, Awaited] = {}
         self.open: set[SampleId] = set()  # the pool has their episodes
         self.ready: set[SampleId] = set()  # those awaited whose turns need no answer

@@ -35,7 +35,8 @@ class Latency:
     def seconds(self, seed: int, id: Hashable, turn: int, attempt: int = 0) -> float:
         """Return the seconds from the end of a turn (0, 1, ...) to its answer; inf: there is none.
 
-        A function of its arguments. `id`: of the sample; `attempt`: how often its episode has begun again.
+        A function of its arguments, so that a run can be repeated: a prompt that is launched anew waits as it did at
+        first. `id`: of the sample; `attempt`: how often its episode has failed and begun again.
         """
         episode = Random(f"environment {seed} {id} {attempt}")
         if episode.random() < self._stop:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from pathlib import Path
 from typing import NamedTuple
 
 from environments import EnvConfig, Episode, EpisodeError, Played, resolve
 from envs.games import ENVIRONMENTS
 from envs.latency import Latency
-from process.workers import Closing, Failure, Worker, WorkerError
+from process.workers import Closing, Failure, Late, Worker, WorkerError
 from reward import RewardConfig
 from rewards import remote, user_files
 
@@ -36,6 +37,7 @@ class Answer(NamedTuple):
     reward: float = 0.0  # of the turn
     end: str = ""  # as in `Played`
     error: str = ""  # the environment has failed
+    is_late: bool = False  # because env.step_seconds were over
 
 
 class Start(NamedTuple):
@@ -84,7 +86,7 @@ class Episodes:
             if action is not None:
                 episode.act(action)
         except EpisodeError as error:
-            return Answer(error=str(error))
+            return Answer(error=str(error), is_late=isinstance(error.__cause__, remote.LateError))
         if episode.end:
             return Answer(reward=episode.rewards[-1], end=episode.end)
         self._episodes[key] = folder, episode
@@ -109,7 +111,8 @@ class EnvPool:
     be started, and `max_failures` failed episodes in a row, raise (WorkerError, from `poll` and `wait`).
     """
 
-    def __init__(self, config: EnvConfig, limits: RewardConfig, names: Iterable[str]):
+    def __init__(self, config: EnvConfig, limits: RewardConfig, names: Iterable[str], log: Path | None = None):
+        """`log`: the file that takes all that users' environments print; None: it is printed to stderr."""
         names = set(names)
         self._config, self._keys, self._failures = config, itertools.count(), 0
         self._entries: dict[Hashable, _Entry] = {}
@@ -126,7 +129,7 @@ class EnvPool:
         users = sorted(names - ENVIRONMENTS.keys() - {*services})
         servers: list[Worker | _Client] = []
         for _ in range(config.num_workers if users else 0):
-            servers.append(Worker(WORKER, users, limits.worker_gib, limits.startup_seconds, self._closing))
+            servers.append(Worker(WORKER, users, limits.worker_gib, limits.startup_seconds, self._closing, log))
         of_services = range(len(servers), len(servers) + limits.remote_concurrency)
         for _ in of_services if services else ():
             servers.append(_Client(services, config.step_seconds, limits.remote_retries, self._closing))
@@ -169,7 +172,7 @@ class EnvPool:
         self._asked[entry.key] = id, due
         place = self._place(entry)
         if seconds > limit:
-            late = Answer(error=f"turn {turn + 1}: env.latency is over env.step_seconds = {limit:g}")
+            late = Answer(error=f"turn {turn + 1}: env.latency is over env.step_seconds = {limit:g}", is_late=True)
             heappush(self._held, (due, entry.key, late))
         elif place < 0:
             self._results.put((entry.key, self._here.answer(entry.key, start, action, self._take_ended(place))))
@@ -217,7 +220,7 @@ class EnvPool:
                 del self._entries[id]
                 if answer.error:
                     self._ended[self._place(entry)].append(key)  # it may be at play still
-                self._count(id, entry, answer.error)
+                self._count(id, entry, answer.error, answer.is_late)
             else:
                 played.texts.append(answer.text)
             answered.append((id, played, answer.error))
@@ -248,7 +251,7 @@ class EnvPool:
         self._ended[self._place(entry)].append(entry.key)
         self._count(id, entry, error)
 
-    def _count(self, id: Hashable, entry: _Entry, error: str) -> None:
+    def _count(self, id: Hashable, entry: _Entry, error: str, is_late: bool = False) -> None:
         """Count episodes that fail in a row. Raises WorkerError at the last of `max_failures`."""
         self._failures = self._failures + 1 if error else 0
         if error:
@@ -258,8 +261,8 @@ class EnvPool:
         if error and self._failures == self._config.max_failures:
             failure = WorkerError(
                 f"environments failed in {self._failures} episodes in a row, the last time: {error}, after the prompt "
-                f"{str(entry.row.get('prompt'))[:60]!r}; correct them, or "
-                "raise env.step_seconds; with env.max_failures = 0 the run goes on"
+                f"{str(entry.row.get('prompt'))[:60]!r}; correct them{', or raise env.step_seconds' * is_late}; where "
+                f"they may fail more often, raise env.max_failures = {self._failures}"
             )
             self._results.put(failure)
             raise failure
@@ -314,7 +317,7 @@ class EnvPool:
                     break
             except Failure as failure:
                 held.clear()
-                answer = Answer(error=str(failure))
+                answer = Answer(error=str(failure), is_late=isinstance(failure, Late))
         if not (answer.end or answer.error):
             held.add(key)
         return answer

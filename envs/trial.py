@@ -91,13 +91,23 @@ def tried(
     """
     trial, end = Trial(name), time.monotonic() + SECONDS
     try:
-        with EnvPool(replace(config, max_failures=0, latency="", slow="", stop=0.0), limits, [name]) as pool:
+        config = replace(config, max_failures=EPISODES + 1, latency="", slow="", stop=0.0)
+        with EnvPool(config, limits, [name]) as pool:
             for seed in range(EPISODES):
                 if time.monotonic() < end:
                     _try(trial, pool, rows[seed * len(rows) // EPISODES], seed, player, reader, room)
     except WorkerError as error:
         raise ConfigError(str(error)) from None
     return trial
+
+
+def _length(text: str, turn: int, reader: Reader | None, room: float) -> int:
+    """Return the tokens of the text after a turn, or its characters. Raises EpisodeError if it cannot be read."""
+    if reader:
+        return len(reader.tokens(text, ANY if turn else None, room))
+    if turn and not text:
+        raise EpisodeError(f"turn {turn}: gives no text, which only a chat template makes readable")
+    return len(text)
 
 
 def _try(trial: Trial, pool: EnvPool, row: dict, seed: int, player: Player, reader: Reader | None, room: float) -> None:
@@ -112,8 +122,7 @@ def _try(trial: Trial, pool: EnvPool, row: dict, seed: int, player: Player, read
         [(_, episode, error)] = pool.wait()
         trial.seconds.append(time.perf_counter() - start)
     try:
-        texts = episode.texts
-        lengths = [len(reader.tokens(t, ANY if i else None, room) if reader else t) for i, t in enumerate(texts)]
+        lengths = [_length(text, turn, reader, room) for turn, text in enumerate(episode.texts)]
     except EpisodeError as unread:
         error = error or str(unread)
     if error:

@@ -65,7 +65,7 @@ def serve(load: Callable[[], Callable[..., Sequence[object]]]) -> None:
     if sys.platform == "linux":
         keep_worker()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    # Users' functions read an empty stdin and print to stderr, so that they cannot break into the exchange.
+    # Users' functions read an empty stdin and print to stderr or its log, so that they cannot break into the exchange.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 KEEPER_SECONDS = 10.0  # the longest wait for a worker's keeper to end all processes below it
@@ -31,12 +32,25 @@ class Failure(Exception):
     """The worker hung, died or sent no valid reply; the text says which."""
 
 
+class Late(Failure):
+    """It did not finish in time."""
+
+
 class Worker:
     """Keeps a worker process going. For one thread: the process also dies with the thread that started it."""
 
-    def __init__(self, script: str, names: list[str], gib: float, startup_seconds: float, closing: threading.Event):
+    def __init__(
+        self,
+        script: str,
+        names: list[str],
+        gib: float,
+        startup_seconds: float,
+        closing: threading.Event,
+        log: Path | None = None,
+    ):
+        """`log`: the file that takes all that is printed there; None: it is printed here, to stderr."""
         self._script, self._names, self._gib, self._startup_seconds = script, names, gib, startup_seconds
-        self._closing, self._num_requests = closing, 0
+        self._closing, self._log, self._num_requests = closing, log, 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, make: Callable[..., T], request: Sequence[object], seconds: float) -> T:
@@ -94,7 +108,8 @@ class Worker:
         for _ in range(attempts):
             self.kill()
             try:
-                self._process = subprocess.Popen(command, env=env, **options)
+                with open(self._log, "ab") if self._log else contextlib.nullcontext() as log:
+                    self._process = subprocess.Popen(command, env=env, stderr=log, **options)
                 for end in self._pipes():
                     os.set_blocking(end.fileno(), False)
                 error = self._exchange(str, 0, b"", self._startup_seconds)
@@ -125,7 +140,7 @@ class Worker:
                         raise Failure(f"the worker died (exit code {self.kill()})")
                     reply += chunk
                 elif left <= 0:
-                    raise Failure(f"the worker did not finish within {seconds:g} s")
+                    raise Late(f"the worker did not finish within {seconds:g} s")
                 elif self._is_too_large():
                     raise Failure(f"the worker took over {self._gib:g} GiB of memory")
                 elif stdin in ready:

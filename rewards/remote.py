@@ -26,6 +26,10 @@ class RemoteError(RuntimeError):
     """The service gave no valid reply; the text says why."""
 
 
+class LateError(RemoteError):
+    """There was no reply in time."""
+
+
 def is_address(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
@@ -116,8 +120,7 @@ def ask(
             cause = f"{type(error).__name__} {error}"
         left = deadline - time.monotonic()
         if left <= pause:
-            cause += f", no reply within {seconds:g} s"
-            break
+            raise LateError(f"the service at {address} failed: {cause}, no reply within {seconds:g} s")
         if attempt < retries and closing.wait(pause):
             break
         pause *= 2

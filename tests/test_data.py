@@ -76,6 +76,21 @@ def test_problems_of_an_environment_are_told_apart_by_their_rows(jsonl, plain):
     assert load(plain, path, eval_prompts=2)[0] == [], "a question that is held out is not trained"
 
 
+@pytest.mark.parametrize(
+    ("options", "grader"),
+    [
+        ({}, "math"),
+        ({"task": "match"}, "match"),
+        ({"env": "guess"}, "env"),
+        ({"env": "guess", "task": "env"}, "env"),
+        ({"env": "guess", "task": "math"}, "math"),
+    ],
+)
+def test_rows_are_graded_by_the_task_that_is_given_else_by_math_or_their_environment(jsonl, plain, options, grader):
+    path = jsonl(*rows(4), {"prompt": "2", "answer": "2", "task": "match"})
+    assert [prompt.task for prompt in load(plain, path, **options)[0]] == [grader] * 4 + ["match"]
+
+
 def test_a_template_is_put_around_text_and_nothing_else_in_it_is_touched(jsonl, plain):
     path = jsonl({"prompt": "{answer} {prompt}", "answer": "2"})
     [prompt], _ = load(plain, path, template="Q: {prompt} {x}\nA:{prompt}")

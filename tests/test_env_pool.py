@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import hostile
@@ -275,6 +276,33 @@ def test_a_turn_is_tried_again(mine) -> None:
     assert (played.texts, played.end, error) == (["a", "b", "c"], "stop", "") and os.path.exists("died")
 
 
+def test_what_an_environment_prints_goes_to_a_log(mine, capfd) -> None:
+    action = "print('said'); os.write(1, b'one\\n'); os.write(2, b'two\\n'); os.system('echo three')"
+    with EnvPool(EnvConfig(num_workers=1), LIMITS, [mine + "bad"], log=Path("prints.log")) as pool:
+        pool.begin(0, mine + "bad", {}, seed=0)
+        [(played, error)] = play(pool, lambda id, played: action if len(played.texts) == 1 else "").values()
+    assert not error and played.texts == ["", "fine"] and capfd.readouterr() == ("", "")
+    assert Path("prints.log").read_text() == "said\none\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "action", "is_late"),
+    [
+        (dict(step_seconds=0.3), "time.sleep(60)", True),
+        (dict(step_seconds=0.3, stop=0.9), "", True),
+        (dict(), RAISES, False),
+        (dict(), "os._exit(1)", False),
+    ],
+)
+def test_more_time_is_advised_only_where_time_was_over(mine, config: dict, action: str, is_late: bool) -> None:
+    with EnvPool(EnvConfig(num_workers=1, max_failures=1, **config), LIMITS, [mine + "bad"]) as pool:
+        pool.begin(0, mine + "bad", {}, seed=0)
+        with pytest.raises(WorkerError, match="in 1 episodes in a row") as raised:
+            play(pool, lambda id, played: action)
+    assert ("or raise env.step_seconds" in str(raised.value)) == is_late
+    assert "env.max_failures" in str(raised.value)
+
+
 def test_an_environment_that_keeps_failing_ends_the_run(mine) -> None:
     with EnvPool(EnvConfig(num_workers=1, max_failures=2), LIMITS, [mine + "bad", "guess"]) as pool:
         ended: dict = {}
@@ -359,7 +387,7 @@ def test_no_answer_counts_before_its_latency_is_over(mine) -> None:
 
 
 def test_an_episode_that_is_never_answered_fails_and_begins_again_as_another(mine) -> None:
-    config = EnvConfig(stop=0.5, step_seconds=0.5, max_failures=0, num_workers=1)
+    config = EnvConfig(stop=0.5, step_seconds=0.5, max_failures=100, num_workers=1)
     stops = {seed: math.isinf(Latency("", stop=0.5).seconds(seed, seed, turn=0)) for seed in range(6)}
     with EnvPool(config, LIMITS, [mine + "tidy"]) as pool:
         again, ended = [*stops], dict.fromkeys(stops, 0)

@@ -414,6 +414,7 @@ def own(tmp_path, monkeypatch) -> Iterator[Callable[[str], list[str]]]:
         "import os, random\nfrom core import Reply\nfrom helper import LIMIT\n"
         "def fine(row, seed):\n    for _ in range(LIMIT):\n        action = yield Reply('a\\nb')\n    return 0.5\n"
         "def fails(row, seed):\n    yield ''\n    return row['nothing']\n"
+        "def stops_talking(row, seed):\n    yield 'a'\n    yield ''\n"
         "def rolls(row, seed):\n    yield str(random.random())\n"
         "def hangs(row, seed):\n    yield ''\n    while True: pass\n"
         "def dies(row, seed):\n    yield ''\n    os._exit(3)\n"
@@ -470,6 +471,8 @@ def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(ow
         and "mine.py:10)" in said
     )
     assert "reward" not in said
+    assert main([*own("stops_talking"), "--check"]) == 1
+    assert "100 x turn 1: gives no text, which only a chat template makes readable" in capsys.readouterr().out
     assert main([*own("rolls"), "--check"]) == 1
     said = capsys.readouterr().out
     assert "warning: 100 of 100 episodes cannot be replayed from their actions:\n    turn 0: a replay gives" in said

@@ -79,6 +79,9 @@ def test_replies_are_given_and_exactly_the_rest_is_trained(settings, tmp_path: P
     assert train.main(make("one")) == 0
     assert check_transcripts(tmp_path / "one") == {"stop", "cut", "length"}
     for record, step in zip(steps_of(tmp_path / "one"), trained(tmp_path / "one"), strict=True):
+        for row in step:
+            turns = [len(turns_of([Span(*span.values()) for span in s["spans"]])) for s in row["samples"]]
+            assert [len(advantages) for advantages in row["advantages"]] == turns
         sampled = sum(s["end"] - s["start"] for row in step for sample in row["samples"] for s in sample["spans"])
         assert record["train"]["trained_tokens"] == sampled and record["train"]["logprob_diff_max"] < 1e-4
         assert 3 <= record["episodes"]["turns"]["max"] <= 6
@@ -154,7 +157,7 @@ def test_neither_a_barrier_nor_latency_changes_a_token(settings, monkeypatch, tm
     begun_beside.clear()
     assert train.main(settings("barrier", run__steps=2, env__barrier="true")) == 0
     assert begun_beside and not any(begun_beside), "a turn begins where none goes on"
-    failing = dict(env__slow="0.1x5", env__stop=0.05, env__step_seconds=0.5, env__max_failures=0)
+    failing = dict(env__slow="0.1x5", env__stop=0.05, env__step_seconds=0.5, env__max_failures=1000)
     assert train.main(settings("late", run__steps=2, env__latency="normal(0.002,0.002)", **failing)) == 0
     assert sum(r["episodes"]["failed"] for r in steps_of(tmp_path / "late")) > 0
     assert tokens_of(tmp_path / "free") == tokens_of(tmp_path / "barrier") == tokens_of(tmp_path / "late")
@@ -174,7 +177,7 @@ def test_slow_and_failing_environments_hold_up_nobody_and_train_nothing_else(
     (tmp_path / "tries").mkdir()
     rows = [{"prompt": f"row {i}", "answer": "", "folder": str(tmp_path / "tries")} for i in range(24)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own |= dict(data__env=CHAT.replace("chat", "needs_patience"), env__max_failures=0, run__steps=2)
+    own |= dict(data__env=CHAT.replace("chat", "needs_patience"), env__max_failures=1000, run__steps=2)
     run_ranks(2, train_runs, settings("patient", run__eval_every=2, data__eval_prompts=2, **own))
     check_transcripts(tmp_path / "patient")
     records = steps_of(tmp_path / "patient")
@@ -191,7 +194,7 @@ ways = pytest.mark.parametrize("way", [SURPLUS, dict(overlap__depth=1, overlap__
 
 @ways
 def test_failed_episodes_win_no_race_and_graders_see_whole_ones_only(settings, tmp_path: Path, way: dict) -> None:
-    graded = dict(data__task=GRADER, reward__also="env=0.5", env__max_failures=0)
+    graded = dict(data__task=GRADER, reward__also="env=0.5", env__max_failures=1000)
     assert train.main(settings("graded", **UNRELIABLE, **way, **graded)) == 0
     check_transcripts(tmp_path / "graded")
     for reward in (reward for step in trained(tmp_path / "graded") for row in step for reward in row["rewards"]):

@@ -24,7 +24,7 @@ from engine.cpu import BatchedPages
 from engine.rows import Rows
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import continued
-from learning import examples_of, group_advantages, put_groups
+from learning import examples_of, group_advantages, put_groups, told_advantages
 from loss import LOSSES, LossConfig
 from model import Model
 from overlap.endless import _packed, _unpacked
@@ -516,6 +516,8 @@ def test_credit_of_a_turn_by_hand() -> None:
     assert two.turn_advantages == (-2.0, 2 * (0.5 - 1.25))
     assert three.turn_advantages == (2.0, 2 * (2.0 - 1.25), 0.0), "nobody else has a third turn"
     assert three.span_advantages == [2.0, 1.5, 1.5, 0.0]
+    assert told_advantages(groups, episodes, loss, reward, 24) == [[e.turn_advantages for e in (three, two, one)]]
+    assert told_advantages(groups, episodes, LossConfig(), reward, 24) == [[2.0, -2.0, 0.0]]
     plain = SampleBuffer(1)
     put_groups(plain, groups, episodes, LossConfig(), reward, 24)
     assert all(not e.turn_advantages for part in plain.deal(1, 1) for batch in part for e in batch)
