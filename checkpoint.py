@@ -28,6 +28,7 @@ import parallel
 import sharding
 from config import ConfigError, regular
 from core import ModelShape, Tokenizer
+from engine.host import data_of
 from model import Model, empty_model, parse_shape
 from parallel import World
 from policies.placement import assign_by_load
@@ -306,7 +307,7 @@ def _export(
     for weight, parts in model.hf_parts():
         own |= {
             name: _on_host(view.to(model.dtype)).reshape(like)
-            for name, view, like in parts(sharding.whole(weight.detach()))
+            for name, view, like in parts(data_of(sharding.whole(weight.detach())))
             if name in wanted
         }
     weights = {file: {name: own[name] for name in names} for file, names in files.items()}

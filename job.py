@@ -19,6 +19,7 @@ from learning import group_advantages, learn, put_groups, told_advantages
 from metrics import Clock, Record, Recorder, peak_memory
 from model import Model, ModelShape, empty_model
 from overlap.endless import Endless
+from overlap.phases import Phases
 from overlap.pools import make_pools
 from overlap.streamed import StreamedRound, StreamTraining
 from parallel import World
@@ -75,10 +76,13 @@ class Job:
     Every rank has one and makes the same calls in the same order.
     """
 
-    def __init__(self, config: Config, world: World, resume: bool, clock: Clock | None = None):
+    def __init__(
+        self, config: Config, world: World, resume: bool, clock: Clock | None = None, phases: Phases | None = None
+    ):
         """Make or load the model and put the rooms together; with `resume`, as the newest checkpoint has them.
 
-        Collective. Raises ConfigError on a damaged checkpoint and on settings that do not go on from it.
+        `phases`: of the group that the job is in. Collective. Raises ConfigError on a damaged checkpoint and on
+        settings that do not go on from it.
         """
         self.folder, self.step = Path(config.run.dir), 0
         saved = newest_checkpoint(self.folder, world) if resume else None
@@ -126,6 +130,8 @@ class Job:
         settings = {key: value for key, (value, _) in flatten(config).items()}
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
         self.endless = open_endless(self, state) if config.overlap.depth and self.decodes else None
+        self.phases = phases or Phases(config.group, world, self.folder, train_ranks, self.clock)
+        self.phases.join(self, self.pools.own if self.pools else world)
         introduce(self, saved, resume)
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -192,7 +198,6 @@ class Job:
 
     def hand_over(self, rollout: Rollout | None) -> Rollout:
         """Return the rollout; ranks that only train wait for that of the others. Collective."""
-        self._refuse_if_released()
         if not self.pools:
             assert rollout
             return rollout
@@ -213,10 +218,10 @@ class Job:
 
         Ranks that only decode wait, or go on with an endless rollout; they have the new weights afterwards.
         """
-        self._refuse_if_released()
         c, updates, event = self.config, list[dict](), f"update {self.step}"
         advantages = group_advantages(rollout.groups, c.loss, c.reward, c.rollout.max_response_tokens)
         if self.trains:
+            self._refuse_if_released()
             with self.clock.span("train"):
                 put_groups(rollout.buffer, rollout.groups, advantages, c.loss, c.reward, c.rollout.max_response_tokens)
                 updates = learn(self.trainer, rollout.buffer, self.clock.move)
@@ -233,7 +238,6 @@ class Job:
 
     def sync_weights(self) -> None:
         """End the step: the engine decodes with the new weights from now on."""
-        self._refuse_if_released()
         with self.clock.span("sync"):
             self.step += 1
             taker = self.endless.take_weights if self.endless else self.engine.load_weights
@@ -296,15 +300,16 @@ class Job:
         if not self.held_out:
             return {}
         start = time.perf_counter()
-        self._refuse_if_released()
         if self.endless:
             self.endless.lend_engine()
         groups, own = list[Group](), self.episodes.take_stats()
-        if self.decodes:
-            self.engine.regroup(self.engine.parallel)  # new weights, on all ranks: a rank without work makes no step
-            prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
-            plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
-            groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
+        with self.phases("rollout"):
+            if self.decodes:
+                self._refuse_if_released()
+                self.engine.regroup(self.engine.parallel)  # new weights, on all: a rank without work makes no step
+                prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
+                plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
+                groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
         self.engine.stats.take()  # the next step counts from zero
         self.episodes.stats = own
         if self.pools:
@@ -322,10 +327,10 @@ class Job:
         `waits`: until this one is whole too. Sampling is counter-based, so there is no random state in it. Raises
         OSError when a checkpoint could not be written.
         """
-        self._refuse_if_released()
-        state = state_of(self)
-        with self.trainer.saved_tensors() as tensors:
-            self.checkpoints.save(self.step, self.trainer.model, tensors, state)
+        with self.phases("train"), self.trainer.saved_tensors() as tensors:
+            if self.trains:
+                self._refuse_if_released()
+            self.checkpoints.save(self.step, self.trainer.model, tensors, state_of(self))
         if waits:
             self.checkpoints.wait()
 
@@ -341,7 +346,8 @@ class Job:
         self._refuse_if_released()
         if self.endless:
             self.endless.interrupt()
-        self.engine.release()
+        if self.decodes:
+            self.engine.release()
         self.trainer.release()
         self.is_released = True
         if self.world.device.type == "cuda":

@@ -246,10 +246,10 @@ class Recorder:
             rewards.append(reward)
         return sum(rewards) / len(rewards) if rewards else math.nan
 
-    def timeline(self, step: int, tracks: Sequence[RankTrack], kind: str, queue: int) -> None:
-        """Add one step of every replica to the trace, its kind of round and the long-prompt queue after it."""
+    def timeline(self, step: int, tracks: Sequence[RankTrack], played: Record) -> None:
+        """Add one step of every replica to the trace, with the kind of the round `played` and the queue after it."""
         if self.active and self.trace:
-            self.trace.write(step, tracks, kind, queue)
+            self.trace.write(step, tracks, played.get("kind", ""), played.get("queue", 0))
 
     def evaluation(self, step: int, result: Record) -> None:
         if result:

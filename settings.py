@@ -22,6 +22,7 @@ from envs.trial import tried
 from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
+from overlap.phases import GroupConfig
 from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
 from policies.flow import OverlapConfig, check_overlap
 from policies.memory_plan import ENOUGH, GIB, Changes, Demand, Plan, plans, remedy
@@ -95,6 +96,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
+    group: GroupConfig = field(default_factory=GroupConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -375,6 +377,8 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
             f"tensor_parallel {tp}); take {max(prompts // replicas, 1) * replicas} prompts, or another number of ranks"
         )
     refuse_within_round(c.planner, c.stream.policy)
+    if not c.group.server and c.group != GroupConfig():
+        raise ConfigError("[group] has no effect without group.server; give the server, or leave the section out")
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo or another loss")
     check_loss(c.loss)
@@ -559,6 +563,11 @@ def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
     check_pools(c, world_size)
     if not c.overlap.depth:
         return
+    if c.group.server:
+        raise ConfigError(
+            f"group.server = {c.group.server!r} has no place in an endless rollout (overlap.depth = "
+            f"{c.overlap.depth:g}): it leaves no time in which others could have the device; take overlap.depth = 0"
+        )
     if c.loss.name != "decoupled" and c.loss.for_dtype(dtype).old_logprobs == "trainer":
         raise ConfigError(
             f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "
@@ -650,7 +659,7 @@ def check_run_folder(config: Config, resume: bool) -> None:
         reason = str(error).removeprefix("--config=")
         raise ConfigError(f"--resume: {reason}; correct the file, or start another run in a new run.dir") from None
     for key, (value, _) in flatten(config).items():
-        is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream."))
+        is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream.", "group."))
         is_free &= key != "run.steps" or config.trainer.lr_schedule == "constant"  # a schedule ends with the run
         # Between two batches all sequences leave the engine, and KV of older weights is not kept.
         is_free &= key not in ("run.eval_every", "run.checkpoint_every") or config.overlap.flight != "keep"

@@ -18,6 +18,7 @@ if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until
 from config import ConfigError, describe, load_config
 from job import Job
 from metrics import Clock, Record
+from overlap.phases import Phases
 from parallel import World
 from process import ending, launcher, run_folder
 from process.ending import StopSignal
@@ -31,9 +32,10 @@ from settings import Config, check_run
 def train(config: Config, world: World, resume: bool, clock: Clock | None = None) -> None:
     """Run the whole training. Every rank runs this, in step with the others."""
     clock = clock or Clock(config.log.trace)
-    with clock.span("start"):
-        job = Job(config, world, resume, clock)
-    with job.graders, job.episodes, job.checkpoints, StopSignal() as stop:
+    phases = Phases(config.group, world, Path(config.run.dir), config.overlap.train_ranks, clock)
+    with clock.span("start"), phases("start"):
+        job = Job(config, world, resume, clock, phases)
+    with phases, job.graders, job.episodes, job.checkpoints, StopSignal() as stop:
         if job.step == 0:
             before = job.evaluate()
             job.recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
@@ -54,7 +56,7 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
     if ends:
         return job.recorder.finish(job.folder, job.step, config.run.steps)
     job.recorder.close()
-    del job  # ranks change sides in another one, which needs its memory
+    del job, phases  # ranks change sides in another one, which needs its memory
     gc.collect()
     train(config, world, True, clock)
 
@@ -63,23 +65,24 @@ def take_step(job: Job) -> Record:
     """Take one step; return its record. Collective. (Sections are RollPacker's.)"""
     start, job.clock.step = time.perf_counter(), job.step + 1
     plan, rollout = None, None
-    if job.config.run.replay:
-        rollout = job.replay()
-    elif job.endless:
-        rollout = job.next_batch()  # decoding goes on across updates (ROLL Flash)
-    elif job.decodes:
-        plan = job.plan()  # which prompts, how many responses of each (3)
-        job.regroup(plan)  # tensor-parallel size of the round (4.2)
-        rollout = job.roll_out(plan)  # windows of decoding, grading beside them, aborts (3, 4.3, 4.4)
+    with job.phases("rollout"):
+        if job.config.run.replay:
+            rollout = job.replay()
+        elif job.endless:
+            rollout = job.next_batch()  # decoding goes on across updates (ROLL Flash)
+        elif job.decodes:
+            plan = job.plan()  # which prompts, how many responses of each (3)
+            job.regroup(plan)  # tensor-parallel size of the round (4.2)
+            rollout = job.roll_out(plan)  # windows of decoding, grading beside them, aborts (3, 4.3, 4.4)
     rollout = job.hand_over(rollout)  # to ranks that only train
-    advantages, updates = job.learn(rollout)
-    job.sync_weights()
+    with job.phases("train"):
+        advantages, updates = job.learn(rollout)
+        job.sync_weights()
     seconds = time.perf_counter() - start
     reports, played = job.take_reports(), rollout.record.get("round", {})
     job.observe(plan, rollout, reports)
     job.dump(rollout.groups, advantages)
-    tracks = [report.track for report in of_replicas(reports)]
-    job.recorder.timeline(job.step, tracks, played.get("kind", ""), played.get("queue", 0))
+    job.recorder.timeline(job.step, [report.track for report in of_replicas(reports)], played)
     return step_record(job.step, seconds, rollout.groups, rollout.record, updates, reports)
 
 

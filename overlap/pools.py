@@ -57,35 +57,13 @@ class Pools:
             self.store.set(event, "told")
 
     def watch(self, event: str) -> Callable[[], bool]:
-        """Return a function that says whether the other pool has told of an event.
-
-        Ranks of a pool may learn it at different times. The function raises TimeoutError when the other pool has shown
-        no sign of life for the world's time-out.
-        """
-        seen, since = 0, time.monotonic()
-
-        def has_come() -> bool:
-            nonlocal seen, since
-            if self.store.check([event]):
-                return True
-            if (newest := self.store.add(f"signs {not self.trains}", 0)) != seen:
-                seen, since = newest, time.monotonic()
-                self.clock.moves += 1  # without `move`: waiting is no sign of life
-            if time.monotonic() - since > self.world.timeout_seconds:
-                who, seconds = "decode" if self.trains else "train", self.world.timeout_seconds
-                raise TimeoutError(
-                    f"rank {self.world.rank} waited for {event!r} and saw no sign of life of the ranks that {who} for "
-                    f"run.timeout_seconds = {seconds:g}"
-                )
-            return False
-
-        return has_come
+        """Return a function that says whether the other pool has told of an event; see `watch` below."""
+        who = "the ranks that " + ("decode" if self.trains else "train")
+        return watch(self.world, self.store, event, f"signs {not self.trains}", who, self.clock)
 
     def wait_for(self, event: str) -> None:
         """Wait for an event of the other pool; errors as those of `watch`."""
-        has_come = self.watch(event)
-        while not has_come():
-            time.sleep(POLL_SECONDS)
+        wait_until(self.watch(event))
 
     def show_life(self) -> None:
         """Tell the other pool that this one goes on, whenever its first rank's clock moves."""
@@ -131,6 +109,36 @@ class Pools:
         values, counts = zip(*parallel.gather_objects(self.world, (value, sent)), strict=True)
         self.synced = {"sync_bytes": sum(counts), "model_bytes": sum(weight.nbytes for weight in weights)}
         return values[0]
+
+
+def watch(world: World, store: Any, event: str, signs: str, who: str, clock: Clock) -> Callable[[], bool]:
+    """Return a function that says whether an event is in the store.
+
+    Ranks may learn it at different times. `signs` names a number there that changes as long as others show life. The
+    function raises TimeoutError when `who` has shown none for the world's time-out.
+    """
+    seen, since = 0, time.monotonic()
+
+    def has_come() -> bool:
+        nonlocal seen, since
+        if store.check([event]):
+            return True
+        if (newest := store.add(signs, 0)) != seen:
+            seen, since = newest, time.monotonic()
+            clock.moves += 1  # without `move`: waiting is no sign of life
+        if time.monotonic() - since > world.timeout_seconds:
+            raise TimeoutError(
+                f"rank {world.rank} waited for {event!r} and saw no sign of life of {who} for run.timeout_seconds = "
+                f"{world.timeout_seconds:g}"
+            )
+        return False
+
+    return has_come
+
+
+def wait_until(has_come: Callable[[], bool]) -> None:
+    while not has_come():
+        time.sleep(POLL_SECONDS)
 
 
 def _owner(sample: Sample, here: int) -> int:

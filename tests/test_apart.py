@@ -1,19 +1,33 @@
-"""Rounds on ranks apart: some only train, others only decode, and the run is that of ranks which do both."""
+"""Rounds on ranks apart, alone and in a group of jobs: the run is that of ranks which do both, alone."""
 
 import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing import ProcessError
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT, steps_of, train_runs
+from test_permits import LONGEST, Group, in_thread, until
 from test_updates import losses, tokens_of, train_and_be_killed
 from torch.multiprocessing.spawn import ProcessException
 
+import parallel
 import train
 from checkpoint import list_checkpoints, load_state
-from metrics import read_records
+from config import ConfigError, load_config
+from job import Job
+from metrics import Clock, read_records
+from overlap.phases import GroupConfig, Phases
+from parallel import World
+from process.permits import Client
+from settings import Config, check_settings
 
 APART = dict(overlap__train_ranks=1)
 RACES = dict(scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5)
@@ -88,3 +102,143 @@ def test_rounds_apart_resume_bit_for_bit(settings, run_ranks, tmp_path: Path) ->
     run_ranks(2, partial(train_runs, resume=True), make("killed"))
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
     assert tokens_of(tmp_path / "killed") == tokens_of(tmp_path / "straight")
+
+
+# ---- in a group ------------------------------------------------------------------------------------------------------
+
+IN_GROUP = dict(group__job="a", run__steps=3, run__eval_every=2)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with TemporaryDirectory() as folder:  # a path of a Unix socket has at most 107 bytes
+        made = Group(f"{folder}/server/socket")
+        yield made
+        made.stop()
+
+
+def take_turns(clients: dict[str, Client], over: threading.Event, look: Callable[[], None]) -> None:
+    """Be another job: ask for phases again and again, and look around in each."""
+    while not over.is_set():
+        for phase, client in clients.items():
+            client.request(phase)
+            look()
+            client.release()
+
+
+def phases_of(group: Group, job: str) -> list[str]:
+    return [event["phase"] for event in group.came("begins") if event["job"] == job]
+
+
+def test_a_job_leaves_the_device_between_its_phases(settings, group: Group, tmp_path: Path, monkeypatch) -> None:
+    """Its ranks do both, so each phase takes all workers."""
+    make = partial(settings, **RACES | IN_GROUP)
+    assert train.main(settings("alone", **RACES, run__steps=3, run__eval_every=2)) == 0
+    jobs, held, over, join = list[Job](), list[int](), threading.Event(), Phases.join
+
+    def note(phases: Phases, job: Job, own: World) -> None:
+        jobs.append(job)
+        join(phases, job, own)
+
+    def look() -> None:
+        for job in jobs:
+            kept = [*job.trainer.params, *(p.grad for p in job.trainer.params), *job.trainer._moments()]
+            pages = job.engine.runner.memory.whole
+            held.extend(tensor.untyped_storage().nbytes() for tensor in kept)
+            held.append(0 if pages is None else pages.nbytes)
+
+    monkeypatch.setattr(Phases, "join", note)
+    other = in_thread(partial(take_turns, {"rollout": group.connect("b", "all")}, over, look))
+    try:
+        assert train.main(make("shared", group__server=group.server)) == 0
+    finally:
+        over.set()
+        other.join(LONGEST)
+    step = ["rollout", "train"]
+    evaluated_and_saved = ["rollout", "train"]
+    assert phases_of(group, "a") == [
+        "start",
+        "rollout",
+        *step,
+        *step,
+        *evaluated_and_saved,
+        *step,
+        *evaluated_and_saved,
+    ]
+    assert len(held) >= 10 and not any(held), "each time the other had the device for itself"
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    assert losses(shared) == losses(alone) and tokens_of(shared) == tokens_of(alone)
+    assert evaluations(shared) == evaluations(alone) and len(evaluations(alone)) == 3
+    saved = [load_state(list_checkpoints(folder)[-1]) for folder in (alone, shared)]
+    assert saved[0]["policy"] == saved[1]["policy"]
+    times = {f"{part}_{phase}" for part in ("permit", "switch", "phase") for phase in ("rollout", "train")}
+    assert all(times <= r["seconds"].keys() for r in steps_of(shared))
+    assert not any(times & r["seconds"].keys() for r in steps_of(alone))
+
+
+@pytest.mark.parametrize("way", [{}, EPISODES])
+def test_pools_that_others_use_too_train_as_alone(settings, run_ranks, group: Group, tmp_path: Path, way: dict) -> None:
+    """New weights arrive while the decoding ranks have none on the device."""
+    assert train.main(settings("alone", **RACES | way, run__steps=3, run__eval_every=2)) == 0
+    over = threading.Event()
+    others = [
+        in_thread(partial(take_turns, {phase: group.connect("b", phase)}, over, lambda: None))
+        for phase in ("rollout", "train")
+    ]
+    try:
+        given = RACES | IN_GROUP | APART | way
+        run_ranks(2, train_runs, settings("shared", **given, group__server=group.server))
+    finally:
+        over.set()
+        for other in others:
+            other.join(LONGEST)
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    assert losses(shared) == losses(alone) and tokens_of(shared) == tokens_of(alone)
+    assert evaluations(shared) == evaluations(alone) and len(evaluations(alone)) == 3
+    assert phases_of(group, "a").count("rollout") == 6 and phases_of(group, "a").count("train") == 5
+    files = [list_checkpoints(folder)[-1] / "model.safetensors" for folder in (alone, shared)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+class Nothing:
+    """What a job has on the device before it has anything."""
+
+    def release(self) -> None: ...
+    def take_back(self) -> None: ...
+
+
+def wait_long(world: World, server: str) -> None:
+    [own] = [part for part in parallel.subsets(world, [[0], [1]]) if part]
+    patient = replace(world, timeout_seconds=3.0)
+    with Phases(GroupConfig(server, "a"), patient, Path(), 1, Clock()) as phases:
+        phases.join(Nothing(), own)
+        with phases("rollout"):
+            pass
+
+
+def test_a_permit_may_take_longer_than_ranks_wait_for_each_other(run_ranks, group: Group) -> None:
+    other = group.connect("b")
+    other.request("rollout")
+
+    def give_back() -> None:
+        until(lambda: len(group.came("asks")) == 2)
+        time.sleep(5.0)
+        other.release()
+
+    waits = in_thread(give_back)
+    run_ranks(2, wait_long, group.server)
+    waits.join(LONGEST)
+    assert phases_of(group, "a") == ["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["group.job=a"], r"\[group\] has no effect without group.server"),
+        (["group.server=g", "overlap.depth=1", "overlap.bound=4"], "no place in an endless rollout"),
+    ],
+)
+def test_settings_without_a_group_or_a_place_are_refused(given: list[str], reason: str) -> None:
+    config = load_config(Config, None, [f"--{setting}" for setting in (*given, "stream.policy=off")])
+    with pytest.raises(ConfigError, match=reason):
+        check_settings(config, 1, torch.float32)

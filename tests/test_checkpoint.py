@@ -46,6 +46,7 @@ from checkpoint import (
     save_model,
 )
 from config import ConfigError
+from engine.host import OnHost
 from job import newest_checkpoint
 from model import Model
 from parallel import World
@@ -215,6 +216,16 @@ def test_an_export_names_the_dtype_of_its_weights(tiny_folder, tmp_path):
     save_model(tmp_path, load_model(tiny_folder, CPU, torch.bfloat16), tiny_folder)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
     assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS).values()} == {torch.bfloat16}
+
+
+def test_weights_that_are_away_from_the_device_are_written_from_host_memory(tiny_model, tiny_folder, tmp_path) -> None:
+    """Of a job in a group, ranks that decode write files of weights too."""
+    expected = {name: weight.clone() for name, weight in tiny_model.export().items()}
+    away = OnHost(tiny_model.parameters())
+    save_model(tmp_path, tiny_model, tiny_folder)
+    assert not any(weight.untyped_storage().nbytes() for weight in tiny_model.parameters()) and away.copies
+    saved = load_file(tmp_path / WEIGHTS)
+    assert all(torch.equal(saved[name], weight) for name, weight in expected.items())
 
 
 def test_tokenizer_and_generation_files_travel_with_the_export(tiny_model, folder, tmp_path):

@@ -116,10 +116,10 @@ def test_a_trace_is_json_with_one_track_a_replica_and_a_resumed_run_goes_on_in_i
     for step in (1, 2, 3):
         rows = [Count(step + 0.5, {"running": 8, "waiting": 2})]
         tracks = [([Period("rollout", step + 0.5, step + 0.75)], rows), ([Period("idle", step + 0.5, step + 1.0)], [])]
-        recorder.timeline(step, tracks, "short", step)
+        recorder.timeline(step, tracks, {"kind": "short", "queue": step})
     assert len((tmp_path / "trace.json").read_text().splitlines()) == 18  # readable while the run goes on
     resumed = make(2)
-    resumed.timeline(3, [([Period("train", 9.0, 9.5)], []), ([], [])], "long", 0)
+    resumed.timeline(3, [([Period("train", 9.0, 9.5)], []), ([], [])], {"kind": "long"})
     resumed.write(make_record(3))
     resumed.finish(tmp_path, 3, 9)
     whole = json.loads((tmp_path / "trace.json").read_text())
@@ -142,7 +142,7 @@ def test_a_trace_is_json_with_one_track_a_replica_and_a_resumed_run_goes_on_in_i
     ]
     assert (events[1]["ts"], events[1]["dur"]) == (1_500_000, 500_000)
     again = make(3)  # of a run that had ended
-    again.timeline(4, [([Period("sync", 11.0, 12.0)], [])], "", 0)
+    again.timeline(4, [([Period("sync", 11.0, 12.0)], [])], {})
     again.finish(tmp_path, 4, 9)
     assert sum(e["ph"] == "X" for e in json.loads((tmp_path / "trace.json").read_text())) == 8
 

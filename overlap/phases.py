@@ -1,0 +1,114 @@
+"""Phases of a job whose devices other jobs use too: it works when it has the permit for them. (RollMux, section 6)
+
+    with phases("rollout"):
+        ...                  # has the permit of all workers of the rollout, and its state on the device
+
+Between two phases all that lasts waits in host memory (`Job.release`), but processes, communicators and environments
+stay: another phase begins as soon as the state is back. Without a group a phase is nothing at all.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+import parallel
+from config import option
+from metrics import Clock
+from overlap.pools import wait_until, watch
+from parallel import World
+from process.permits import SECRET, Client
+
+made = itertools.count()  # of this process: several jobs may share a store
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    server: str = option(
+        "", "server of the jobs that share devices, which mux.py starts: path of its socket, or host:port; empty: alone"
+    )
+    job: str = option("", "name of this job there; empty: that of the folder run.dir")
+    wait_seconds: float = option(86_400.0, "longest wait for a permit", above=0.0, max=1e7)
+
+
+class Shared(Protocol):
+    """A job that can leave the device."""
+
+    def release(self) -> None: ...
+    def take_back(self) -> None: ...
+
+
+class Phases:
+    """The phases of a job, on one of its ranks. All ranks enter a phase together.
+
+    Where ranks train and decode apart, each pool has a permit of its own. In a phase the ranks of the other pool have
+    only waited for the permit too: never inside a collective, whose time-out may be shorter than that wait.
+    """
+
+    def __init__(self, config: GroupConfig, world: World, folder: Path, num_trainers: int, clock: Clock):
+        """Join the group. `num_trainers`: the first ranks that only train; 0: all do both. Raises GroupError."""
+        self.config, self.world, self.clock = config, world, clock
+        self.askers = {"start": 0, "train": 0, "rollout": num_trainers}  # the rank that asks for each phase's permit
+        self.pool = "all" if not num_trainers else "train" if world.rank < num_trainers else "rollout"
+        self.store = dist.PrefixStore(f"phases {next(made)}", world.store or dist.HashStore())
+        self.client: Client | None = None
+        self.job: Shared | None = None  # until it is made nothing can be on the device
+        self.own = world  # ranks of this one's pool
+        self.count = 0
+        if config.server and world.rank in self.askers.values():
+            name = config.job or folder.resolve().name
+            given = os.environ.get(SECRET, ""), config.wait_seconds, self._show_life
+            self.client = Client(config.server, name, self.pool, *given)
+
+    def join(self, job: Shared, own: World) -> None:
+        """Have a job leave the device at the end of each phase. `own`: the ranks of this one's pool."""
+        self.job, self.own = job, own
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Be in a phase: start, rollout or train. Collective over all ranks of the job. Raises GroupError."""
+        if not self.config.server:
+            yield
+            return
+        with self.clock.span(f"permit_{phase}"):
+            self._wait_for_permit(phase)
+        if phase != "start" and self.pool not in ("all", phase):
+            yield
+            return
+        with self.clock.span(f"switch_{phase}"):
+            if self.job:
+                self.job.take_back()
+        with self.clock.span(f"phase_{phase}"):
+            yield
+        with self.clock.span(f"switch_{phase}"):
+            assert self.job, "no job has joined"
+            self.job.release()
+            parallel.barrier(self.world if phase == "start" else self.own)
+        if self.client and self.world.rank == self.askers[phase]:
+            self.client.release()
+
+    def _wait_for_permit(self, phase: str) -> None:
+        self.count += 1
+        event = f"permit {self.count}, {phase}"
+        if self.client and self.world.rank == self.askers[phase]:
+            self.client.request(phase)
+            self.store.set(event, "granted")
+        else:
+            wait_until(watch(self.world, self.store, event, "signs", f"rank {self.askers[phase]}", self.clock))
+
+    def _show_life(self) -> None:
+        """Tell the ranks of both pools that this one waits, with a server that shows life."""
+        self.store.add("signs", 1)
+        self.clock.move()
+
+    def __enter__(self) -> "Phases":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.client:
+            self.client.close()
