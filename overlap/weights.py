@@ -52,11 +52,12 @@ class WeightSync:
         """Overwrite the decoding ranks' weights with the training ranks'; return the bytes that this rank has sent.
 
         Collective over all ranks. Weights that are away from the device (engine.host.OnHost) arrive in host memory. The
-        device holds a bucket for each piece that a rank sends or receives in two turns, and one more.
+        device holds three buckets at most: a turn that arrives, the next one, and a piece that is passed on.
         """
         data = [data_of(weight.detach()).view(-1).view(torch.uint8) for weight in weights]
-        sizes = self.num_trainers, self.world.size - self.num_trainers, parallel.BUCKET_BYTES
-        turns, sent = deal(sum(map(len, data)), *sizes), 0
+        num_decoders = self.world.size - self.num_trainers
+        largest = parallel.BUCKET_BYTES // -(-self.num_trainers // num_decoders)  # a rank receives so many at a time
+        turns, sent = deal(sum(map(len, data)), self.num_trainers, num_decoders, largest), 0
         crossing = self._begin(turns[0], data)
         for turn, later in itertools.zip_longest(turns, turns[1:], fillvalue=()):
             (buckets, works), crossing = crossing, self._begin(later, data)

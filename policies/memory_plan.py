@@ -18,7 +18,7 @@ CONTEXT = GIB // 2  # of CUDA, with its libraries and kernels
 COMMUNICATOR = GIB // 2 + 2**22  # of NCCL, for each group of ranks (544 to 688 MB in nccl issue 964); memory to sum in
 GRAPH_LAYER = 2**18  # of a captured decode step, for each layer
 FREE = 0.03  # share of a GPU that stays free: blocks of freed memory do not fit every tensor
-BUCKET = 64 * 2**20  # of gradients that are summed over ranks at a time
+BUCKET = 64 * 2**20  # of gradients that are summed over ranks, or weights that are sent, at a time
 KV_SHARE = 0.25  # of a GPU's memory, for KV pages: with less beside whole weights, `auto` shards them
 ENOUGH = 32  # of the longest sequences, in the pages of a replica: with fewer a decode step is as slow, for less
 
@@ -208,6 +208,8 @@ def plan(d: Demand) -> Plan:
     }
     moments = _training(d) | _updating(d, state) if d.trains else {}
     moments |= {"while the rollout prefills": _prefill(d)} if d.decodes else {}
+    if d.trains != d.decodes:
+        moments["as new weights go to the ranks that decode"] = {"pieces of them": 3 * min(BUCKET, d.weights)}
     return Plan(d, lasting, moments, d.layout)
 
 

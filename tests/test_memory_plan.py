@@ -201,8 +201,9 @@ def test_ranks_that_only_train_or_decode_hold_their_own_part() -> None:
     held = [{name for name, size in each.lasting.items() if size} for each in (both, trains, decodes)]
     held = [{name.partition(",")[0] for name in names} for names in held]  # without the number of communicators
     assert held[0] - held[1] == only_decoding and held[0] - held[2] == only_training
-    assert trains.moments.keys() | decodes.moments.keys() == both.moments.keys()
-    assert not trains.moments.keys() & decodes.moments.keys()
+    sync = {"as new weights go to the ranks that decode"}
+    assert trains.moments.keys() | decodes.moments.keys() == both.moments.keys() | sync
+    assert trains.moments.keys() & decodes.moments.keys() == sync
     assert trains.kv == trains.least_kv == 0 and "KV pages" not in trains.table()
     assert decodes.kv > both.kv + 50 * GIB and decodes.wanted + decodes.kv == 79.6 * GIB
     heads = [each.table().splitlines()[0] for each in (trains, decodes)]

@@ -60,7 +60,7 @@ def check_weights_arrive(world: World, trainers: int) -> None:
     batches = dist.batch_isend_irecv
     note = lambda ops: crossed.extend(op.tensor.nbytes for op in ops if op.op is send) or batches(ops)  # noqa: E731
     dist.batch_isend_irecv = note
-    for parallel.BUCKET_BYTES in (7, 64, 2**20):
+    for parallel.BUCKET_BYTES in (9, 64, 2**20):
         for releases in (False, True):
             model = Odd(1 if pools.trains else 2 + world.rank)
             views = [weight.data_ptr() for weight in model.parameters()]
