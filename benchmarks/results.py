@@ -186,6 +186,16 @@ BENCHMARKS = {
         " of the {write_seconds_shard1:.1f} s until it is whole; with sharded masters for {pause_seconds_shard2:.2f} s "
         "of {write_seconds_shard2:.1f} s",
     ),
+    "mux": Benchmark(
+        "benchmarks/mux.py",
+        (*ROUND, *TRAINING, *RUN, "mux.py", "process/group_*.py", "process/permits.py", "policies/group.py")
+        + tuple(f"overlap/{name}.py" for name in ("phases", "pools", "weights")),
+        "two jobs that share a core that trains and a core that decodes: {throughput_over_solo_disaggregated:.2f} x "
+        "the throughput of each alone on them (at most {ceiling:.2f}), {throughput_over_colocated:.2f} x that of "
+        "co-located jobs; runs with the same losses, bit by bit: {trajectories_equal:.0%}; a warm switch takes "
+        "{switch_warm_over_cold:.1%} of a cold start, permits {permit_overhead_fraction:.1%} of a job's steps "
+        "([table](#several-jobs-on-two-pools))",
+    ),
     "mux_sync": Benchmark(
         "benchmarks/mux_sync.py",
         ("overlap/weights.py", "overlap/pools.py", "parallel.py"),

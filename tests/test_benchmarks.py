@@ -224,6 +224,18 @@ def test_step_time_that_grows_in_one_kind_of_round_is_seen(soak: ModuleType) -> 
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
+def test_a_group_is_timed_from_its_first_rollout_to_its_last_update() -> None:
+    def event(at: float, name: str, job: str = "", phase: str = "") -> dict[str, object]:
+        return {"at": at, "event": name, "job": job, "phase": phase}
+
+    events = [event(1, "starts"), event(2, "begins", "a", "start"), event(5, "ends", "a", "start")]
+    events += [event(6, "begins", "b", "rollout"), event(6, "asks", "a", "rollout"), event(8, "ends", "b", "rollout")]
+    events += [event(at, "ends", job, "train") for at, job in ((9, "b"), (10, "a"), (11, "b"), (14, "a"), (20, "a"))]
+    for mux in load("mux"):
+        assert mux.group_seconds(events, 2) == 14 - 6  # of two steps; a third phase saves the checkpoint
+        assert mux.cold_seconds(events) == 4
+
+
 @pytest.mark.slow
 def test_over_a_slow_link_one_model_crosses() -> None:
     for mux_sync in load("mux_sync"):
