@@ -18,6 +18,7 @@ from environments import EnvConfig, resolve
 from envs.chat import Reader
 from envs.latency import Latency
 from envs.player import player_named
+from envs.pool import TRIES
 from envs.trial import tried
 from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
@@ -474,6 +475,11 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
         raise ConfigError(
             "env.clock = time has no place beside tensor parallelism: the ranks of a replica would get replies at "
             "different steps; take env.clock = steps"
+        )
+    if names and (longest := TRIES * c.env.step_seconds) > c.run.timeout_seconds:
+        raise ConfigError(
+            f"env.step_seconds = {c.env.step_seconds:g}: a turn that hangs is tried {TRIES} times, for {longest:g} s, "
+            f"but other ranks wait at most run.timeout_seconds = {c.run.timeout_seconds:g}; raise that"
         )
     Latency(c.env.latency, c.env.slow, c.env.stop)
     if c.env.barrier and (c.overlap.depth or c.scheduler.migrate or c.planner.rule != "fixed"):

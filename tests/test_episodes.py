@@ -354,6 +354,7 @@ def test_sampled_tokens_are_kept_as_they_were_sampled() -> None:
         (dict(data__env=f"{ROOT}/tests/worlds.py:nothing"), ["has no such function"]),
         (dict(data__env=""), ["[env] has no effect"]),
         (dict(rollout__tensor_parallel=1, planner__rule="paper", env__clock="time"), ["env.clock = time has no place"]),
+        (dict(env__step_seconds=300), ["tried 3 times, for 900 s", "run.timeout_seconds = 600", "raise"]),
         (dict(env__latency="normal(10)"), ["env.latency = normal(10): give normal(10,5)"]),
         (dict(env__barrier="true", overlap__depth=1), ["env.barrier is for comparison only"]),
         (dict(stream__policy="fixed"), ["stream.policy = fixed has no place beside environments"]),
