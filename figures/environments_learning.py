@@ -1,6 +1,7 @@
 """Learning to play in several turns: held-out score over steps of the four built-in games, three seeds each.
 
 python figures/environments_learning.py            trains what is missing in runs/ (minutes a run), then draws
+python figures/environments_learning.py --games lake bandit    a part of it; the other panels stay
 python figures/environments_learning.py --draw     draws again from figures/environments_learning.json
 python figures/environments_learning.py --quick    a few steps of one seed, drawn in runs/quick: to see that it works
 
@@ -97,9 +98,8 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.remove()
     for axes in panels[:, 0]:
         axes.set_ylabel("avg@4 at temperature 1")
-    made = f"commit {rows[0]['commit'][:7]} of {rows[0]['date']}"
     said = "bars: 95 % interval, pale: reward of training, mean of ten steps"
-    figure.supxlabel(f"python figures/environments_learning.py ({made}); {said}", fontsize=7, color="0.4")
+    figure.supxlabel(f"python figures/environments_learning.py; {said}", fontsize=7, color="0.4")
     figure.savefig(path)
 
 
@@ -119,7 +119,8 @@ def draw_game(axes: plt.Axes, game: str, runs: list[dict]) -> None:
     for name, dashes in PLAYERS.items():
         axes.axhline(runs[0]["players"][name], color="0.4", linestyle=dashes, linewidth=1, label=name)
     count = runs[0]["evaluations"][0]["num_prompts"]
-    axes.set_title(f"{game}: {count} held-out problems, {runs[0]['samples']} episodes a step", fontsize=8)
+    title = f"{game}: {count} held-out problems, {runs[0]['samples']} episodes a step, commit {runs[0]['commit'][:7]}"
+    axes.set_title(title, fontsize=7)
     axes.set(xlabel="step", ylim=(0.8 * runs[0]["players"]["random"], min(1.1 * runs[0]["players"]["expert"], 1.02)))
     axes.legend(loc="best", fontsize=6)
 
@@ -142,6 +143,7 @@ def summary(rows: list[dict]) -> dict:
             "turns": [round(e["turns"]["mean"], 1) for e in (first, last)],
             "steps": last["step"],
             "seconds": row["seconds"],
+            "commit": row["commit"][:7],
         }
         print(", ".join(f"{name} {value}" for name, value in gained.items()))
         table.append(gained)
@@ -162,7 +164,7 @@ def train(args: argparse.Namespace, seeds: Sequence[int]) -> list[dict]:
 def main() -> None:
     parser = command_line(__doc__, "environments_learning")
     parser.add_argument("--games", nargs="+", choices=TARGETS, default=[*TARGETS])
-    make("environments_learning", parser.parse_args(), train, draw, summary)
+    make("environments_learning", parser.parse_args(), train, draw, summary, lambda row: game_of(row["game"]))
 
 
 if __name__ == "__main__":

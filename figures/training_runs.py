@@ -97,7 +97,7 @@ def of_run(folder: Path) -> dict[str, str]:
 
 
 def refuse_mixed(points: Sequence[dict[str, Any]]) -> None:
-    """Raise SystemExit when points come from runs of different code."""
+    """Raise SystemExit when points that are compared come from runs of different code."""
     if len({point["code"] for point in points}) > 1:
         runs = sorted({f"{point['commit'][:7]} of {point['date']}" for point in points})
         raise SystemExit(f"error: the points come from runs of different code ({', '.join(runs)}): train them again")
@@ -118,19 +118,25 @@ def make(
     train: Callable[[argparse.Namespace, Sequence[int]], list[dict]],
     draw: Callable[[list[dict], Path], None],
     summary: Callable[[list[dict]], dict],
+    panel: Callable[[dict], str] = lambda row: "",
 ) -> None:
-    """Train what is missing, keep the rows that `train` returns, draw them and print their summary in JSON."""
+    """Train what is missing, keep the rows that `train` returns, draw them and print their summary in JSON.
+
+    `panel`: in which a row is drawn. Rows of one panel are of one code; those of panels without new rows stay.
+    """
     out = ROOT / "runs" / "quick" if arguments.quick else ROOT / "figures"
     out.mkdir(parents=True, exist_ok=True)
     data = out / f"{name}.json"
     if not arguments.draw:
-        rows = train(arguments, range(1 if arguments.quick else arguments.seeds))
-        refuse_mixed(rows)
+        new = train(arguments, range(1 if arguments.quick else arguments.seeds))
+        known = json.loads(data.read_text(encoding="utf-8")) if data.exists() else []
+        rows = [row for row in known if panel(row) not in set(map(panel, new))] + new
         data.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     if not data.exists():
         raise SystemExit(f"error: there is no {data.relative_to(ROOT)} to draw; train the runs first, without --draw")
     rows = json.loads(data.read_text(encoding="utf-8"))
-    refuse_mixed(rows)
+    for name in set(map(panel, rows)):
+        refuse_mixed([row for row in rows if panel(row) == name])
     draw(rows, out / f"{name}.png")
     print(json.dumps(summary(rows)))
 

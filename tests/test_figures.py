@@ -1,5 +1,6 @@
 """Figures are drawn from what is committed beside them, and from what a run writes."""
 
+import argparse
 import importlib.util
 import json
 import runpy
@@ -184,6 +185,22 @@ def test_seeds_are_compared_in_pairs(load, capsys: pytest.CaptureFixture) -> Non
     assert "+0.075 (standard error 0.010)" in rows[0] and "+0.000" in rows[1] and "+0.200" in rows[2]
     tail = result["tail batching, eta 1.25 on both"]
     assert (tail["least"], tail["overlaps"], tail["faster"]) == (7.5, "1 of 1", [0.86, 0.91, 0.91])
+
+
+def test_a_panel_is_of_one_code_and_others_stay(load, tmp_path: Path, monkeypatch) -> None:
+    runs = load("training_runs")
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+
+    def made(**code: str) -> list[tuple[str, str]]:
+        rows = [{"game": game, "code": of, "commit": of, "date": "today"} for game, of in code.items()]
+        arguments = argparse.Namespace(quick=False, draw=False, seeds=1)
+        runs.make("games", arguments, lambda *_: rows, lambda *_: None, lambda _: {}, lambda row: row["game"][0])
+        return [(row["game"], row["code"]) for row in json.loads((tmp_path / "figures" / "games.json").read_text())]
+
+    assert made(guess="a", lake="a") == [("guess", "a"), ("lake", "a")]
+    assert made(lake="b") == [("guess", "a"), ("lake", "b")]
+    with pytest.raises(SystemExit, match="train them again"):
+        made(lake="b", lake2="c")
 
 
 def test_runs_of_different_code_are_not_mixed(load, tmp_path: Path, monkeypatch) -> None:
