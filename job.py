@@ -22,6 +22,7 @@ from overlap.endless import Endless
 from overlap.phases import Phases
 from overlap.pools import make_pools
 from overlap.streamed import StreamedRound, StreamTraining
+from overlap.tail import play_with_tail
 from parallel import World
 from policies.flow import Flow, check_steps
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
@@ -172,6 +173,8 @@ class Job:
         with clock.span("rollout"):
             if streamed:
                 streamed.play(played, referee)
+            elif self.config.group.tail_share:
+                play_with_tail(played, plan, referee, self.phases)
             else:
                 played.play(plan, referee)
         with clock.span("exchange"):

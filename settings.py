@@ -378,8 +378,7 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
             f"tensor_parallel {tp}); take {max(prompts // replicas, 1) * replicas} prompts, or another number of ranks"
         )
     refuse_within_round(c.planner, c.stream.policy)
-    if not c.group.server and c.group != GroupConfig():
-        raise ConfigError("[group] has no effect without group.server; give the server, or leave the section out")
+    check_group(c, world_size)
     if c.loss.name == "sft":
         raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo or another loss")
     check_loss(c.loss)
@@ -569,17 +568,34 @@ def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
     check_pools(c, world_size)
     if not c.overlap.depth:
         return
-    if c.group.server:
-        raise ConfigError(
-            f"group.server = {c.group.server!r} has no place in an endless rollout (overlap.depth = "
-            f"{c.overlap.depth:g}): it leaves no time in which others could have the device; take overlap.depth = 0"
-        )
     if c.loss.name != "decoupled" and c.loss.for_dtype(dtype).old_logprobs == "trainer":
         raise ConfigError(
             f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "
             "loss.old_logprobs = trainer takes them for samples of the newest; take loss.name = decoupled, or "
             "loss.old_logprobs = rollout"
         )
+
+
+def check_group(c: Config, world_size: int) -> None:
+    """Refuse combinations that a job in a group has no place for."""
+    if not c.group.server and c.group != GroupConfig():
+        raise ConfigError("[group] has no effect without group.server; give the server, or leave the section out")
+    if c.group.server and c.overlap.depth:
+        raise ConfigError(
+            f"group.server = {c.group.server!r} has no place in an endless rollout (overlap.depth = "
+            f"{c.overlap.depth:g}): it leaves no time in which others could have the device; take overlap.depth = 0"
+        )
+    tp, decoding = c.rollout.tensor_parallel, world_size - c.overlap.train_ranks
+    for setting, is_given, reason in (
+        (f"stream.policy = {c.stream.policy}", c.stream.policy != "off", "ranks that are free train there"),
+        ("planner.within_round = true", c.planner.within_round, "it deals the tail to all ranks"),
+        (f"judge.path = {c.judge.path!r}", c.judge.path, "its grading uses the device of ranks that have left"),
+        (f"rollout.tensor_parallel = {tp}", decoding == tp, f"{decoding} ranks are one replica, so none can leave"),
+    ):
+        if c.group.tail_share and is_given:
+            raise ConfigError(
+                f"group.tail_share = {c.group.tail_share:g} has no place beside {setting}: {reason}; take 0"
+            )
 
 
 def check_pools(c: Config, world_size: int) -> None:
@@ -633,8 +649,8 @@ def with_split(c: Config, num_ranks: int, chosen: int = 0) -> Config:
 
 # `--resume` takes other values of these: they change no trajectory; only run.steps does, in the last batches of an
 # endless rollout. (Rows stay, whatever names data.graders adds.) The last three lines change it by rounding only; as
-# another number of ranks does, those of the rollout may decide who waits where rows or pages are short, and so which
-# samples a race trains.
+# another number of ranks does, those of the rollout, and group.tail_share, may decide who waits where rows or pages are
+# short, and so which samples a race trains.
 FREE_TO_CHANGE = (
     *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device_gib")),
     *("run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),

@@ -34,10 +34,19 @@ class GroupConfig:
     )
     job: str = option("", "name of this job there; empty: that of the folder run.dir")
     wait_seconds: float = option(86_400.0, "longest wait for a permit", above=0.0, max=1e7)
+    tail_share: float = option(
+        0.0,
+        "share of the responses that a round needs after which the rest moves to few replicas, and the ranks of the "
+        "others are given back; 0: never (the paper's is 0.8)",
+        min=0.0,
+        max=1.0,
+    )
 
 
 class Shared(Protocol):
     """A job that can leave the device."""
+
+    is_released: bool
 
     def release(self) -> None: ...
     def take_back(self) -> None: ...
@@ -87,10 +96,21 @@ class Phases:
             yield
         with self.clock.span(f"switch_{phase}"):
             assert self.job, "no job has joined"
-            self.job.release()
+            if not self.job.is_released:  # else this rank has left already
+                self.job.release()
             parallel.barrier(self.world if phase == "start" else self.own)
         if self.client and self.world.rank == self.askers[phase]:
             self.client.release()
+
+    def leave(self, first: int) -> None:
+        """Have the pool's ranks from `first` on leave the device before the others. Collective in the pool."""
+        with self.clock.span("switch_rollout"):
+            assert self.job, "no job has joined"
+            if self.own.rank >= first:
+                self.job.release()
+            parallel.barrier(self.own)
+        if self.client:
+            self.client.release(range(first, self.own.size))
 
     def _wait_for_permit(self, phase: str) -> None:
         self.count += 1

@@ -27,6 +27,14 @@ def assign_by_load(loads: Sequence[float], num_ranks: int, held: Sequence[float]
     return shares
 
 
+def tail_replicas(live: int, room: int, num_replicas: int) -> int:
+    """Return with how many replicas the tail of a round goes on: as few as have room for what is decoded still.
+
+    `room`: sequences that a replica holds to their end, however long they get.
+    """
+    return min(max(-(-live // room), 1), num_replicas)
+
+
 class Placement:
     """Which replica decodes which sequence. Every rank keeps a copy, fed with what all ranks know."""
 

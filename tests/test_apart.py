@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 from conftest import ROOT, steps_of, train_runs
 from test_permits import LONGEST, Group, in_thread, until
 from test_updates import losses, tokens_of, train_and_be_killed
@@ -27,11 +26,12 @@ from metrics import Clock, read_records
 from overlap.phases import GroupConfig, Phases
 from parallel import World
 from process.permits import Client
-from settings import Config, check_settings
+from settings import Config, check_group
 
 APART = dict(overlap__train_ranks=1)
 RACES = dict(scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5)
 EPISODES = dict(data__env=f"{ROOT}/tests/worlds.py:chat", data__task="env", env__clock="steps", env__max_turn_tokens=24)
+EPISODES |= dict(rollout__stop=json.dumps([*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]))
 # Runs that end in a long round, with a queue before it; with an evaluation and a checkpoint on the way.
 RUNS: dict[str, dict[str, Any]] = {
     "races": RACES,
@@ -54,6 +54,7 @@ def settings(settings, tmp_path: Path):
         data__train=tmp_path / "prompts.jsonl",
         data__task=f"{ROOT}/tests/graders.py:share_of_digits",
         scheduler__window_iterations=4,
+        rollout__stop=json.dumps([*"ABCDEFGH"]),
         rollout__max_prompt_tokens=32,
         rollout__max_response_tokens=64,
         rollout__page_size=8,
@@ -200,8 +201,36 @@ def test_pools_that_others_use_too_train_as_alone(settings, run_ranks, group: Gr
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+SHRUNK: dict[str, dict[str, Any]] = RUNS | {"long rounds": dict(scheduler__policy="synchronous")}
+
+
+def test_the_tail_of_a_round_moves_and_its_tokens_stay(settings, run_ranks, group: Group, tmp_path: Path) -> None:
+    """Of two ranks that decode, one leaves; another job, whose only worker it is, begins before the round has ended."""
+    given = IN_GROUP | APART | dict(group__tail_share=0.5, group__server=group.server)
+    over = threading.Event()
+    other = in_thread(partial(take_turns, {"rollout": group.connect("c")}, over, lambda: None))
+    try:
+        run_ranks(3, train_runs, *(settings(f"{name} shared", **given | way) for name, way in SHRUNK.items()))
+    finally:
+        over.set()
+        other.join(LONGEST)
+    for name, way in SHRUNK.items():
+        assert train.main(settings(name, **way, run__steps=3, run__eval_every=2)) == 0
+        alone, shared = tmp_path / name, tmp_path / f"{name} shared"
+        assert tokens_of(shared) == tokens_of(alone) and len(losses(shared)) == 3, name
+        for mine, theirs in zip(losses(shared), losses(alone), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5), name
+        assert evaluations(shared) == evaluations(alone), name
+        assert any(r["round"]["migrated"] for r in steps_of(shared)), name
+    assert len(group.came("shrinks")) > 2 * len(SHRUNK)
+    order = [(event, fields["job"]) for event, fields in group.events if event in ("begins", "shrinks", "ends")]
+    assert ("shrinks", "a") in order and ("begins", "c") in order[order.index(("shrinks", "a")) :][:2]
+
+
 class Nothing:
-    """What a job has on the device before it has anything."""
+    """A job that has nothing on the device."""
+
+    is_released = False
 
     def release(self) -> None: ...
     def take_back(self) -> None: ...
@@ -236,9 +265,13 @@ def test_a_permit_may_take_longer_than_ranks_wait_for_each_other(run_ranks, grou
     [
         (["group.job=a"], r"\[group\] has no effect without group.server"),
         (["group.server=g", "overlap.depth=1", "overlap.bound=4"], "no place in an endless rollout"),
+        (["group.tail_share=0.5", "group.server=g"], "no place beside rollout.tensor_parallel = 1: 1 ranks are one"),
+        (["group.tail_share=0.5", "group.server=g", "stream.policy=paper"], "beside stream.policy = paper"),
+        (["group.tail_share=0.5", "group.server=g", "planner.rule=paper", "planner.within_round=true"], "within_round"),
+        (["group.tail_share=0.5", "group.server=g", "judge.path=j"], "beside judge.path = 'j'"),
     ],
 )
 def test_settings_without_a_group_or_a_place_are_refused(given: list[str], reason: str) -> None:
-    config = load_config(Config, None, [f"--{setting}" for setting in (*given, "stream.policy=off")])
+    config = load_config(Config, None, [f"--{setting}" for setting in given])
     with pytest.raises(ConfigError, match=reason):
-        check_settings(config, 1, torch.float32)
+        check_group(config, 1)

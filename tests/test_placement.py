@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from core import SampleId, VisitId
-from policies.placement import MARGIN, Placement, assign_by_load
+from policies.placement import MARGIN, Placement, assign_by_load, tail_replicas
 
 
 def random_loads(rng: Random, most: int) -> list[int]:
@@ -113,3 +113,11 @@ def test_a_dry_replica_gets_its_share_and_nothing_is_lost(seed: int) -> None:
             assert old[: len(new)] == new[: len(old)]  # the oldest stay where they are
     else:
         assert not moves
+
+
+@pytest.mark.parametrize(
+    ("live", "room", "replicas", "expected"),
+    [(0, 8, 4, 1), (1, 8, 4, 1), (8, 8, 4, 1), (9, 8, 4, 2), (31, 8, 4, 4), (40, 8, 4, 4), (5, 1, 3, 3), (3, 8, 1, 1)],
+)
+def test_a_tail_goes_on_with_as_few_replicas_as_have_room(live: int, room: int, replicas: int, expected: int) -> None:
+    assert tail_replicas(live, room, replicas) == expected
