@@ -53,7 +53,10 @@ SIMULATOR = (
     ),
 )
 # Of figures/mux_*.py: jobs that share pools.
-SHARED_POOLS = ("simulation/cluster.py", "simulation/mux_*.py", "policies/group.py", "policies/admission.py")
+SHARED_POOLS = (
+    *("simulation/cluster.py", "simulation/mux_*.py", "policies/group.py", "policies/admission.py"),
+    "policies/regroup.py",
+)
 RUN = ("train.py", "job.py")
 SIMULATED = Path("figures/paper.json")  # what figures/*.py have simulated
 

@@ -8,11 +8,13 @@ group of its own. The paper leaves open, and here it is so:
 - Groups never move a job that they have; a node that no job uses any more is given back.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from operator import gt, le
+from statistics import fmean
 
 from policies.group import Member, cycle, least_periods, load, most_periods, periods
 
@@ -24,7 +26,7 @@ class Asked:
     name: str
     rollout: float  # seconds, on its own rollout nodes
     train: float  # seconds, on its own training nodes
-    slo: float  # times of what it takes alone that it may take in a group, at most
+    slo: float  # times of what it takes alone that it may take in a group, at most; below 1 it will not share
     rollout_nodes: int = 1
     train_nodes: int = 1
     rollout_gib: float = 0.0  # of host memory on each of its nodes, which its state takes between its phases
@@ -33,6 +35,38 @@ class Asked:
     @property
     def alone(self) -> float:
         return self.rollout + self.train
+
+
+def asked(name: str, slo: float, rollouts: Sequence[float], trains: Sequence[float], quantile: float = 1.0) -> Asked:
+    """Return a job by the recorded seconds of its phases: it is planned by their longest, or by a quantile of them.
+
+    `slo` is of the seconds that it takes alone in the mean. Where it takes more than that alone, by plan, it will not
+    share its nodes.
+    """
+    if not (rollouts and trains and 0 < quantile <= 1):
+        raise ValueError(
+            f"job {name}: {len(rollouts)} rollouts and {len(trains)} trainings recorded, quantile {quantile}: "
+            "record at least one of each; a quantile is above 0 and at most 1"
+        )
+    rollout, train = (sorted(seconds)[math.ceil(quantile * len(seconds)) - 1] for seconds in (rollouts, trains))
+    mean = fmean(rollouts) + fmean(trains)
+    return Asked(name, rollout, train, slo * mean / (rollout + train))
+
+
+def recorded_phases(records: Iterable[Mapping[str, Mapping[str, float]]]) -> tuple[list[float], list[float]]:
+    """Return the seconds of a run's rollouts and trainings, by the records of its steps.jsonl.
+
+    Those of a job in a group are what its phases and the switches to them took, without the waits for permits.
+    """
+    steps = [record["seconds"] for record in records if "train" in record.get("seconds", {})]
+    alone = [(seconds["rollout"], seconds["step"] - seconds["rollout"]) for seconds in steps]
+    shared = [
+        tuple(seconds[f"phase_{name}"] + seconds[f"switch_{name}"] for name in ("rollout", "train"))
+        for seconds in steps
+        if "phase_train" in seconds
+    ]
+    rollouts, trains = zip(*(shared or alone), strict=True) if steps else ((), ())
+    return [*rollouts], [*trains]
 
 
 @dataclass(frozen=True)
@@ -104,9 +138,12 @@ class MuxGroup:
         """
         last = len(self.jobs) - 1
         left = (kept for size in range(last, -1, -1) for kept in combinations(range(last), size))
-        return next((why for kept in left if (why := self.of((*kept, last))._delay_now())), "")
+        return next((why for kept in left if (why := self.of((*kept, last)).delay_now())), "")
 
-    def _delay_now(self) -> str:
+    def delay_now(self) -> str:
+        """Return which job others make slower than its SLO as long as nobody leaves, or ""."""
+        if len(self.jobs) == 1:
+            return ""
         members, limits = self.members, [job.slo * job.alone * (1 + 1e-9) for job in self.jobs]
         least, most = least_periods(members), most_periods(members)
         seconds = least if any(map(gt, least, limits)) else most if all(map(le, most, limits)) else periods(members)

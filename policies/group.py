@@ -128,12 +128,14 @@ class Play:
             heapq.heappush(self.ends, (end, self.begun, Ran(job, phase, self.now, end)))
 
 
-def play(members: Sequence[Member], iterations: int) -> list[Ran]:
+def play(
+    members: Sequence[Member], iterations: int, seconds: Callable[[Member, PhaseName], float] = getattr
+) -> list[Ran]:
     """Return all phases of a group until each job has run so many iterations, in the order in which they end.
 
     A job that is done with its share goes on, so that the others are not measured in a group that has grown smaller.
     """
-    playing, ran, done = Play(members), list[Ran](), dict.fromkeys((member.name for member in members), 0)
+    playing, ran, done = Play(members, seconds), list[Ran](), dict.fromkeys((member.name for member in members), 0)
     while min(done.values()) < iterations:
         ran.append(playing.step())
         done[ran[-1].job] += ran[-1].phase == "train"
@@ -196,4 +198,4 @@ def load(members: Sequence[Member]) -> float:
     for member in members:
         for node in member.rollout_nodes:
             rollouts[node] += member.rollout
-    return max(sum(member.train for member in members), *rollouts.values())
+    return max([sum(member.train for member in members), *rollouts.values()])

@@ -1,49 +1,23 @@
 """Jobs that come and go over days in a cluster, by the rule that admits them: dollars, nodes, SLOs. Pure, no torch.
 
-`admit` is the shipped rule, and `policies.group.periods` says how fast the jobs of a group go. Only modelled: jobs'
-lengths and phases, and that a job goes on without a pause when its group changes. (RollMux, arXiv
-2512.11306, section 7)
+`admit` and `regroup` are the shipped rules, and `policies.group` says how fast the jobs of a group go. Only modelled:
+the jobs, and that a job goes on without a pause when its group changes, unless it is moved. (RollMux, arXiv 2512.11306,
+section 7)
 """
 
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+from math import inf
+from operator import attrgetter
 from statistics import fmean
 
 from policies.admission import Admission, Asked, MuxGroup, Prices, admit, alone, placements
-from policies.group import cycle, load, periods
-
-SECONDS = {"S": ((50, 100), (25, 50)), "M": ((100, 200), (50, 100)), "L": ((200, 300), (100, 200))}  # Table 6
-HEAVY = {"S": (100, 200), "M": (200, 400), "L": (400, 600)}  # the longer phase of jobs that have one
-
-
-@dataclass(frozen=True)
-class Arrival:
-    hour: float
-    hours: float  # that the job takes alone
-    job: Asked
-
-
-def arrivals(
-    mix: str, count: int, seed: int, slo: tuple[float, float] = (1.0, 2.0), span: float = 580.0
-) -> list[Arrival]:
-    """Return jobs of the paper's section 7.5. `mix`: BL, RH, TH (rollout or training is heavy), or Mixed.
-
-    Their lengths are lognormal with its mean of 14.4 and at most 142.9 hours; the paper does not give the distribution.
-    """
-    rng = random.Random(f"{mix} {seed}")
-    found = []
-    for i in range(count):
-        kind, size = rng.choice(("BL", "RH", "TH")) if mix == "Mixed" else mix, rng.choice("SML")
-        (both, light), heavy = SECONDS[size], HEAVY[size]
-        rollout, train = {"BL": (both, both), "RH": (heavy, light), "TH": (light, heavy)}[kind]
-        job = Asked(f"job{i}", rng.uniform(*rollout), rng.uniform(*train), rng.uniform(*slo))
-        hours = min(rng.lognormvariate(2.067, 1.1), 142.9)  # mean exp(2.067 + 1.1 ** 2 / 2) = 14.4
-        found.append(Arrival(rng.uniform(0.0, span), hours, job))
-    return sorted(found, key=lambda arrival: arrival.hour)
-
+from policies.group import Member, PhaseName, cycle, load, periods, play
+from policies.regroup import Regrouping, regroup
+from simulation.mux_jobs import Arrival
 
 # ---- rules ---------------------------------------------------------------------------------------------------------
 
@@ -53,6 +27,24 @@ Rule = Callable[[Asked, Sequence[MuxGroup], Prices, random.Random], Admission]
 def solo(job: Asked, groups: Sequence[MuxGroup], prices: Prices, rng: random.Random) -> Admission:
     """Give each job nodes of its own (Solo-D)."""
     return Admission(None, alone(job), alone(job).cost(prices))
+
+
+def colocated(job: Asked, groups: Sequence[MuxGroup], prices: Prices, rng: random.Random) -> Admission:
+    """Give each job training nodes of its own for both phases, in turns (co-located veRL)."""
+    slower = replace(job, rollout=job.rollout * ROLLOUT_ON_TRAIN_NODE)
+    group = MuxGroup(job.train_nodes).joined(slower, frozenset())
+    return Admission(None, group, group.cost(prices))
+
+
+def slices(job: Asked, groups: Sequence[MuxGroup], prices: Prices, rng: random.Random) -> Admission:
+    """Let whole jobs take turns on their nodes (Gavel+, whose exact form the paper does not say)."""
+    whole = replace(job, rollout=0.0, train=job.alone)  # nobody else works meanwhile
+    for i, group in enumerate(groups):
+        fits = (len(group.rollout_nodes), group.train_nodes) == (job.rollout_nodes, job.train_nodes)
+        after = group.joined(whole, group.rollout_nodes)
+        if fits and not after.shortage(prices) and not after.delay_now():
+            return Admission(i, after, 0.0)
+    return Admission(None, alone(whole), alone(whole).cost(prices))
 
 
 def rollmux(job: Asked, groups: Sequence[MuxGroup], prices: Prices, rng: random.Random) -> Admission:
@@ -85,85 +77,185 @@ def greedy(job: Asked, groups: Sequence[MuxGroup], prices: Prices, rng: random.R
 
 
 RULES: dict[str, Rule] = {"rollmux": rollmux, "solo": solo, "random": at_random, "greedy": greedy}
+RULES |= {"colocated": colocated, "slices": slices}
+ROLLOUT_ON_TRAIN_NODE = 4.0 / 3.35  # times as long: decoding is bound by memory; terabytes a second of H20 and H800
 
 
 # ---- a cluster over time -------------------------------------------------------------------------------------------
 
 
 @dataclass
+class Pool:
+    """Rollout nodes or training nodes."""
+
+    hours: float = 0.0  # of nodes that a group has
+    worked: float = 0.0  # of them
+    peak: int = 0  # nodes
+
+    @property
+    def idle(self) -> float:
+        """Return the share of the hours in bubbles."""
+        return 1 - self.worked / self.hours
+
+
+@dataclass
 class Outcome:
     """What a cluster came to."""
 
-    dollars_per_hour: float = 0.0
-    slo_attainment: float = 0.0  # share of jobs that took at most `slo` times what they take alone
-    slowdown: float = 0.0  # mean
-    peak_train_nodes: int = 0
-    alone: int = 0  # jobs that got nodes of their own
-    slowdowns: list[float] = field(default_factory=list)
+    dollars: float = 0.0
+    rollout: Pool = field(default_factory=Pool)
+    train: Pool = field(default_factory=Pool)
+    slowdowns: dict[str, float] = field(default_factory=dict)  # by job: hours over those that it takes alone
+    late: list[str] = field(default_factory=list)  # jobs that took more than `slo` times what they take alone
+    moved: int = 0  # jobs, by regrouping
+    alone: int = 0  # jobs that got nodes of their own when they came
+
+    @property
+    def slo_attainment(self) -> float:
+        return 1 - len(self.late) / len(self.slowdowns)
+
+    @property
+    def slowdown(self) -> float:
+        return fmean(self.slowdowns.values())
 
 
 @dataclass
 class _Running:
     arrival: Arrival
-    left: float  # hours alone that it still takes
-    speed: float = 1.0  # hours alone that it does in an hour
-    since: float = 0.0
+    done: float = 0.0  # share of its iterations
+    alone: float = 0.0  # hours that these take alone
+    since: float = 0.0  # the hour until which both are counted
+    period: float = inf  # seconds an iteration from then on
+    paused: float = 0.0  # hours at the end of which it begins to work again, after a move
     version: int = 0  # of its departure
+
+    @property
+    def rate(self) -> float:
+        """Return the share of its iterations that it does in an hour."""
+        return self.arrival.job.alone / self.period / self.arrival.hours
+
+    def ahead(self, now: float) -> float:
+        """Return the hours that it has taken less than its SLO allows."""
+        return self.arrival.job.slo * self.alone - (now - self.arrival.hour)
+
+    def count(self, now: float) -> None:
+        """Count the work since the last call. Phases change little meanwhile."""
+        hours = max(now - max(self.since, self.paused), 0.0)
+        self.alone += hours * self.arrival.now(self.done).alone / self.period
+        self.done, self.since = self.done + hours * self.rate, now
 
 
 class Cluster:
-    """Admits arrivals by a rule, and lets jobs depart when they have done their work."""
+    """Admits arrivals by a rule, and lets jobs depart when they have done their work.
 
-    def __init__(self, rule: Rule, prices: Prices, seed: int = 0):
+    It admits a job by `plan`; jobs with recorded phases then take these by chance. With `regrouping` jobs move each
+    hour, where that rule says so.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        prices: Prices,
+        seed: int = 0,
+        regrouping: Regrouping | None = None,
+        plan: Callable[[Arrival], Asked] = attrgetter("job"),
+    ):
         self.rule, self.prices, self.rng = rule, prices, random.Random(seed)
+        self.regrouping, self.plan = regrouping, plan
         self.groups: list[MuxGroup] = []
         self.running: dict[str, _Running] = {}
         self.departures: list[tuple[float, str, int]] = []
+        self.now = 0.0
+        self.outcome = Outcome()
 
     def run(self, jobs: Sequence[Arrival]) -> Outcome:
-        outcome, now, dollars, coming = Outcome(), jobs[0].hour, 0.0, list(jobs)[::-1]
-        begin = now
+        coming, self.now = list(jobs)[::-1], jobs[0].hour
+        hour = self.now + 1 if any(arrival.growth for arrival in jobs) else inf
         while coming or self.running:
-            leaves = self.departures[0][0] if self.departures else float("inf")
-            at = min(coming[-1].hour if coming else float("inf"), leaves)
-            dollars += (at - now) * sum(group.cost(self.prices) for group in self.groups)
-            now = at
-            if coming and coming[-1].hour <= leaves:
-                outcome.alone += self._arrive(coming.pop(), now)
-            else:
+            comes, leaves = coming[-1].hour if coming else inf, self.departures[0][0] if self.departures else inf
+            self._advance(min(comes, leaves, hour))
+            if comes == self.now:
+                self._arrive(coming.pop())
+            elif leaves == self.now:
                 _, name, version = heapq.heappop(self.departures)
                 if name in self.running and self.running[name].version == version:
-                    arrival = self._depart(name, now)
-                    outcome.slowdowns.append((now - arrival.hour) / arrival.hours)
-                    outcome.slo_attainment += outcome.slowdowns[-1] <= arrival.job.slo * (1 + 1e-6)
-            outcome.peak_train_nodes = max(outcome.peak_train_nodes, sum(g.train_nodes for g in self.groups))
-        outcome.dollars_per_hour, outcome.slowdown = dollars / (now - begin), fmean(outcome.slowdowns)
-        outcome.slo_attainment /= len(jobs)
-        return outcome
+                    self._depart(name)
+            else:
+                self._look_again()
+                hour += 1
+        return self.outcome
 
-    def _arrive(self, arrival: Arrival, now: float) -> bool:
-        """Admit a job; return whether it gets nodes of its own."""
-        admission = self.rule(arrival.job, self.groups, self.prices, self.rng)
-        self.running[arrival.job.name] = _Running(arrival, arrival.hours, since=now)
+    def _advance(self, hour: float) -> None:
+        hours, self.now, out = hour - self.now, hour, self.outcome
+        out.dollars += hours * sum(group.cost(self.prices) for group in self.groups)
+        rollout, train = (sum(len(g.rollout_nodes) for g in self.groups), sum(g.train_nodes for g in self.groups))
+        for pool, nodes in ((out.rollout, rollout), (out.train, train)):
+            pool.hours, pool.peak = pool.hours + hours * nodes, max(pool.peak, nodes)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        admission = self.rule(self.plan(arrival), self.groups, self.prices, self.rng)
+        self.outcome.alone += admission.group is None
+        self.running[arrival.job.name] = _Running(arrival, since=self.now)
         admission.carry_out(self.groups)
-        self._repace(admission.after, now)
-        return admission.group is None
+        self._repace(admission.after)
 
-    def _depart(self, name: str, now: float) -> Arrival:
+    def _depart(self, name: str) -> None:
         index = next(i for i, group in enumerate(self.groups) if any(job.name == name for job in group.jobs))
         self.groups[index] = self.groups[index].without(name)
-        self._repace(self.groups[index], now)
+        self._repace(self.groups[index])
         if not self.groups[index].jobs:
             del self.groups[index]
-        return self.running.pop(name).arrival
+        mine, out = self.running.pop(name), self.outcome
+        mine.count(self.now)
+        job, hours = mine.arrival.job, mine.alone / mine.arrival.job.alone
+        out.rollout.worked += hours * job.rollout * job.rollout_nodes
+        out.train.worked += hours * job.train * job.train_nodes
+        out.slowdowns[name] = (self.now - mine.arrival.hour) / mine.alone
+        if out.slowdowns[name] > job.slo * (1 + 1e-6):
+            out.late.append(name)
 
-    def _repace(self, group: MuxGroup, now: float) -> None:
+    def _look_again(self) -> None:
+        """Take the jobs' phases as they are now, and move jobs."""
+        for mine in self.running.values():
+            mine.count(self.now)
+        for i, group in enumerate(self.groups):
+            jobs = (self.running[job.name] for job in group.jobs)
+            self.groups[i] = replace(group, jobs=tuple(mine.arrival.now(mine.done) for mine in jobs))
+        if self.regrouping:
+            ahead = {name: mine.ahead(self.now) for name, mine in self.running.items()}
+            found = regroup(self.groups, self.prices, self.regrouping, ahead)
+            self.groups, self.outcome.moved = found.groups, self.outcome.moved + len(found.moved)
+            for name in found.moved:
+                self.running[name].paused = self.now + self.regrouping.moving_hours
+        for group in self.groups:
+            self._repace(group)
+
+    def _repace(self, group: MuxGroup) -> None:
         """Let the jobs of a group that has changed go at their new speeds."""
-        for job, seconds in zip(group.jobs, periods(group.members) if group.jobs else (), strict=True):
+        for job, seconds in zip(group.jobs, self._periods(group.members) if group.jobs else (), strict=True):
             mine = self.running[job.name]
-            mine.left -= (now - mine.since) * mine.speed
-            mine.since, mine.speed, mine.version = now, job.alone / seconds, mine.version + 1
-            heapq.heappush(self.departures, (now + mine.left / mine.speed, job.name, mine.version))
+            mine.count(self.now)
+            mine.period, mine.version = seconds, mine.version + 1
+            leaves = max(self.now, mine.paused) + max(1 - mine.done, 0.0) / mine.rate
+            heapq.heappush(self.departures, (leaves, job.name, mine.version))
+
+    def _periods(self, members: Sequence[Member]) -> list[float]:
+        """Return the jobs' seconds an iteration, which are a mean of some dozens if they differ."""
+        arrivals = {member.name: self.running[member.name].arrival for member in members}
+        if not any(arrival.recorded[0] for arrival in arrivals.values()):
+            return periods(members)
+
+        def draw(member: Member, phase: PhaseName) -> float:
+            return self.rng.choice(arrivals[member.name].recorded[phase == "train"])
+
+        worked, slower = dict.fromkeys(arrivals, 0.0), dict.fromkeys(arrivals, 1.0)
+        for ran in play(members, DRAWN, draw):
+            worked[ran.job] += ran.end - ran.start
+            slower[ran.job] = ran.end / worked[ran.job]  # over the same draws alone
+        return [slower[name] * arrival.job.alone for name, arrival in arrivals.items()]
+
+
+DRAWN = 48  # iterations
 
 
 # ---- the best that can be ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from policies.admission import Asked, MuxGroup, Prices, admit, alone, placements
 from policies.group import Member, Permits, cycle, least_periods, load, most_periods, periods, play
-from simulation.cluster import arrivals
+from simulation.mux_jobs import MIXES, arrivals
 
 ONE = frozenset([0])
 
@@ -243,7 +243,7 @@ def test_the_work_of_a_decision_grows_no_faster_than_the_groups(monkeypatch):
 
     monkeypatch.setattr("policies.admission.periods", counted)
     groups = list[MuxGroup]()
-    for arrival in arrivals("BL", 40, 0):
+    for arrival in arrivals(MIXES["BL"], 40, 0):
         admit(arrival.job, groups, PRICES).carry_out(groups)
     played.clear()
     admit(Asked("refused everywhere", 100, 100, 1.0), groups, PRICES)
