@@ -166,13 +166,17 @@ BENCHMARKS = {
     ),
     "profile_decode": Benchmark("benchmarks/profile_decode.py", (*ENGINE, "benchmarks/engine.py")),
     "faults": Benchmark(
-        "benchmarks/faults.py --jobs 2",
-        (*RUN, "checkpoint.py", "process/watchdog.py", *STREAM, *ENDLESS),
+        "benchmarks/faults.py",
+        (
+            *(*RUN, "checkpoint.py", "process/watchdog.py", "envs/pool.py", "envs/episodes.py"),
+            *(*STREAM, *ENDLESS),
+        ),
         "{injected} faults in runs of 2 and 4 ranks (ranks killed, stopped, cut off at every stage; no room or no "
-        "right to write a checkpoint; checkpoints damaged; NaN; reward workers killed): {resumed} resumed to the same"
-        " losses, {clear_errors} ended in one clear error and then resumed; {hangs} hangs, {prompts_lost} prompts "
-        "lost, {prompts_doubled} doubled; the slowest took {slowest_seconds:.1f} s, 8 of them the configured time-out"
-        " ([all of it](../benchmarks/results/faults_cpu.md))",
+        "right to write a checkpoint; checkpoints damaged; NaN; reward workers killed; environments that die, freeze, "
+        "raise and hang): {resumed} resumed to the same losses, {clear_errors} ended in one clear error and then "
+        "resumed, {recorded} were recorded; {hangs} hangs, {prompts_lost} prompts lost, {prompts_doubled} doubled; the "
+        "slowest took {slowest_seconds:.1f} s, {timeout_seconds:g} of them the configured time-out "
+        "([all of it](../benchmarks/results/faults_cpu.md))",
     ),
     "memory": Benchmark(
         "benchmarks/memory.py",
