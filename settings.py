@@ -140,6 +140,12 @@ def memory_plan(
     if is_gpu:
         own = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else math.inf
         gpu_bytes = min(own, c.run.device_gib * GIB or math.inf)
+    if is_gpu and c.group.server and not (c.rollout.kv_gib or c.run.device_gib):
+        raise ConfigError(
+            f"group.server = {c.group.server!r}: KV pages would take the rest of the GPU, but processes of other jobs "
+            "keep some of it (contexts, communicators, rows); give rollout.kv_gib, or run.device_gib less than the GPU "
+            "has"
+        )
     possible = rollout_sizes(c, shape, num_ranks, node_size, elastic=True)
     tp_sizes = possible if c.planner.rule != "fixed" else [c.rollout.tensor_parallel]
     training = c.overlap.train_ranks or num_ranks

@@ -94,17 +94,6 @@ def test_pools_of_any_size_train_the_same_rounds(settings, run_ranks, tmp_path: 
             assert mine == pytest.approx(theirs, abs=1e-5)
 
 
-def test_rounds_apart_resume_bit_for_bit(settings, run_ranks, tmp_path: Path) -> None:
-    make = partial(settings, **RACES, **APART)
-    run_ranks(2, train_runs, make("straight"))
-    with pytest.raises((ProcessError, ProcessException)):
-        run_ranks(2, train_and_be_killed, make("killed"))
-    assert [folder.name for folder in list_checkpoints(tmp_path / "killed")] == ["step_000002"]
-    run_ranks(2, partial(train_runs, resume=True), make("killed"))
-    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
-    assert tokens_of(tmp_path / "killed") == tokens_of(tmp_path / "straight")
-
-
 # ---- in a group ------------------------------------------------------------------------------------------------------
 
 IN_GROUP = dict(group__job="a", run__steps=3, run__eval_every=2)
@@ -177,28 +166,34 @@ def test_a_job_leaves_the_device_between_its_phases(settings, group: Group, tmp_
     assert not any(times & r["seconds"].keys() for r in steps_of(alone))
 
 
-@pytest.mark.parametrize("way", [{}, EPISODES])
-def test_pools_that_others_use_too_train_as_alone(settings, run_ranks, group: Group, tmp_path: Path, way: dict) -> None:
-    """New weights arrive while the decoding ranks have none on the device."""
-    assert train.main(settings("alone", **RACES | way, run__steps=3, run__eval_every=2)) == 0
-    over = threading.Event()
+def test_pools_that_others_use_too_train_as_alone(settings, run_ranks, group: Group, tmp_path: Path) -> None:
+    """New weights arrive while the decoding ranks have none on the device. A killed job goes on in its group."""
+    ways, over = {"races": RACES, "episodes": RACES | EPISODES}, threading.Event()
+    in_group = partial(settings, **APART, group__server=group.server, group__job="a")
     others = [
         in_thread(partial(take_turns, {phase: group.connect("b", phase)}, over, lambda: None))
         for phase in ("rollout", "train")
     ]
     try:
-        given = RACES | IN_GROUP | APART | way
-        run_ranks(2, train_runs, settings("shared", **given, group__server=group.server))
+        run_ranks(2, train_runs, *(in_group(f"{name} shared", **way) for name, way in ways.items()))
+        assert phases_of(group, "a").count("rollout") == 2 * (4 + 3) and phases_of(group, "a").count("train") == 2 * 6
+        with pytest.raises((ProcessError, ProcessException)):
+            run_ranks(2, train_and_be_killed, in_group("killed", **RACES))
+        assert [folder.name for folder in list_checkpoints(tmp_path / "killed")] == ["step_000002"]
+        run_ranks(2, partial(train_runs, resume=True), in_group("killed", **RACES))
     finally:
         over.set()
         for other in others:
             other.join(LONGEST)
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    assert losses(shared) == losses(alone) and tokens_of(shared) == tokens_of(alone)
-    assert evaluations(shared) == evaluations(alone) and len(evaluations(alone)) == 3
-    assert phases_of(group, "a").count("rollout") == 6 and phases_of(group, "a").count("train") == 5
-    files = [list_checkpoints(folder)[-1] / "model.safetensors" for folder in (alone, shared)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    for name, way in ways.items():
+        assert train.main(settings(name, **way)) == 0
+    for shared, name in {"races shared": "races", "episodes shared": "episodes", "killed": "races"}.items():
+        folders = [tmp_path / name, tmp_path / shared]
+        assert losses(folders[1]) == losses(folders[0]) and len(losses(folders[0])) == 4
+        assert tokens_of(folders[1]) == tokens_of(folders[0])
+        assert evaluations(folders[1])[-2:] == evaluations(folders[0])[-2:]
+        files = [list_checkpoints(folder)[-1] / "model.safetensors" for folder in folders]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 SHRUNK: dict[str, dict[str, Any]] = RUNS | {"long rounds": dict(scheduler__policy="synchronous")}

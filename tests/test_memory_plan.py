@@ -221,6 +221,15 @@ def test_pools_that_cannot_work_are_refused_with_the_settings_that_would_help(ad
     assert not advice(*APART, "overlap.train_ranks=4", "trainer.shard=4")
 
 
+def test_a_job_in_a_group_leaves_room_for_the_processes_of_others() -> None:
+    shape, group = parse_shape(QWEN_7B, "test"), ("trainer.shard=8", "group.server=g")
+    for room in ("run.device_gib=70", "rollout.kv_gib=20"):
+        assert memory_plan(configured(*group, "run.device_gib=0", room), shape, 8, 8, CUDA)
+    with pytest.raises(ConfigError, match=r"KV pages would take the rest .* give rollout.kv_gib, or run.device_gib"):
+        memory_plan(configured(*group, "run.device_gib=0"), shape, 8, 8, CUDA)
+    assert memory_plan(configured(*group, "run.device_gib=0"), shape, 8, 8, torch.device("cpu"))
+
+
 def test_a_rank_that_only_decodes_has_no_state_to_train(memory: ModuleType) -> None:
     model = Model(parse_shape(QWEN_1B | {"vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 2}, "test"))
     live, model = memory.LiveBytes(), model.bfloat16().requires_grad_(False)
