@@ -481,6 +481,11 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
             "env.clock = time has no place beside tensor parallelism: the ranks of a replica would get replies at "
             "different steps; take env.clock = steps"
         )
+    if names and c.env.clock == "time" and c.group.tail_share:
+        raise ConfigError(
+            f"group.tail_share = {c.group.tail_share:g} has no place beside env.clock = time: episodes that wait for "
+            "replies would begin again where they move; take env.clock = steps, or group.tail_share = 0"
+        )
     if names and (longest := TRIES * c.env.step_seconds) > c.run.timeout_seconds:
         raise ConfigError(
             f"env.step_seconds = {c.env.step_seconds:g}: a turn that hangs is tried {TRIES} times, for {longest:g} s, "

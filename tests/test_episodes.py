@@ -14,13 +14,16 @@ from torch.multiprocessing.spawn import ProcessException
 from worlds import chat
 
 import train
+from config import ConfigError
 from core import Prompt, Sample, Span, Visit, turns_of
 from engine.sequence import Sequence as EngineSequence
 from environments import EnvConfig, Episode, reply_tokens
 from envs.episodes import Episodes
+from overlap.phases import GroupConfig
 from process.workers import WorkerError
 from reward import RewardConfig
 from rollout import Engine, sequence_for
+from settings import Config, check_environments
 from warm_start import byte_tokenizer
 
 CHAT = f"{ROOT}/tests/worlds.py:chat"
@@ -365,6 +368,14 @@ def test_what_cannot_be_played_is_said_in_a_line(settings, capsys, overrides: di
     assert train.main(settings("refused", **overrides)) in (1, 2)
     said = capsys.readouterr()
     assert all(part in (said.out + said.err) for part in parts) and "Traceback" not in said.err
+
+
+def test_a_tail_moves_only_episodes_whose_replies_are_there() -> None:
+    prompt = Prompt(0, (5,), "", "", "env", {"answer": "12"}, "", env="guess")
+    make = partial(Config, group=GroupConfig(server="s", tail_share=0.8))
+    with pytest.raises(ConfigError, match="begin again where they move; take env.clock = steps"):
+        check_environments(make(), [prompt], byte_tokenizer(), plays=False)
+    check_environments(make(env=EnvConfig(clock="steps")), [prompt], byte_tokenizer(), plays=False)
 
 
 @pytest.mark.parametrize(
