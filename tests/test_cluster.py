@@ -150,6 +150,9 @@ def test_a_job_moves_if_that_pays_and_it_has_the_time():
     together = regroup(own, PRICES, Regrouping(0.25, 4.0), AHEAD)
     assert len(together.groups) == 1 and len(together.moved) == 1
     assert not regroup(own, PRICES, Regrouping(4.0, 4.0), AHEAD).moved  # saves as much as it costs
+    heavy = [alone(Asked(name, 200, 50, 1.1)) for name in "ab"]  # which share training nodes only
+    assert regroup(heavy, PRICES, Regrouping(1.0, 4.0), AHEAD).saved == pytest.approx(PRICES.train_node)
+    assert not regroup(heavy, PRICES, Regrouping(3.5, 4.0), AHEAD).moved  # its own rollout node saves nothing
     assert not regroup(own, PRICES, Regrouping(0.25, 4.0), dict.fromkeys("ab", 0.1)).moved
 
 
