@@ -220,7 +220,8 @@ class Table:
         result |= {"within_15_percent": sum(e <= 0.15 for e in errors.values()), **more}
         print(json.dumps(result))
         data = with_result(name, result)
-        rows = [row for row in data["rows"] if row["table"] != self.title] + self.rows
+        mine = {row["table"] for row in self.rows}
+        rows = [row for row in data["rows"] if row["table"] not in mine] + self.rows
         rows.sort(key=lambda row: row["table"])
         store(data | {"rows": rows} | (kept or {}))
 
