@@ -27,7 +27,8 @@ notebook: $(VENV)/ready
 figures: $(VENV)/ready
 	for figure in table1 table2 table3 table4 fig04 fig09 fig10 fig11 fig12 fig14 within_round \
 		flash_split flash_scaling flash_ratio flash_queue flash_envs flash_redundant flash_parts \
-		mux_cost mux_trace mux_drift mux_quantile mux_sync; do \
+		mux_cost mux_trace mux_drift mux_quantile mux_sync \
+		mux_theorem mux_pair mux_micro mux_tail mux_async mux_memory; do \
 		$(VENV)/bin/python figures/$$figure.py || exit 1; \
 	done
 

@@ -54,9 +54,17 @@ SIMULATOR = (
 )
 # Of figures/mux_*.py: jobs that share pools.
 SHARED_POOLS = (
-    *("simulation/cluster.py", "simulation/mux_*.py", "policies/group.py", "policies/admission.py"),
+    *("simulation/cluster.py", "simulation/mux_jobs.py", "policies/group.py", "policies/admission.py"),
     "policies/regroup.py",
 )
+OF_FIGURES = {  # that are of other files than their kind
+    **dict.fromkeys(
+        ("mux_micro", "mux_tail", "mux_async"), (*SIMULATOR, "simulation/mux_group.py", "policies/group.py")
+    ),
+    "mux_theorem": ("simulation/mux_orders.py", "policies/group.py"),
+    "mux_pair": ("policies/group.py", "policies/admission.py"),
+    "mux_memory": ("policies/memory_plan.py", "engine/pages.py"),
+}
 RUN = ("train.py", "job.py")
 SIMULATED = Path("figures/paper.json")  # what figures/*.py have simulated
 
@@ -270,7 +278,7 @@ def fingerprints(name: str) -> dict[str, str]:
 
 def simulators(figure: str) -> dict[str, str]:
     """Return the fingerprints of what a simulated figure is made of."""
-    return prints_of(SHARED_POOLS if figure.startswith("mux_") else SIMULATOR)
+    return prints_of(OF_FIGURES.get(figure, SHARED_POOLS if figure.startswith("mux_") else SIMULATOR))
 
 
 def prints_of(patterns: Sequence[str]) -> dict[str, str]:

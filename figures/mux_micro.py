@@ -80,9 +80,9 @@ def main() -> None:
         print(f"{name}: nodes cost 1 / {saved:.3f}; ceiling {ceiling(name):.3f}; throughput over that alone {jobs}")
     note(
         "A ceiling is the efficiency if no job waits for another. In C + D + D it is above what the nodes save, since "
-        "jobs of kind D train on two nodes there. The paper's second version prints 2.04 for D + D + E, above its "
-        "ceiling, and 2.11 for C + D + D. Gavel+ is not specified: here jobs run whole, in time slices of equal length, "
-        "on nodes of one kind after the other, and a switch takes no time."
+        "jobs of kind D train on two nodes there. The paper's version on arXiv prints 2.04 for D + D + E, above the "
+        "ceiling, and 2.11 for C + D + D. Gavel+ is not specified: here jobs run whole, in time slices of equal "
+        "length, on nodes of one kind after the other, and a switch takes no time."
     )
     style()
     figure, axis = plt.subplots(figsize=(8, 3.6))

@@ -2,10 +2,12 @@
 
 from statistics import fmean
 
-from mux_kinds import KINDS, TAIL_SHARE, TAIL_WORKERS, group, solo, throughput
+from mux_kinds import TAIL_REPLICAS, TAIL_SHARE, group, solo, throughput
 from paper import Table, command, legend, note, pair, plt, save, style
 
-ITERATION = {"7B-4k": 158, "A": 247, "B": 436, "C": 539}  # seconds, Figure 2
+from simulation.mux_group import TRAINING, Group
+
+ITERATION = {"7B-4k": 158.0, "A": 247.0, "B": 436.0, "C": 539.0}  # seconds, Figure 2
 GAIN = {("7B-4k", "7B-4k"): 1.12, ("A", "A"): 1.19, ("A", "B"): 1.06, ("B", "B"): 1.28}
 TITLES = {"7B-4k": "7B, 4k", "A": "7B, 8k", "B": "14B, 8k", "C": "32B, 8k"}
 NODE = (0,)
@@ -34,8 +36,9 @@ def main() -> None:
                 draw(axis, each)
                 axis.set(title=f"{title(kinds)}, {how}", xlabel="seconds")
     note(
-        f"Fitted: the prompts of a batch and training's share of the peak, to Figure 2; the {TAIL_WORKERS} of 8 workers "
-        "that keep the tail, to Figure 11. Predicted: that gains grow with length and size."
+        "Fitted: the prompts of a batch and training's share of the peak, to Figure 2, and how many of 8 replicas keep "
+        f"the tail ({TAIL_REPLICAS}), to Figure 11. Predicted: the rest, from lengths that fit other figures. A GPU is "
+        "given back only if the other job waits for it. A gain is that of the mean throughput over that alone."
     )
     pair(axes[2], list(GAIN.values()), [on / off for off, on in means.values()], [title(kinds) for kinds in GAIN])
     axes[2].set(title="gain", ylim=(0.8, 1.5))
@@ -45,14 +48,15 @@ def main() -> None:
     table.end("mux_tail", throughput={title(kinds): round(on, 3) for kinds, (_, on) in means.items()})
 
 
-def draw(axis: plt.Axes, played) -> None:
-    workers = [*played.jobs[0].pool, "train"]
+def draw(axis: plt.Axes, played: Group) -> None:
+    """Draw who holds which worker, over time."""
+    workers = [*played.jobs[0].pool, TRAINING]
     for held in played.held:
         color = f"C{[job.name for job in played.jobs].index(held.job)}"
         known = axis.get_legend_handles_labels()[1]
         label = f"job {held.job[-1]}"
         axis.barh(
-            workers.index(held.worker),
+            workers.index(held.workers),
             held.end - held.start,
             left=held.start,
             color=color,

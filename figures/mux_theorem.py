@@ -2,10 +2,10 @@
 
 from paper import Table, command, legend, note, plt, save, style
 
-from policies.group import Member, cycle, load, periods, play
+from policies.group import Member, cycle, load, play
 from simulation.mux_orders import best, random_groups, utilisation
 
-GROUPS, LONGEST = 300, 4
+GROUPS, LONGEST, LAST = 300, 4, 8  # groups, turns of a word, iterations of the steady state
 ONE = frozenset([0])
 STARVING = [Member(f"job {i}", ONE, roll, train) for i, (roll, train) in enumerate(((4, 6), (16, 20), (6, 4)))]
 
@@ -15,6 +15,12 @@ def gain(group: list[Member], starves: bool) -> float:
     return utilisation(best(group, LONGEST, starves)) / utilisation(group)
 
 
+def slowest(group: list[Member]) -> float:
+    """Return the longest of its jobs' periods, as it plays, over the period of its longest job alone."""
+    ends = {job.name: [ran.end for ran in play(group, 2 * LAST) if ran[:2] == (job.name, "train")] for job in group}
+    return max((at[2 * LAST - 1] - at[LAST - 1]) / LAST for at in ends.values()) / cycle(group)
+
+
 def main() -> None:
     groups = random_groups(0, GROUPS)
     unsaturated = [group for group in groups if load(group) < cycle(group)]
@@ -22,8 +28,7 @@ def main() -> None:
     kept, full = ([gain(group, starves=False) for group in part] for part in (unsaturated, saturated))
     starved = [gain(group, starves=True) for group in unsaturated]
     table = Table(f"RollMux, Theorem 1: {len(unsaturated)} groups with idle time", "times the round robin's")
-    slowest = max(seconds / cycle(group) for group in unsaturated for seconds in periods(group))
-    table.add("period over that of the longest job", 1.0, slowest)
+    table.add("period over that of the longest job", 1.0, max(map(slowest, unsaturated)))
     table.add("best order in which all jobs take turns", 1.0, max(kept))
     left_out = [job for job in STARVING if job not in best(STARVING, LONGEST, starves=True)]
     table.add("best order, if a job may be left out", 1.0, gain(STARVING, starves=True))
@@ -33,8 +38,8 @@ def main() -> None:
         "saturated_most": round(max(full), 3),
     }
     note(
-        f"In {beaten['starves']} of {len(unsaturated)} groups an order that leaves a job out uses the nodes better, and "
-        f"the theorem does not exclude such orders. Without idle time ({len(saturated)} groups), which it does not "
+        f"In {beaten['starves']} of {len(unsaturated)} groups an order that leaves a job out uses the nodes better; "
+        f"the theorem does not exclude it. Without idle time ({len(saturated)} groups), which it does not "
         f"claim, {beaten['saturated']} are beaten, by up to {max(full):.2f} times."
     )
     style()

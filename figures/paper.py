@@ -114,6 +114,47 @@ WHY = [  # table, part of a row's name, why it is over 15 % off; `python figures
         "tail migration is not modelled; here more jobs have rollout nodes of their own, and share training nodes",
     ),
     (
+        "RollMux, Theorem 1",
+        "left out",
+        "the theorem does not say that no job may starve; without that, leaving the longest job out uses the nodes "
+        "better",
+    ),
+    (
+        "RollMux, Figure 10",
+        "D + D + E, co-located",
+        "a node of H800 costs 0.74 of the two nodes of a job, so co-located jobs gain at most 1.35, unless they decode "
+        "faster on H800 than on H20: here they do so hardly, since seconds lie in layers",
+    ),
+    (
+        "RollMux, Figure 10",
+        "Gavel+",
+        "not specified; here a switch between slices takes no time, and an H800 decodes as fast as an H20",
+    ),
+    (
+        "RollMux, host memory",
+        "rollout",
+        "the paper's rollouts keep twice the bytes of their weights; ours keep the weights, and make KV memory, graphs "
+        "and copies anew",
+    ),
+    (
+        "RollMux, host memory",
+        "32B, training",
+        "the paper's 520 GB are 16 bytes a weight, all of it sharded; each of our ranks also has the weights that it "
+        "computes with",
+    ),
+    (
+        "RollMux, host memory",
+        "3B",
+        "50 bytes a weight there, 16 to 32 for larger models: a part does not grow with them",
+    ),
+    ("RollMux, switching", "3B", "a part of the paper's seconds does not grow with the model"),
+    (
+        "RollMux, switching",
+        "training, warm",
+        "training moves fewer bytes a second there than a rollout; why is not known",
+    ),
+    ("RollMux, switching", "14B", "the paper's seconds are no straight line in the size of the model"),
+    (
         "ROLL Flash, redundant environments",
         "36 x 12",
         "the fastest 8 of 12 end earlier than the fastest 8 of 9; the paper's rollout has seconds that do not shrink",

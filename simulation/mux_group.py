@@ -1,8 +1,9 @@
 """One co-execution group, response by response: rollouts whose workers come and go, and tail migration. No torch.
 
-The permits are those of the server (policies/group.py), rounds and engines those of simulate.py. Each worker of a
-rollout has a permit of its own: so a rollout begins on the workers that are free, and goes on to the others when they
-are. At a share of its responses it keeps a few workers and gives back the rest. (RollMux, arXiv 2512.11306, section 4.3)
+The permits are those of the server (policies/group.py), rounds and engines those of simulate.py. Each replica of
+a rollout has a permit of its own: so a rollout begins on the GPUs that are free, and goes on to the others when they
+are. At a share of its responses it keeps a few replicas and gives back the rest, if others wait for these. (RollMux,
+arXiv 2512.11306, section 4.3)
 """
 
 import heapq
@@ -21,10 +22,15 @@ from simulate import ClusterConfig, SimulatedRound, Simulation, SimulationConfig
 from simulation.costs import Costs, Efficiency
 
 NODE = 8  # GPUs
+TRAINING = ("train",)
+STEPS = 64  # the most that a job may play
 ENGINE = "qwen3-8b-base"  # whose file has the engine of this paper's group, fitted to figures of ROLL Flash
 # An H20 has few operations for its memory, and reaches more of them: set by hand.
 PREFILL = {"h20": 0.85, "h800": 0.5}
 TRAIN = 0.27  # share of the peak that training reaches; fitted, as the prompts of a batch, to the paper's Figure 2
+
+
+Replica = tuple[Worker, ...]  # the GPUs that decode together, or TRAINING: all that train
 
 
 @dataclass(frozen=True)
@@ -40,16 +46,16 @@ class Kind:
     switch: tuple[float, float] = (0.9, 4.1)  # seconds of a warm start of rollout and training (the paper's, of 7B)
     sync: float = 0.9  # seconds until the rollout has new weights (the paper's, of 7B)
 
-    def simulation(self, gpu: str, policy: str, steps: int, seed: int) -> Simulation:
+    def simulation(self, gpu: str, seed: int) -> Simulation:
         """Return a run on its rollout nodes, of which no step has been played."""
         file, engine = load_model_file(self.model), load_model_file(ENGINE).efficiency
         lengths = replace(file.lengths, limit=self.limit)
         efficiency = replace(engine, prefill=PREFILL[gpu], train=TRAIN, train_seconds=Efficiency.train_seconds)
         weights = "whole" if self.tensor_parallel == 1 else "sharded"
         cluster = ClusterConfig(
-            gpus=NODE * self.nodes, tensor_parallel=self.tensor_parallel, weights=weights, steps=steps, seed=seed
+            gpus=NODE * self.nodes, tensor_parallel=self.tensor_parallel, weights=weights, steps=STEPS, seed=seed
         )
-        scheduler = SchedulerConfig(policy, self.prompts, 8, migrate=True)
+        scheduler = SchedulerConfig("synchronous", self.prompts, 8, migrate=True)
         config = SimulationConfig(cluster, scheduler, stream=StreamConfig("off"))
         return Simulation(config, replace(file, lengths=lengths, efficiency=efficiency), load_hardware(gpu))
 
@@ -110,46 +116,49 @@ class Job:
         nodes: Sequence[int] = (0,),
         train_seconds: float = 0.0,
         gpus: tuple[str, str] = ("h20", "h800"),
-        policy: str = "synchronous",
-        steps: int = 32,
+        depth: int = 0,
         seed: int = 0,
     ):
         """`nodes`: where its rollout runs. `train_seconds`: of a batch on its own nodes; 0: by its lengths.
 
-        `gpus`: for the rollout and for training. `steps`: most that are played.
+        `gpus`: for the rollout and for training. `depth`: of trainings that its rollouts run ahead.
         """
-        self.name, self.kind, self.steps, self.train_seconds = name, kind, steps, train_seconds
-        workers = kind.nodes * NODE // kind.tensor_parallel
-        each = workers // len(nodes)
-        self.pool: list[Worker] = [(node, i) for node in nodes for i in range(each)]
-        self.run = kind.simulation(gpus[0], policy, steps, seed)
+        self.name, self.kind, self.train_seconds, self.depth = name, kind, train_seconds, depth
+        tp = kind.tensor_parallel
+        of_node = [range(first, first + tp) for first in range(0, kind.nodes * NODE // len(nodes), tp)]
+        self.pool: list[Replica] = [tuple((node, gpu) for gpu in gpus) for node in nodes for gpus in of_node]
+        self.run = kind.simulation(gpus[0], seed)
         self.costs = Costs(load_hardware(gpus[1]), self.run.model.shape, self.run.model.efficiency)
         self.round: SharedRound | None = None
-        self.workers: list[Worker] = []  # of the round
+        self.replicas: list[Replica] = []  # of the round
         self.is_tail = self.is_done = False
-        self.rollouts: list[float] = []  # seconds from the first worker on, of each
+        self.rolls = self.trains = False  # or waits to
+        self.begun = 0  # rollouts that it has asked for
+        self.batches: list[float] = []  # that wait for their training, in seconds of it
+        self.rollouts: list[float] = []  # seconds from the first replica on, of each
         self.ends: list[float] = []  # of iterations
 
     def begin(self) -> None:
-        plan = self.run.policy.begin(self.run.cursor.take, self.steps - len(self.ends))
-        self.round, self.is_tail, self.is_done = SharedRound(self.run, plan, len(self.ends)), False, False
+        plan = self.run.policy.begin(self.run.cursor.take, STEPS - self.begun)
+        self.round, self.is_tail, self.is_done = SharedRound(self.run, plan, self.begun), False, False
 
-    def end(self, nodes: int) -> float:
-        """Close the round; return the seconds of its training on so many nodes."""
+    def end(self, nodes: int) -> None:
+        """Close the round, whose batch will be trained on so many nodes."""
         assert self.round
         ids = self.run.policy.accepted_ids()
         lengths = [self.round.lengths[id] + len(self.round.prompts[id.visit].token_ids) for id in ids]
         self.run.policy.close(self.round.aborted)
-        self.round, self.workers = None, []
+        self.round, self.replicas, self.rolls = None, [], False
         own = self.train_seconds * self.kind.nodes / nodes
-        return own or self.costs.train(lengths, NODE * nodes) + self.run.model.efficiency.train_seconds
+        seconds = own or self.costs.train(lengths, NODE * nodes) + self.run.model.efficiency.train_seconds
+        self.batches.append(seconds)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A worker in the hands of a job."""
+    """Workers in the hands of a job."""
 
-    worker: Worker
+    workers: Replica
     job: str
     start: float
     end: float
@@ -158,19 +167,19 @@ class Held:
 class Group:
     """Jobs on one set of nodes. Each iterates for ever: rollout, training, weight sync."""
 
-    def __init__(self, jobs: Sequence[Job], train_nodes: int = 1, tail_share: float = 1.0, tail_workers: int = 2):
-        """`tail_share`: of its responses, at which a rollout goes on with `tail_workers` of its workers."""
-        self.jobs, self.train_nodes, self.tail_share, self.tail_workers = jobs, train_nodes, tail_share, tail_workers
+    def __init__(self, jobs: Sequence[Job], train_nodes: int = 1, tail_share: float = 1.0, tail_replicas: int = 2):
+        """`tail_share`: of its responses, at which a rollout goes on with `tail_replicas` of its replicas."""
+        self.jobs, self.train_nodes, self.tail_share, self.tail_replicas = jobs, train_nodes, tail_share, tail_replicas
         self.permits, self.order = Permits(), count()
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
-        self.asked: dict[str, tuple[Job, Worker]] = {}  # by the name of a permit
+        self.asked: dict[str, tuple[Job, Replica]] = {}  # by the name of a permit
         self.since: dict[str, float] = {}  # of permits that are given
         self.held: list[Held] = []
 
     def play(self, iterations: int) -> list[float]:
         """Return each job's seconds an iteration: the mean over all but the first."""
         for job in self.jobs:
-            self._ask(job, job.pool, 0.0)
+            self._go_on(job, 0.0)
         while min(len(job.ends) for job in self.jobs) < iterations:
             now, _, happen = heapq.heappop(self.events)
             happen(now)
@@ -184,62 +193,81 @@ class Group:
 
     # ---- permits -----------------------------------------------------------------------------------------------
 
-    def _ask(self, job: Job, workers: Iterable[Worker], now: float) -> None:
-        for worker in workers:
-            self.asked[f"{job.name} {worker}"] = job, worker
-            self._begin(self.permits.request(f"{job.name} {worker}", [worker]), now)
+    def _go_on(self, job: Job, now: float) -> None:
+        """Ask for the phases that a job may begin."""
+        if not job.rolls and job.begun <= len(job.ends) + job.depth:
+            job.rolls, job.begun = True, job.begun + 1
+            self._ask(job, job.pool, now)
+        if not job.trains and job.batches:
+            job.trains = True
+            self._ask(job, [TRAINING], now)
+
+    def _ask(self, job: Job, replicas: Iterable[Replica], now: float) -> None:
+        for workers in replicas:
+            self.asked[f"{job.name} {workers}"] = job, workers
+            self._begin(self.permits.request(f"{job.name} {workers}", workers), now)
 
     def _begin(self, granted: Iterable[str], now: float) -> None:
         for name in granted:
             self.since[name] = now
-            job, worker = self.asked[name]
-            if worker == "train":
-                seconds = self._switch(job, True) + job.end(self.train_nodes) + job.kind.sync
+            job, workers = self.asked[name]
+            if workers == TRAINING:
+                seconds = self._switch(job, True) + job.batches.pop(0) + job.kind.sync
                 self._at(now + seconds, partial(self._trained, job))
             else:
-                self._at(now + self._switch(job, False), partial(self._join, job, worker))
+                self._at(now + self._switch(job, False), partial(self._join, job, workers))
 
-    def _release(self, job: Job, workers: Iterable[Worker], now: float) -> None:
-        for name in [f"{job.name} {worker}" for worker in workers]:
+    def _release(self, job: Job, replicas: Iterable[Replica], now: float) -> None:
+        for name in [f"{job.name} {workers}" for workers in replicas]:
             if name in self.since:
                 self.held.append(Held(self.asked[name][1], job.name, self.since.pop(name), now))
             self._begin(self.permits.release(name), now)
 
     # ---- phases ------------------------------------------------------------------------------------------------
 
-    def _join(self, job: Job, worker: Worker, now: float) -> None:
-        if f"{job.name} {worker}" not in self.since:
+    def _join(self, job: Job, workers: Replica, now: float) -> None:
+        if f"{job.name} {workers}" not in self.since:
             return  # the round has shrunk meanwhile
         if not job.round:
             job.begin()
             self._at(now, partial(self._decode, job, now))
         assert job.round
         job.round.join(now)
-        job.workers.append(worker)
+        job.replicas.append(workers)
 
     def _decode(self, job: Job, start: float, now: float) -> None:
         assert job.round
         if job.is_done:
             job.rollouts.append(now - start)
             self._release(job, job.pool, now)
-            self._ask(job, ["train"], now)
+            job.end(self.train_nodes)
+            self._go_on(job, now)
             return
         if job.round.share >= self.tail_share and not job.is_tail and self._awaited(job):
             job.is_tail = True
-            job.round.shrink(self.tail_workers)
-            job.workers = job.workers[: self.tail_workers]
-            self._release(job, [worker for worker in job.pool if worker not in job.workers], now)
+            job.round.shrink(self.tail_replicas)
+            job.replicas = job.replicas[: self.tail_replicas]
+            self._release(job, [workers for workers in job.pool if workers not in job.replicas], now)
         job.is_done = job.round.go_on(job.run.policy, self.events[0][0] if self.events else inf)
         self._at(job.round.seconds, partial(self._decode, job, start))
 
     def _awaited(self, job: Job) -> bool:
         """Whether others wait for its workers: else giving some back would make its tail longer for nothing."""
-        return any(len(self.permits.queues[worker]) > 1 for worker in job.workers)
+        return any(len(self.permits.queues[worker]) > 1 for workers in job.replicas for worker in workers)
 
     def _trained(self, job: Job, now: float) -> None:
         job.ends.append(now)
-        self._release(job, ["train"], now)
-        self._ask(job, job.pool, now)
+        job.trains = False
+        self._release(job, [TRAINING], now)
+        self._go_on(job, now)
+
+    def busy(self) -> tuple[float, float]:
+        """Return the share of the time in which the workers of rollouts, and the training nodes, are held."""
+        gpus = {worker for job in self.jobs for workers in job.pool for worker in workers}
+        span = max(held.end for held in self.held)
+        trained = sum(held.end - held.start for held in self.held if held.workers == TRAINING)
+        rolled = sum((held.end - held.start) * len(held.workers) for held in self.held if held.workers != TRAINING)
+        return rolled / span / len(gpus), trained / span
 
 
 @dataclass(frozen=True)
