@@ -54,8 +54,8 @@ SIMULATOR = (
 )
 # Of figures/mux_*.py: jobs that share pools.
 SHARED_POOLS = (
-    *("simulation/cluster.py", "simulation/mux_jobs.py", "policies/group.py", "policies/admission.py"),
-    "policies/regroup.py",
+    *("simulation/cluster.py", "simulation/mux_jobs.py", "simulation/mux_sync.py"),
+    *("policies/group.py", "policies/admission.py", "policies/regroup.py"),
 )
 OF_FIGURES = {  # that are of other files than their kind
     **dict.fromkeys(

@@ -34,7 +34,7 @@ def main() -> None:
         if kinds == ("A", "A"):
             for axis, each, how in zip(axes, played, ("all workers to the end", "tail migration"), strict=False):
                 draw(axis, each)
-                axis.set(title=f"{title(kinds)}, {how}", xlabel="seconds")
+                axis.set(title=f"{title(kinds)}, {how}", xlabel="seconds", xlim=(0, 1000))
     note(
         "Fitted: the prompts of a batch and training's share of the peak, to Figure 2, and how many of 8 replicas keep "
         f"the tail ({TAIL_REPLICAS}), to Figure 11. Predicted: the rest, from lengths that fit other figures. A GPU is "
@@ -42,6 +42,7 @@ def main() -> None:
     )
     pair(axes[2], list(GAIN.values()), [on / off for off, on in means.values()], [title(kinds) for kinds in GAIN])
     axes[2].set(title="gain", ylim=(0.8, 1.5))
+    axes[2].legend(fontsize=7)
     legend(figure, axes[0])
     save(figure, "mux_tail", f"a node of 8 H20 and one of 8 H800, from {TAIL_SHARE:.0%} on", "arXiv 2512.11306")
     table.rows = rows + table.rows
