@@ -135,8 +135,8 @@ def make(
     if not data.exists():
         raise SystemExit(f"error: there is no {data.relative_to(ROOT)} to draw; train the runs first, without --draw")
     rows = json.loads(data.read_text(encoding="utf-8"))
-    for name in set(map(panel, rows)):
-        refuse_mixed([row for row in rows if panel(row) == name])
+    for each in set(map(panel, rows)):
+        refuse_mixed([row for row in rows if panel(row) == each])
     draw(rows, out / f"{name}.png")
     print(json.dumps(summary(rows)))
 

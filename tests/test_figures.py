@@ -191,10 +191,13 @@ def test_a_panel_is_of_one_code_and_others_stay(load, tmp_path: Path, monkeypatc
     runs = load("training_runs")
     monkeypatch.setattr(runs, "ROOT", tmp_path)
 
+    def draw(rows: list[dict], path: Path) -> None:
+        assert path == tmp_path / "figures" / "games.png"
+
     def made(**code: str) -> list[tuple[str, str]]:
         rows = [{"game": game, "code": of, "commit": of, "date": "today"} for game, of in code.items()]
         arguments = argparse.Namespace(quick=False, draw=False, seeds=1)
-        runs.make("games", arguments, lambda *_: rows, lambda *_: None, lambda _: {}, lambda row: row["game"][0])
+        runs.make("games", arguments, lambda *_: rows, draw, lambda _: {}, lambda row: row["game"][0])
         return [(row["game"], row["code"]) for row in json.loads((tmp_path / "figures" / "games.json").read_text())]
 
     assert made(guess="a", lake="a") == [("guess", "a"), ("lake", "a")]
