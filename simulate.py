@@ -53,7 +53,7 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    hardware: str = option("h800", "GPU, a file in configs/simulate: h800, h100, h200, a100")
+    hardware: str = option("h800", "GPU, a file in configs/simulate: h800, h100, h200, h20, a100")
     model: str = option("qwen2.5-7b", "model and its response lengths, a file in configs/simulate")
     gpus: int = option(16, "GPUs of the whole run", min=1, max=100_000)
     tensor_parallel: int = option(1, "GPUs that decode one replica together", min=1)

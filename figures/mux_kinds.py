@@ -9,7 +9,7 @@ from functools import cache
 
 from paper import command
 
-from simulation.mux_group import Alone, Group, Job, Kind, alone
+from simulation.mux_group import APART, Alone, Group, Job, Kind, alone
 
 KINDS = {
     "7B-4k": Kind("qwen2.5-7b", 4096),
@@ -24,7 +24,7 @@ ITERATIONS = 8
 
 
 @cache
-def solo(kind: str, gpus: tuple[str, str] = ("h20", "h800")) -> Alone:
+def solo(kind: str, gpus: tuple[str, str] = APART) -> Alone:
     """Return the mean seconds of a job on nodes of its own."""
     return alone(KINDS[kind], ITERATIONS, gpus)
 

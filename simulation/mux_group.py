@@ -22,6 +22,7 @@ from simulate import ClusterConfig, SimulatedRound, Simulation, SimulationConfig
 from simulation.costs import Costs, Efficiency
 
 NODE = 8  # GPUs
+APART = ("h20", "h800")  # for rollouts, and for training
 TRAINING = ("train",)
 STEPS = 64  # the most that a job may play
 ENGINE = "qwen3-8b-base"  # whose file has the engine of this paper's group, fitted to figures of ROLL Flash
@@ -115,7 +116,7 @@ class Job:
         kind: Kind,
         nodes: Sequence[int] = (0,),
         train_seconds: float = 0.0,
-        gpus: tuple[str, str] = ("h20", "h800"),
+        gpus: tuple[str, str] = APART,
         depth: int = 0,
         seed: int = 0,
     ):
@@ -282,12 +283,13 @@ class Alone:
         return self.rollout + self.train
 
 
-def alone(kind: Kind, iterations: int = 4, gpus: tuple[str, str] = ("h20", "h800")) -> Alone:
-    """Play a kind of job on nodes of its own, or on nodes of one kind that do both."""
+def alone(kind: Kind, iterations: int = 4, gpus: tuple[str, str] = APART) -> Alone:
+    """Play a kind of job on nodes of its own, or on nodes of one kind of GPU for both."""
     job = Job("", kind, gpus=gpus)
     period = Group([job], kind.nodes).play(iterations)[0]
     rollout = fmean(job.rollouts[1:])
     if not kind.ratio:
         return Alone(rollout, period - rollout)
-    as_on = alone(kind, iterations).rollout / kind.ratio if gpus != ("h20", "h800") else rollout / kind.ratio
-    return Alone(rollout, as_on * load_hardware("h800").flops / load_hardware(gpus[1]).flops + kind.sync)
+    known = rollout if gpus == APART else alone(kind, iterations).rollout  # the ratio is of nodes apart
+    slower = load_hardware(APART[1]).flops / load_hardware(gpus[1]).flops
+    return Alone(rollout, known / kind.ratio * slower + kind.sync)
