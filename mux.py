@@ -21,12 +21,14 @@ import torch
 
 from config import AUTO, ConfigError, describe, load_config, option
 from metrics import read_records
+from policies.admission import Asked
 from policies.memory_plan import GIB
 from process import launcher, run_folder
+from process.group_admission import Resident, decide, durations
 from process.group_jobs import JobRun
 from process.group_server import SIGN_SECONDS, GroupServer, Place, place_of
 from process.group_timeline import timeline
-from process.permits import SECRET, address_of
+from process.permits import SECRET, Connection, GroupError, Message, address_of
 from settings import Config, check_run_folder, memory_plan, shape_of
 
 HERE = Path(__file__).parent
@@ -45,6 +47,13 @@ class MuxConfig:
     )
     phase_seconds: float = option(3600.0, "a phase that takes longer hangs: its job is killed", above=0.0, max=1e7)
     host_gib: float = option(0.0, "host memory for the states of all jobs, in GiB; 0: all there is", min=0.0, max=1e6)
+    slo: float = option(2.0, "times of what a listed job takes alone that it may take, for admission", min=1.0, max=1e6)
+    admission: float = option(
+        1.0,
+        "quantile of the durations of phases by which jobs are admitted; 1: the longest",
+        above=0.0,
+        max=1.0,
+    )
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -63,28 +72,30 @@ class GroupFile:
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
-def make_job(c: MuxConfig, path: str, script: str, resume: bool) -> tuple[JobRun, float]:
-    """Return a job on its workers, and the bytes of host memory that its state takes. Raises ConfigError."""
+def load_job(c: MuxConfig, path: str) -> Config:
+    """Return the settings of a job, its number of training ranks decided. Raises ConfigError."""
     config = load_config(Config, path, [])
-    if (own := config.overlap.train_ranks) == AUTO:
-        config = replace(config, overlap=replace(config.overlap, train_ranks=c.train_workers))
     training = config.overlap.train_ranks
     if training > c.train_workers:
         raise ConfigError(
             f"{path}: overlap.train_ranks = {training} is over mux.train_workers = {c.train_workers}; take auto"
         )
-    place = place_of(range(training or c.train_workers), range(c.rollout_workers))
-    check_run_folder(config, resume)
-    name, ranks = Path(path).stem, len(place["all"])
+    return replace(config, overlap=replace(config.overlap, train_ranks=c.train_workers)) if training == AUTO else config
+
+
+def make_job(c: MuxConfig, path: str, config: Config, place: Place, script: str) -> JobRun:
+    """Return a job with these settings on its workers. Raises ConfigError."""
+    name, ranks, training = Path(path).stem, len(place["all"]), config.overlap.train_ranks
     flags = [f"--config={path}", f"--group.server={c.address}", f"--group.job={name}"]
-    flags += [f"--overlap.train_ranks={training}"] * (own == AUTO)
+    flags += [f"--overlap.train_ranks={training}"]
     is_gpu = config.run.device != "cpu" and torch.cuda.is_available()
     dtype = "bfloat16" if is_gpu and config.model.dtype == "auto" else config.model.dtype
     typed = replace(config, model=replace(config.model, dtype=dtype))
     plans = memory_plan(typed, shape_of(config), ranks, ranks, torch.device("cpu"))  # no GPU is opened here
     host = sum(plans[0 if rank < training else -1].host for rank in range(ranks))
     command = [sys.executable, script, f"--ranks={ranks}", *flags]
-    return JobRun(name, place, Path(config.run.dir), config.run.steps, command, environment(c, place, is_gpu)), host
+    env = environment(c, place, is_gpu)
+    return JobRun(name, place, Path(config.run.dir), config.run.steps, command, env, host, c.slo)
 
 
 def environment(c: MuxConfig, place: Place, is_gpu: bool) -> dict[str, str]:
@@ -105,20 +116,34 @@ def environment(c: MuxConfig, place: Place, is_gpu: bool) -> dict[str, str]:
 
 
 def make_jobs(c: MuxConfig, script: str, resume: bool) -> list[JobRun]:
-    """Return the jobs of a group. Raises ConfigError when they cannot run together."""
-    made = [make_job(c, path, script, resume) for path in c.jobs]
-    named = {"name": [job.name for job, _ in made], "run.dir": [str(job.folder) for job, _ in made]}
+    """Return the jobs that a group's file lists: all on all workers. Raises ConfigError."""
+    place, made = place_of(range(c.train_workers), range(c.rollout_workers)), list[JobRun]()
+    for path in c.jobs:
+        config = load_job(c, path)
+        if config.overlap.train_ranks not in (0, c.train_workers):
+            raise ConfigError(
+                f"{path}: overlap.train_ranks = {config.overlap.train_ranks} beside mux.train_workers = "
+                f"{c.train_workers}; take auto, or 0 for a job that has all workers in each of its phases"
+            )
+        check_run_folder(config, resume)
+        made.append(make_job(c, path, config, place, script))
+    check_together(c, made)
+    return made
+
+
+def check_together(c: MuxConfig, jobs: Sequence[JobRun]) -> None:
+    """Raise ConfigError for jobs that are in each other's way: names, folders, host memory."""
+    named = {"name": [job.name for job in jobs], "run.dir": [str(job.folder) for job in jobs]}
     for what, values in named.items():
         if len({*values}) < len(values):
-            raise ConfigError(f"mux.jobs: two jobs have the {what} {max(values, key=values.count)}; change one")
+            raise ConfigError(f"two jobs have the {what} {max(values, key=values.count)}; change one")
     have = c.host_gib * GIB or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (wanted := sum(host for _, host in made)) > have:
-        each = ", ".join(f"{job.name} {host / GIB:.3f}" for job, host in made)
+    if (wanted := sum(job.host for job in jobs)) > have:
+        each = ", ".join(f"{job.name} {job.host / GIB:.3f}" for job in jobs)
         raise ConfigError(
             f"the jobs' states take {wanted / GIB:.3f} GiB of host memory ({each}), which has {have / GIB:.3f}; take "
             "fewer jobs, or smaller models"
         )
-    return [job for job, _ in made]
 
 
 # ---- the group ---------------------------------------------------------------------------------------------------
@@ -127,11 +152,10 @@ def make_jobs(c: MuxConfig, script: str, resume: bool) -> list[JobRun]:
 class Mux:
     """A server, and the jobs that it has started."""
 
-    def __init__(self, config: MuxConfig, resume: bool):
-        self.config, self.resume, self.jobs = config, resume, dict[str, JobRun]()
-        self.server = GroupServer({}, self.record, os.environ.get(SECRET, ""), config.phase_seconds, self.end_job)
-        if isinstance(address_of(config.address), str):
-            self.server.secret = ""  # a Unix socket needs none
+    def __init__(self, config: MuxConfig, script: str, resume: bool):
+        self.config, self.script, self.resume, self.jobs = config, script, resume, dict[str, JobRun]()
+        secret = os.environ.get(SECRET, "") if isinstance(address_of(config.address), tuple) else ""
+        self.server = GroupServer({}, self.record, secret, config.phase_seconds, self.end_job, self.command)
         self.events = open(Path(config.dir) / "mux.jsonl", "a", encoding="utf-8")
         self.tasks, self.codes = set[asyncio.Task[None]](), dict[str, int]()
         self.shown, self.signal = dict[str, int](), 0
@@ -145,7 +169,7 @@ class Mux:
         self.record("starts", jobs=[job.name for job in jobs])
         for job in jobs:
             self.start(job, self.resume)
-        while self.tasks:
+        while self.tasks or not (self.config.jobs or self.signal):
             await asyncio.sleep(SIGN_SECONDS)
             self.server.look_after()
             self.report()
@@ -185,6 +209,65 @@ class Mux:
     def end_job(self, name: str, why: str) -> None:
         self.record("hangs", job=name, why=why)
         self.jobs[name].kill(why)
+
+    # ---- commands that come by the server's socket ---------------------------------------------------------------
+
+    def command(self, message: Message) -> str:
+        """Do as a user of mux.py says; return the answer. Raises ValueError, such as ConfigError, when it cannot."""
+        match message:
+            case {"command": "submit", "path": str(path), "slo": float(slo), "rollout": int(rollout), "seconds": given}:
+                seconds = (float(given[0]), float(given[1])) if isinstance(given, list) and len(given) == 2 else None
+                return self.submit(path, slo, rollout, seconds)
+            case {"command": "status"}:
+                return "\n".join(map(self._state, self.jobs.values())) or "no job"
+            case {"command": "cancel", "job": str(name)}:
+                self._job(name, runs=True).stop()
+                return f"{name} ends after its step, with a checkpoint; mux.py resume {name} goes on with it"
+            case {"command": "resume", "job": str(name)}:
+                self.start(self._job(name, runs=False), resume=True)
+                return f"{name} goes on from its newest checkpoint"
+        raise ValueError("not a command of a group")
+
+    def submit(self, path: str, slo: float, rollout_workers: int, seconds: tuple[float, float] | None) -> str:
+        """Start a job where it fits beside those that run; return where, and why. Raises ConfigError if it does not."""
+        c, running = self.config, [job for job in self.jobs.values() if job.runs]
+        config, name = load_job(c, path), Path(path).stem
+        if not config.overlap.train_ranks:
+            raise ConfigError(f"{path}: overlap.train_ranks = 0 takes all workers in every phase; take auto")
+        check_run_folder(config, resume=True)
+        residents = [Resident(self._asked(job), *job.numbers) for job in running]
+        took = self._seconds(name, Path(config.run.dir), seconds)
+        asked = Asked(name, *took, slo, rollout_workers, config.overlap.train_ranks)
+        train, rollout, why = decide(asked, residents, c.train_workers, c.rollout_workers)
+        job = make_job(c, path, config, place_of(train, rollout), self.script)
+        job.slo, job.seconds = slo, seconds
+        check_together(c, [*running, job])
+        self.start(job, resume=True)
+        return f"{name} is admitted on {', '.join(job.place['all'])}: {why}"
+
+    def _asked(self, job: JobRun) -> Asked:
+        train, rollout = job.numbers
+        return Asked(job.name, *self._seconds(job.name, job.folder, job.seconds), job.slo, len(rollout), len(train))
+
+    def _seconds(self, name: str, folder: Path, given: tuple[float, float] | None) -> tuple[float, float]:
+        """Return the seconds of a job's rollout and training: those that are given, or those of its steps."""
+        if (seconds := given or durations(folder, self.config.admission)) is None:
+            raise ConfigError(
+                f"nobody knows how long the phases of {name} take: no step is in {folder}; give --rollout-seconds and "
+                "--train-seconds when you submit it, or submit later"
+            )
+        return seconds
+
+    def _state(self, job: JobRun) -> str:
+        state = self.phase.get(job.name, "waits") if job.runs else f"ended with code {self.codes.get(job.name)}"
+        step, waited, workers = job.newest_record().get("step", 0), self.waited[job.name], ", ".join(job.place["all"])
+        return f"{job.name}: step {step}/{job.steps}, {state}, waited {waited:.1f} s, on {workers}"
+
+    def _job(self, name: str, runs: bool) -> JobRun:
+        if name not in self.jobs or self.jobs[name].runs != runs:
+            names = ", ".join(other for other, job in self.jobs.items() if job.runs == runs) or "none"
+            raise ConfigError(f"no job {name!r} that {'runs' if runs else 'has ended'}: {names}")
+        return self.jobs[name]
 
     # ---- what is told --------------------------------------------------------------------------------------------
 
@@ -226,7 +309,7 @@ def run_group(config: MuxConfig, script: str, resume: bool) -> int:
         raise ConfigError(f"mux.server = {config.server!r}: give the group a secret in {SECRET}, for all its machines")
     jobs = make_jobs(config, script, resume)
     with run_folder.locked(Path(config.dir)):
-        mux = Mux(config, resume)
+        mux = Mux(config, script, resume)
         try:
             code = asyncio.run(mux.run(jobs))
         except OSError as error:
@@ -248,12 +331,33 @@ def check(jobs: Sequence[JobRun]) -> int:
     return max(codes)
 
 
+def ask(config: MuxConfig, words: Sequence[str], flags: argparse.Namespace) -> int:
+    """Send a command to the group's server and print its answer; return the exit code."""
+    message: Message = {"command": words[0]}
+    if words[0] == "submit":
+        given = [seconds for seconds in (flags.rollout_seconds, flags.train_seconds) if seconds is not None]
+        message |= {"path": str(Path(words[1]).resolve()), "slo": flags.slo, "seconds": given}
+        message["rollout"] = flags.rollout_workers or config.rollout_workers
+    elif words[0] != "status":
+        message["job"] = words[1]
+    try:
+        print(Connection(config.address, message, os.environ.get(SECRET, "")).answer["answer"])
+    except GroupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def main(argv: list[str], script: str = str(HERE / "train.py")) -> int:
     """Run the command line; return the exit code. `script` is what jobs run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--check", "--resume"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--slo", type=float, default=2.0)
+    parser.add_argument("--rollout-workers", type=int, default=0)
+    for flag in ("--rollout-seconds", "--train-seconds"):
+        parser.add_argument(flag, type=float)
     flags, rest = parser.parse_known_args(argv)
     words = [text for text in rest if not text.startswith("--")]
     overrides = [text for text in rest if text.startswith("--")]
@@ -261,8 +365,11 @@ def main(argv: list[str], script: str = str(HERE / "train.py")) -> int:
         print(USAGE + describe(GroupFile()))
         return 0
     try:
-        if len(words) > 1:
-            raise ConfigError(f"cannot read {words[1]!r}; give one file, and settings as --mux.key=value")
+        wanted = COMMANDS.get(words[0], 0) if words else 0
+        if len(words) > 1 + wanted or (words and words[0] in COMMANDS and len(words) < 1 + wanted):
+            raise ConfigError(f"cannot read {' '.join(words)!r}; --help shows what mux.py takes")
+        if words and words[0] in COMMANDS:
+            return ask(load_config(GroupFile, None, overrides).mux, words, flags)
         config = load_config(GroupFile, words[0] if words else None, overrides).mux
         if flags.check:
             return check(make_jobs(config, script, flags.resume))
@@ -272,16 +379,25 @@ def main(argv: list[str], script: str = str(HERE / "train.py")) -> int:
         return 2
 
 
+COMMANDS = {"submit": 1, "status": 0, "cancel": 1, "resume": 1}  # words that follow
 USAGE = """plainroll: several jobs on one set of workers
 
 usage: python mux.py [FILE.toml] [--mux.key=value ...]
+       python mux.py submit JOB.toml [--slo=1.5] | status | cancel JOB | resume JOB [--mux.dir=...]
 
   FILE.toml       the group's settings, such as configs/mux.toml; without it two tiny jobs on two cores
   --check         check all jobs as train.py does, and that their states fit into host memory, then exit
   --resume        continue each job from its newest checkpoint, or begin it if there is none
   --help          this text
 
-Ctrl-C ends all jobs after their steps.
+Ctrl-C ends all jobs after their steps. Without jobs the server waits for some. To a server that runs:
+
+  submit          start a job where it slows nobody below its SLO, or say why not
+    --slo=2.0                times of what the job takes alone that it may take
+    --rollout-workers=N      workers that it decodes on (default: all)
+    --rollout-seconds=S --train-seconds=S   of its phases, if its run folder has no steps that say it
+  status          a line for each job
+  cancel, resume  end a job after its step; go on with one that has ended
 
 Every key, its default and its meaning:
 """

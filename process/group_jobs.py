@@ -22,6 +22,9 @@ class JobRun:
     steps: int
     command: list[str]  # without --resume
     environment: dict[str, str]  # besides the server's own
+    host: float  # bytes of host memory for its state
+    slo: float  # times of what it takes alone that it may take
+    seconds: tuple[float, float] | None = None  # of a rollout and a training, as its user says
     process: asyncio.subprocess.Process | None = None
     why: str = ""  # it was ended
 
@@ -39,6 +42,12 @@ class JobRun:
                 start_new_session=True,  # Ctrl-C is for the server alone, which tells its jobs
             )
         return await self.process.wait()
+
+    @property
+    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of its training and of its rollout workers."""
+        train, rollout = (tuple(int(worker.split()[1]) for worker in self.place[pool]) for pool in ("train", "rollout"))
+        return train, rollout
 
     @property
     def runs(self) -> bool:

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class GroupServer:
     secret: str
     phase_seconds: float  # a phase that takes longer hangs
     end_job: Callable[[str, str], None]  # ends a job that hangs, and says why
-    commands: Mapping[str, Callable[[Message], Awaitable[Message]]] = field(default_factory=dict)  # by name
+    command: Callable[[Message], str]  # does what a user asks for; raises ValueError when it cannot
     permits: Permits = field(default_factory=Permits)
     peers: dict[str, Peer] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class GroupServer:
             while peer and (line := await reader.readline()):
                 self._follow(peer, line)
         except (ValueError, RecursionError, TimeoutError) as error:
-            why = str(error)[:200] or f"it said nothing for {SILENCE:g} s"
+            why = str(error)[:1000] or f"it said nothing for {SILENCE:g} s"
             self.record("refused", job=peer.job if peer else "", why=why)
             _send(writer, {"error": why})
         except OSError:
@@ -119,8 +119,8 @@ class GroupServer:
         if not hmac.compare_digest(str(proof).encode(), proof_of(self.secret, challenge).encode()):
             raise ValueError("a stranger: it does not hold the group's secret")
         match hello:
-            case {"command": str(name)} if name in self.commands:
-                _send(writer, await self.commands[name](hello))
+            case {"command": str()}:
+                _send(writer, {"answer": self.command(hello)})
                 return None
             case {"job": str(job), "pool": str(pool), **rest} if not rest:
                 if pool not in self.places.get(job, ()):

@@ -48,7 +48,7 @@ class Connection:
         self._lines = self._socket.makefile("rb")
         challenge = str(self.receive().get("challenge"))
         self.send(hello | {"proof": proof_of(secret, challenge)})
-        self.receive()
+        self.answer = self.receive()
 
     def _error(self, text: str) -> GroupError:
         return GroupError(f"group.server = {self.server!r}: {text}")

@@ -28,7 +28,7 @@ class Group:
         self.server, self.secret = server, secret
         self.events: list[tuple[str, dict]] = []
         self.ended: list[tuple[str, str]] = []
-        self.core = GroupServer(dict(PLACES), self.record, secret, phase_seconds, self.end_job)
+        self.core = GroupServer(dict(PLACES), self.record, secret, phase_seconds, self.end_job, str)
         self.listens, self.stopping = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self.thread.start()
