@@ -32,6 +32,7 @@ from process.permits import SECRET, Connection, GroupError, Message, address_of
 from settings import Config, check_run_folder, memory_plan, shape_of
 
 HERE = Path(__file__).parent
+LEAVE_SECONDS = 30.0  # for a job to end after a rank that asks for its permits
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def environment(c: MuxConfig, place: Place, is_gpu: bool) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))
     each = max(len(cores) // len(c.workers), 1)
     parts = [[cores[(i * each + k) % len(cores)] for k in range(each)] for i in mine]
-    return {launcher.CORES: ";".join(",".join(map(str, part)) for part in parts), "OMP_NUM_THREADS": str(each)}
+    threads = os.environ.get("OMP_NUM_THREADS", str(each))
+    return {launcher.CORES: ";".join(",".join(map(str, part)) for part in parts), "OMP_NUM_THREADS": threads}
 
 
 def make_jobs(c: MuxConfig, script: str, resume: bool) -> list[JobRun]:
@@ -158,7 +160,7 @@ class Mux:
         self.server = GroupServer({}, self.record, secret, config.phase_seconds, self.end_job, self.command)
         self.events = open(Path(config.dir) / "mux.jsonl", "a", encoding="utf-8")
         self.tasks, self.codes = set[asyncio.Task[None]](), dict[str, int]()
-        self.shown, self.signal = dict[str, int](), 0
+        self.shown, self.left, self.signal = dict[str, int](), dict[str, float](), 0
         self.asked, self.waited, self.phase = dict[str, float](), defaultdict[str, float](float), dict[str, str]()
 
     async def run(self, jobs: Sequence[JobRun]) -> int:
@@ -172,8 +174,16 @@ class Mux:
         while self.tasks or not (self.config.jobs or self.signal):
             await asyncio.sleep(SIGN_SECONDS)
             self.server.look_after()
+            for pool, at in self.left.items():
+                if time.time() > at + LEAVE_SECONDS:  # others may wait for that rank as long as run.timeout_seconds
+                    job = self.jobs[pool.rpartition("/")[0]]
+                    job.kill(f"the rank that asked for its permits has gone: {job.last_words()}")
             self.report()
-        return 128 + self.signal if self.signal else int(any(self.codes.values()))
+        return (
+            128 + self.signal
+            if self.signal
+            else int(any(code for name, code in self.codes.items() if not self.jobs[name].stopped))
+        )
 
     def start(self, job: JobRun, resume: bool) -> None:
         self.jobs[job.name] = job
@@ -186,7 +196,7 @@ class Mux:
         code = self.codes[job.name] = await job.run(resume)
         self.record("exits", job=job.name, code=code)
         step = job.newest_record().get("step", 0)
-        if code and not self.signal:
+        if code and not job.stopped:
             how = job.why or (f"signal {-code} ended it" if code < 0 else f"exit code {code}: {job.last_words()}")
             self.say(job, f"ended after step {step}: {how}; the others go on ({job.folder / 'console.log'})")
         else:
@@ -284,6 +294,10 @@ class Mux:
             self.phase[job] = str(fields["phase"])
         elif event in ("ends", "left"):
             self.phase.pop(job, None)
+            if event == "left":
+                self.left[pool] = now
+        elif event == "joined":
+            self.left.pop(pool, None)
         elif event == "refused":
             print(f"closed a connection{f' of {job}' * bool(fields['job'])}: {fields['why']}", flush=True)
 

@@ -21,7 +21,8 @@ class Resident:
 
 def durations(folder: Path, quantile: float) -> tuple[float, float] | None:
     """Return the seconds of a run's rollouts and of its trainings, a quantile over its steps; None before the first."""
-    seconds = [record["seconds"] for record in read_records(folder / "steps.jsonl") if record["step"] > 0]
+    path = folder / "steps.jsonl"
+    seconds = [record["seconds"] for record in read_records(path) if record["step"] > 0] if path.exists() else []
     rollout = sorted(sum(s.get(k, 0.0) for k in ("phase_rollout", "switch_rollout")) or s["rollout"] for s in seconds)
     train = sorted(
         sum(s.get(k, 0.0) for k in ("phase_train", "switch_train")) or s["train"] + s.get("sync", 0.0) for s in seconds

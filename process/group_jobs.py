@@ -26,12 +26,13 @@ class JobRun:
     slo: float  # times of what it takes alone that it may take
     seconds: tuple[float, float] | None = None  # of a rollout and a training, as its user says
     process: asyncio.subprocess.Process | None = None
-    why: str = ""  # it was ended
+    why: str = ""  # it was killed
+    stopped: bool = False
 
     async def run(self, resume: bool) -> int:
         """Start the job, wait for its end, return its exit code. What it prints goes to console.log in its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.why = ""
+        self.why, self.stopped = "", False
         with open(self.folder / "console.log", "ab") as console:
             self.process = await asyncio.create_subprocess_exec(
                 *(*self.command, *["--resume"] * resume),
@@ -56,6 +57,7 @@ class JobRun:
     def stop(self) -> None:
         """Let the job end after its step, with a checkpoint."""
         if self.process and self.runs:
+            self.stopped = True
             self.process.terminate()
 
     def kill(self, why: str) -> None:

@@ -40,7 +40,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", required=True)
     for name in ("resume", "check"):
         parser.add_argument(f"--{name}", action="store_true")
-    flags = vars(parser.parse_args())
+    flags = vars(parser.parse_known_args()[0])
     settings = tomllib.loads(Path(flags["config"]).read_text())["run"]
     if flags["check"]:
         print(f"fine for {flags['ranks']} ranks on cores {os.environ['PLAINROLL_CORES']}")

@@ -7,19 +7,24 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, train_runs
 
 import mux
-from config import load_config
+from config import ConfigError, load_config
+from metrics import read_records
+from policies.admission import Asked
 from process import launcher
+from process.group_admission import Resident, decide, durations
 from process.group_timeline import held, timeline
+from rewards import leftovers
 
+RANKS = str(ROOT / "benchmarks" / "forked_ranks.py")
 JOB = str(Path(__file__).with_name("mux_job.py"))
 
 
@@ -77,30 +82,41 @@ def test_a_job_that_ends_badly_is_named_and_the_others_go_on(files, capsys, name
         assert steps_of("a") == steps_of(name) == [1, 2, 3, 4]
 
 
-def _main(arguments: list[str]) -> None:
+def _main(arguments: list[str], *script: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
     with open("out", "w") as sys.stdout:
-        sys.exit(mux.main(arguments, JOB))
+        sys.exit(mux.main(arguments, *script))
 
 
-def start(arguments: list[str]) -> BaseProcess:
-    """Start a group of the jobs slow and a; return its process once both have taken two steps."""
-    process = mp.get_context("forkserver").Process(target=_main, args=(arguments,))
-    process.start()
-    until(lambda: all(2 in steps_of(name) for name in ("slow", "a")))
-    return process
+@pytest.fixture
+def begin() -> Iterator[Callable[..., BaseProcess]]:
+    """Start mux.py in a process of its own, which does not outlive the test."""
+    begun = []
+
+    def begin(arguments: list[str], script: str = JOB) -> BaseProcess:
+        begun.append(mp.get_context("forkserver").Process(target=_main, args=(arguments, script)))
+        begun[-1].start()
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()  # its jobs end by themselves
+        process.join()
 
 
 def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def test_a_killed_server_ends_all_jobs_with_one_clear_error_each_and_all_resume(files) -> None:
+def test_a_killed_server_ends_all_jobs_with_one_clear_error_each_and_all_resume(files, begin) -> None:
     arguments = files("slow", "a", steps=6)
     Path("a.toml").write_text(Path("a.toml").read_text().replace("steps = 6", "steps = 600"))
-    start(arguments).kill()
+    process = begin(arguments)
+    until(lambda: 2 in steps_of("a") and 2 in steps_of("slow"))
+    process.kill()
     for name in ("slow", "a"):
         until(Path(name, "console.log").read_text)
         text = Path(name, "console.log").read_text()
@@ -112,15 +128,74 @@ def test_a_killed_server_ends_all_jobs_with_one_clear_error_each_and_all_resume(
     assert steps_of("slow") == [1, 2, 3, 4, 5, 6] and steps_of("a") == [*range(1, done + 3)]
 
 
-def test_an_interrupt_ends_all_jobs_after_their_steps(files) -> None:
+def test_an_interrupt_ends_all_jobs_after_their_steps(files, begin) -> None:
     arguments = files("slow", "a", steps=600)
-    process = start(arguments)
+    process = begin(arguments)
+    until(lambda: 2 in steps_of("a") and 2 in steps_of("slow"))
     os.kill(process.pid or 0, signal.SIGINT)
     process.join(60)
     out = Path("out").read_text()
     assert process.exitcode == 130
     assert re.search(r"slow: stopped after step \d+\n", out) and re.search(r"a: stopped after step \d+\n", out)
     assert not any(Path(name, "console.log").read_text() for name in ("slow", "a"))
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_and_resumed_is_the_same_as_alone_and_so_are_the_others(
+    files, begin, settings, run_ranks, capsys
+) -> None:
+    """Two real jobs of two ranks each, on one core that trains and one that decodes."""
+    own: dict[str, object] = {
+        "run__steps": 4,
+        "run__checkpoint_every": 1,
+        "run__eval_every": 0,
+        "overlap__train_ranks": 1,
+    }
+    own |= {"data__eval_prompts": 0, "reward__also": f"{ROOT}/tests/graders.py:share_of_digits=1"}
+    for seed, name in enumerate("ab"):
+        flags = settings(name, run__seed=seed, **own)
+        sections = {flag.partition(".")[0][2:] for flag in flags}
+        text = ""
+        for section in sorted(sections):
+            keys = [flag.partition(".")[2] for flag in flags if flag.startswith(f"--{section}.")]
+            text += f"[{section}]\n" + "".join(map(_toml_line, keys))
+        Path(f"{name}.toml").write_text(text)
+    process = begin(["--mux.jobs=[]", "--mux.dir=mux"], RANKS)
+    until(Path("mux/server/socket").exists)
+    for name in "ab":
+        assert mux.main(["submit", f"{name}.toml", "--rollout-seconds=2", "--train-seconds=2", "--mux.dir=mux"]) == 0
+    until(lambda: 2 in steps_of("b"))
+    for pid in [pid for pid in leftovers.descendants(process.pid) if b"--group.job=b" in _command(pid)]:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: "b: ended after step" in Path("out").read_text())
+    assert mux.main(["resume", "b", "--mux.dir=mux"]) == 0
+    until(lambda: all(f"{name}: done after step 4" in Path("out").read_text() for name in "ab"))
+    assert mux.main(["status", "--mux.dir=mux"]) == 0
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert "a: step 4/4, ended with code 0" in capsys.readouterr().out
+    alone = [[*settings(f"alone_{name}", run__seed=seed, **own)] for seed, name in enumerate("ab")]
+    run_ranks(2, train_runs, *alone)
+    for name in "ab":
+        together, solo = (losses_of(Path(folder)) for folder in (name, f"alone_{name}"))
+        assert together == solo and len({loss for loss, _ in solo}) == 4
+        weights = [Path(f) / "checkpoints/step_000004/model.safetensors" for f in (name, f"alone_{name}")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def losses_of(folder: Path) -> list[tuple[float, float]]:
+    records = read_records(folder / "steps.jsonl")
+    return [(record["train"]["loss"], record["train"]["grad_norm"]) for record in records if record["step"]]
+
+
+def _toml_line(key: str) -> str:
+    name, _, value = key.partition("=")
+    return f"{name} = {value}\n" if value.replace(".", "").replace("e-", "").isdigit() else f'{name} = "{value}"\n'
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_check_looks_at_all_jobs(files, capfd) -> None:
@@ -173,6 +248,73 @@ def test_a_timeline_shows_who_had_a_worker_and_when() -> None:
     assert lines[0].startswith("timeline, 8.0 s in 96 columns: a fox, b owl;")
     assert lines[1].endswith("." * 48 + " 50%") and lines[1].count("A") == 48
     assert lines[2].count("b") + lines[2].count("A") == 96 and lines[2].endswith(" 100%") and lines[3].endswith(" 0%")
+
+
+# ---- admission ---------------------------------------------------------------------------------------------------
+
+
+def resident(name: str, rollout: float, train: float, slo: float = 2.0, on: tuple[int, ...] = (0,)) -> Resident:
+    return Resident(Asked(name, rollout, train, slo, len(on)), (0,), on)
+
+
+def test_a_job_joins_where_all_keep_their_slos() -> None:
+    job = Asked("new", 10, 10, 1.2)
+    assert decide(job, [], 1, 1) == ((0,), (0,), "a group of its own")
+    assert decide(job, [resident("a", 10, 10)], 1, 1) == ((0,), (0,), "with a, so that all keep their SLOs")
+    assert decide(job, [resident("a", 30, 10)], 1, 2)[:2] == ((0,), (1,)), "with a node more it need not wait"
+    long = [resident("a", 10, 30)]
+    train, rollout, why = decide(job, long, 2, 2)
+    assert (train, rollout) == ((1,), (1,)) and re.fullmatch(
+        r"a group of its own; not with a: job new would take \d+ s an iteration, and may take 24", why
+    )
+    with pytest.raises(ConfigError, match="too few workers are free: 0 of 1 to train and 1 of 1 to decode; not with a"):
+        decide(job, long, 1, 2)
+    wide = Asked("new", 10, 10, 2.0, rollout_nodes=2)
+    assert decide(wide, [resident("a", 10, 10, on=(1,))], 1, 3)[:2] == ((0,), (1, 0))
+    with pytest.raises(ConfigError, match="1 of 1 to train and 1 of 2 to decode"):
+        decide(wide, [resident("a", 10, 10)], 1, 1)
+
+
+def test_durations_are_those_of_the_recorded_steps(tmp_path) -> None:
+    assert durations(tmp_path, 1.0) is None
+    alone = [{"step": i, "seconds": {"rollout": i * 1.0, "train": 0.5, "sync": 0.5}} for i in range(11)]
+    grouped = {"phase_rollout": 3.0, "switch_rollout": 1.0, "rollout": 9.0, "phase_train": 2.0, "train": 9.0}
+    lines = [*alone, {"step": 11, "seconds": grouped}]
+    (tmp_path / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert durations(tmp_path, 1.0) == (10.0, 2.0) and durations(tmp_path, 0.5) == (5.0, 1.0)
+
+
+def test_commands_go_to_the_server_that_runs(files, begin, capsys) -> None:
+    folder = files("slow", "a", "b", steps=600)[1]
+    begin(["--mux.jobs=[]", folder])
+    until(Path("mux/server/socket").exists)
+
+    def ask(*words: str) -> tuple[int, str]:
+        code, (out, err) = mux.main([*words, folder]), capsys.readouterr()
+        return code, out + err
+
+    assert ask("status") == (0, "no job\n")
+    assert "nobody knows how long the phases of slow take" in ask("submit", "slow.toml")[1]
+    given = "--rollout-seconds=2", "--train-seconds=1"
+    assert ask("submit", "slow.toml", *given) == (0, "slow is admitted on train 0, rollout 0: a group of its own\n")
+    assert "two jobs have the name slow" in ask("submit", "slow.toml", *given)[1]
+    assert ask("submit", "a.toml", *given)[0] == 0
+    code, told = ask("submit", "b.toml", *given, "--slo=1.0")
+    assert code == 1 and "b is not admitted" in told and "not with slow, a: " in told
+    until(lambda: 2 in steps_of("slow"))
+    assert re.search(r"slow: step \d+/600, \w+, waited \d", ask("status")[1])
+    assert "no job 'slow' that has ended: none" in ask("resume", "slow")[1]
+    assert ask("cancel", "slow")[0] == 0
+    until(lambda: "slow: stopped after step" in Path("out").read_text())
+    done = len(steps_of("slow"))
+    assert ask("resume", "slow") == (0, "slow goes on from its newest checkpoint\n")
+    until(lambda: len(steps_of("slow")) > done)
+    assert ask("dance")[0] == ask("cancel")[0] == 2
+
+
+def test_a_command_without_a_server_is_refused(files, capsys) -> None:
+    assert mux.main(["status", files("a")[1]]) == 1
+    assert "cannot reach it (No such file or directory); start the group with mux.py" in capsys.readouterr().err
 
 
 def test_the_file_of_the_example_is_the_default() -> None:
