@@ -174,10 +174,7 @@ class Mux:
         while self.tasks or not (self.config.jobs or self.signal):
             await asyncio.sleep(SIGN_SECONDS)
             self.server.look_after()
-            for pool, at in self.left.items():
-                if time.time() > at + LEAVE_SECONDS:  # others may wait for that rank as long as run.timeout_seconds
-                    job = self.jobs[pool.rpartition("/")[0]]
-                    job.kill(f"the rank that asked for its permits has gone: {job.last_words()}")
+            self.end_abandoned()
             self.report()
         return (
             128 + self.signal
@@ -188,6 +185,7 @@ class Mux:
     def start(self, job: JobRun, resume: bool) -> None:
         self.jobs[job.name] = job
         self.server.places[job.name] = job.place
+        self.left = {pool: at for pool, at in self.left.items() if pool.rpartition("/")[0] != job.name}
         task = asyncio.create_task(self._follow(job, resume))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -215,6 +213,13 @@ class Mux:
     def kill_all(self, why: str) -> None:
         for job in self.jobs.values():
             job.kill(why)
+
+    def end_abandoned(self) -> None:
+        """End jobs of which a rank that asks for permits has gone: others may wait for it for run.timeout_seconds."""
+        for pool, at in self.left.items():
+            if time.time() > at + LEAVE_SECONDS:
+                job = self.jobs[pool.rpartition("/")[0]]
+                job.kill(f"the rank that asked for its permits has gone: {job.last_words()}")
 
     def end_job(self, name: str, why: str) -> None:
         self.record("hangs", job=name, why=why)

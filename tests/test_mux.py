@@ -1,5 +1,6 @@
 """mux.py: jobs that share workers are started, watched, ended and resumed."""
 
+import asyncio
 import json
 import multiprocessing as mp
 import os
@@ -227,6 +228,27 @@ def test_a_run_is_not_overwritten(files, capsys) -> None:
     Path("b/config.toml").write_text("")
     assert mux.main(arguments, JOB) == 2
     assert "'b' already holds a run; continue it with --resume" in capsys.readouterr().err
+
+
+def test_a_job_that_was_abandoned_ends_but_not_when_it_has_been_resumed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(mux, "LEAVE_SECONDS", -1.0)
+    group = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False)
+    job = mux.JobRun("a", mux.place_of([0], [0]), tmp_path, 1, ["sleep", "60"], {}, 0.0, 2.0)
+
+    async def live() -> list[str]:
+        group.record("left", job="a", pool="train", workers=[])
+        group.start(job, False)
+        while not job.runs:
+            await asyncio.sleep(0.01)
+        group.end_abandoned()
+        said = [job.why]
+        group.record("left", job="a", pool="train", workers=[])
+        group.end_abandoned()
+        await asyncio.gather(*group.tasks)
+        return [*said, job.why]
+
+    resumed, abandoned = asyncio.run(live())
+    assert not resumed and abandoned == "the rank that asked for its permits has gone: nothing"
 
 
 def test_a_timeline_shows_who_had_a_worker_and_when() -> None:
