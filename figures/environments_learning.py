@@ -119,8 +119,8 @@ def draw_game(axes: plt.Axes, game: str, runs: list[dict]) -> None:
     for name, dashes in PLAYERS.items():
         axes.axhline(runs[0]["players"][name], color="0.4", linestyle=dashes, linewidth=1, label=name)
     count = runs[0]["evaluations"][0]["num_prompts"]
-    title = f"{game}: {count} held-out problems, {runs[0]['samples']} episodes a step, commit {runs[0]['commit'][:7]}"
-    axes.set_title(title, fontsize=7)
+    title = f"{game}: {count} held out, {runs[0]['samples']} episodes a step ({runs[0]['commit'][:7]})"
+    axes.set_title(title, fontsize=8)
     axes.set(xlabel="step", ylim=(0.8 * runs[0]["players"]["random"], min(1.1 * runs[0]["players"]["expert"], 1.02)))
     axes.legend(loc="best", fontsize=6)
 
