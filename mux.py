@@ -21,10 +21,10 @@ import torch
 
 from config import AUTO, ConfigError, describe, load_config, option
 from metrics import read_records
-from policies.admission import Asked
+from policies.admission import Asked, asked, recorded_phases
 from policies.memory_plan import GIB
 from process import launcher, run_folder
-from process.group_admission import Resident, decide, durations
+from process.group_admission import Resident, decide
 from process.group_jobs import JobRun
 from process.group_server import SIGN_SECONDS, GroupServer, Place, place_of
 from process.group_timeline import timeline
@@ -250,28 +250,39 @@ class Mux:
         if not config.overlap.train_ranks:
             raise ConfigError(f"{path}: overlap.train_ranks = 0 takes all workers in every phase; take auto")
         check_run_folder(config, resume=True)
-        residents = [Resident(self._asked(job), *job.numbers) for job in running]
-        took = self._seconds(name, Path(config.run.dir), seconds)
-        asked = Asked(name, *took, slo, rollout_workers, config.overlap.train_ranks)
-        train, rollout, why = decide(asked, residents, c.train_workers, c.rollout_workers)
+        residents = [
+            Resident(self._asked(job.name, job.folder, job.seconds, job.slo, *job.numbers), *job.numbers)
+            for job in running
+        ]
+        wanted = range(config.overlap.train_ranks), range(rollout_workers)
+        job_asked = self._asked(name, Path(config.run.dir), seconds, slo, *wanted)
+        train, rollout, why = decide(job_asked, residents, c.train_workers, c.rollout_workers)
         job = make_job(c, path, config, place_of(train, rollout), self.script)
         job.slo, job.seconds = slo, seconds
         check_together(c, [*running, job])
         self.start(job, resume=True)
         return f"{name} is admitted on {', '.join(job.place['all'])}: {why}"
 
-    def _asked(self, job: JobRun) -> Asked:
-        train, rollout = job.numbers
-        return Asked(job.name, *self._seconds(job.name, job.folder, job.seconds), job.slo, len(rollout), len(train))
-
-    def _seconds(self, name: str, folder: Path, given: tuple[float, float] | None) -> tuple[float, float]:
-        """Return the seconds of a job's rollout and training: those that are given, or those of its steps."""
-        if (seconds := given or durations(folder, self.config.admission)) is None:
+    def _asked(
+        self,
+        name: str,
+        folder: Path,
+        given: tuple[float, float] | None,
+        slo: float,
+        train: Sequence[int],
+        rollout: Sequence[int],
+    ) -> Asked:
+        """Return a job, on so many workers, by its given seconds of rollout and training or those of its steps."""
+        path = folder / "steps.jsonl"
+        recorded = recorded_phases(read_records(path) if path.exists() else ())
+        rollouts, trains = ([given[0]], [given[1]]) if given else recorded
+        if not rollouts:
             raise ConfigError(
                 f"nobody knows how long the phases of {name} take: no step is in {folder}; give --rollout-seconds and "
                 "--train-seconds when you submit it, or submit later"
             )
-        return seconds
+        job = asked(name, slo, rollouts, trains, self.config.admission)
+        return replace(job, rollout_nodes=len(rollout), train_nodes=len(train))
 
     def _state(self, job: JobRun) -> str:
         state = self.phase.get(job.name, "waits") if job.runs else f"ended with code {self.codes.get(job.name)}"

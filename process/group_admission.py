@@ -3,10 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from config import ConfigError
-from metrics import read_records
 from policies.admission import Asked, MuxGroup, Prices, admit
 
 
@@ -17,20 +15,6 @@ class Resident:
     asked: Asked
     train: tuple[int, ...]
     rollout: tuple[int, ...]
-
-
-def durations(folder: Path, quantile: float) -> tuple[float, float] | None:
-    """Return the seconds of a run's rollouts and of its trainings, a quantile over its steps; None before the first."""
-    path = folder / "steps.jsonl"
-    seconds = [record["seconds"] for record in read_records(path) if record["step"] > 0] if path.exists() else []
-    rollout = sorted(sum(s.get(k, 0.0) for k in ("phase_rollout", "switch_rollout")) or s["rollout"] for s in seconds)
-    train = sorted(
-        sum(s.get(k, 0.0) for k in ("phase_train", "switch_train")) or s["train"] + s.get("sync", 0.0) for s in seconds
-    )
-    if not seconds:
-        return None
-    index = min(math.ceil(quantile * len(seconds)), len(seconds)) - 1
-    return rollout[max(index, 0)], train[max(index, 0)]
 
 
 def decide(

@@ -21,7 +21,7 @@ from config import ConfigError, load_config
 from metrics import read_records
 from policies.admission import Asked
 from process import launcher
-from process.group_admission import Resident, decide, durations
+from process.group_admission import Resident, decide
 from process.group_timeline import held, timeline
 from rewards import leftovers
 
@@ -295,15 +295,6 @@ def test_a_job_joins_where_all_keep_their_slos() -> None:
     assert decide(wide, [resident("a", 10, 10, on=(1,))], 1, 3)[:2] == ((0,), (1, 0))
     with pytest.raises(ConfigError, match="1 of 1 to train and 1 of 2 to decode"):
         decide(wide, [resident("a", 10, 10)], 1, 1)
-
-
-def test_durations_are_those_of_the_recorded_steps(tmp_path) -> None:
-    assert durations(tmp_path, 1.0) is None
-    alone = [{"step": i, "seconds": {"rollout": i * 1.0, "train": 0.5, "sync": 0.5}} for i in range(11)]
-    grouped = {"phase_rollout": 3.0, "switch_rollout": 1.0, "rollout": 9.0, "phase_train": 2.0, "train": 9.0}
-    lines = [*alone, {"step": 11, "seconds": grouped}]
-    (tmp_path / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert durations(tmp_path, 1.0) == (10.0, 2.0) and durations(tmp_path, 0.5) == (5.0, 1.0)
 
 
 def test_commands_go_to_the_server_that_runs(files, begin, capsys) -> None:
