@@ -10,7 +10,8 @@ single       one job in a group of its own: nobody holds it up, so what its perm
 Prompts and lengths are such that rollout and training take about equally long. Throughput is steps of both jobs over
 seconds: of the group from its first rollout to its last update, with the phases at both ends in which a worker idles;
 of jobs alone the seconds of all steps, one job after the other. `ceiling` is what a group could gain: the seconds of
-all phases of jobs alone over those of the busier pool. A CPU's cores are all alike, so co-located jobs idle little
+all phases of jobs alone over those of the busier pool. `phases_slower`: how much longer its phases took than alone,
+since the cores of a machine share caches and memory. A CPU's cores are all alike, so co-located jobs idle little
 here; pools of unlike GPUs are why the paper takes jobs apart.
 
 `switch_warm_over_cold`: seconds to give the device up and have it again, over the seconds from a job's start until it
@@ -68,7 +69,7 @@ class Size:
     layers: int
 
 
-FULL, QUICK = Size(10, 2, 8, 256, 256, 4), Size(2, 1, 4, 64, 128, 2)
+FULL, QUICK = Size(10, 2, 6, 352, 256, 4), Size(2, 1, 4, 64, 128, 2)
 Records = list[dict[str, Any]]  # of steps.jsonl
 
 
@@ -153,6 +154,7 @@ def measure(folder: Path, size: Size, cores: Sequence[int]) -> dict[str, float]:
     single, its_events = play_group(folder / "single", replace(size, steps=min(size.steps, 3)), JOBS[:1])
     taken = group_seconds(events, size.steps)
     rollout, train = (sum(seconds(records, stage) for records in alone.values()) for stage in ("rollout", "train"))
+    phases = sum(seconds(records, "rollout", "train") for records in group.values())
     one = single[JOBS[0]]
     together = [record for records in group.values() for record in records]
     switches = [max(r["seconds"][f"switch_{phase}"] for phase in ("rollout", "train")) for r in together]
@@ -160,6 +162,7 @@ def measure(folder: Path, size: Size, cores: Sequence[int]) -> dict[str, float]:
         "throughput_over_solo_disaggregated": sum(seconds(r, "step") for r in alone.values()) / taken,
         "throughput_over_colocated": sum(seconds(r, "step") for r in colocated.values()) / taken,
         "ceiling": (rollout + train) / max(rollout, train),
+        "phases_slower": phases / (rollout + train),
         "trajectories_equal": int(all(trajectory(group[name]) == trajectory(alone[name]) for name in JOBS)),
         "switch_warm_over_cold": mean(switches) / cold_seconds(its_events),
         "switch_warm_seconds": mean(switches),
