@@ -41,7 +41,7 @@ from warm_start import WarmStartConfig, make_model  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 RANKS = str(HERE / "forked_ranks.py")
-STEPS, LIMIT = {"a": 500, "b": 24}, 120.0  # steps of each job; seconds after which something hangs
+STEPS, LIMIT = {"a": 300, "b": 100}, 120.0  # steps of each job; seconds after which something hangs
 GRADER = "def digits(response, answer, row):\n    return min(sum(c.isdigit() for c in response) / 32, 1.0)\n"
 JOB = """
 [run]
@@ -51,7 +51,7 @@ seed = {seed}
 device = "cpu"
 eval_every = 0
 checkpoint_every = 1
-timeout_seconds = 8.0
+timeout_seconds = 15.0
 [model]
 path = "model"
 [data]
@@ -87,7 +87,7 @@ class Drill:
     """A group in a folder: its server, and what it has come to."""
 
     def __init__(self, folder: Path):
-        self.folder, self.faults, self.resumed, self.hangs = folder, 0, 0, 0
+        self.folder, self.faults, self.resumed, self.hangs, self.old = folder, 0, 0, 0, 0
         self.events, self.out = folder / "mux" / "mux.jsonl", open(folder / "out", "w")
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -95,6 +95,7 @@ class Drill:
         code = f"import sys; sys.path.insert(0, {str(HERE.parent)!r}); import mux; mux.main(sys.argv[1:], {RANKS!r})"
         settings = ["--mux.dir=mux", '--mux.jobs=["a.toml", "b.toml"]', "--mux.phase_seconds=20", "--resume"]
         command = [sys.executable, "-c", code, *settings]
+        self.old = len(self.rows())  # events of job b under earlier servers
         self.process = subprocess.Popen(command, stdout=self.out, stderr=self.out)
         self.until(lambda: not self.runs or "step" in self.ask("status"))
 
@@ -173,14 +174,18 @@ class Drill:
     def remove_socket(self) -> None:
         self.faults += 1
         self.go_on()
-        self.until(lambda: Path("mux/server/socket").exists())
+        self.until(lambda: any(row["event"] == "ends" for row in self.rows()[self.old :]))  # both pools are connected
         Path("mux/server/socket").unlink()
         seen = len(self.rows())
         self.until(lambda: len(self.rows()) > seen + 8)  # it goes on
         self.resumed += "cannot reach it" in self.ask("status")
+        assert self.process
+        self.process.terminate()  # nobody could have it resume a job
+        self.until(lambda: not self.runs)
 
     def kill_server(self) -> None:
         self.faults += 1
+        self.until(lambda: all(any(row["event"] == "ends" for row in self.rows(name)) for name in "ab"))
         assert self.process
         said = {name: _count(name) for name in "ab"}
         jobs = [pid for name in "ab" for pid in self.pids(name)]
@@ -221,11 +226,11 @@ def drill(quick: bool) -> dict[str, object]:
         strikes += [("job", places[4], 0), ("stop", places[4], 1), ("stop", places[7], 0), ("stop", places[5], 1)]
         if not quick:
             strikes = [(kind, place, rank) for kind in ("kill", "stop", "job") for place in places for rank in (0, 1)]
-        for strike in tqdm(strikes):
-            group.strike(*strike)
+        group.kill_server()
         group.send()
         group.remove_socket()
-        group.kill_server()
+        for strike in tqdm(strikes):
+            group.strike(*strike)
         while any(len(trajectory(Path(job))) < STEPS[job] for job in "ab") and not group.hangs:
             group.go_on()
             group.until(lambda: not group.runs)
