@@ -133,7 +133,8 @@ def _merge(config: C, values: Mapping, source: str, prefix: str = "", raw: str |
             )
         if isinstance(old, tuple) and isinstance(value, str | list):
             value = (value,) if isinstance(value, str) else tuple(value)  # --rollout.stop=END is a list of one
-        new[name] = _within(key, value, old, fields[name].metadata, source)
+        default = fields[name].default if isinstance(old, Auto) else old  # a flag over a file's "auto"
+        new[name] = _within(key, value, default, fields[name].metadata, source)
     return dataclasses.replace(config, **new)
 
 

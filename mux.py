@@ -7,6 +7,7 @@ turn it is, and every job computes what it would compute alone.
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -73,6 +74,20 @@ class GroupFile:
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
+def name_of(path: str) -> str:
+    return Path(path).stem
+
+
+def read_seconds(given: object) -> tuple[float, float] | None:
+    """Return the seconds of a rollout and a training that a user has given, if any. Raises ConfigError."""
+    match given:
+        case []:
+            return None
+        case [float(rollout), float(train)] if 0 < rollout < math.inf and 0 < train < math.inf:
+            return rollout, train
+    raise ConfigError(f"{given} are no seconds; give --rollout-seconds and --train-seconds, both above 0, or neither")
+
+
 def load_job(c: MuxConfig, path: str) -> Config:
     """Return the settings of a job, its number of training ranks decided. Raises ConfigError."""
     config = load_config(Config, path, [])
@@ -86,7 +101,7 @@ def load_job(c: MuxConfig, path: str) -> Config:
 
 def make_job(c: MuxConfig, path: str, config: Config, place: Place, script: str) -> JobRun:
     """Return a job with these settings on its workers. Raises ConfigError."""
-    name, ranks, training = Path(path).stem, len(place["all"]), config.overlap.train_ranks
+    name, ranks, training = name_of(path), len(place["all"]), config.overlap.train_ranks
     flags = [f"--config={path}", f"--group.server={c.address}", f"--group.job={name}"]
     flags += [f"--overlap.train_ranks={training}"]
     is_gpu = config.run.device != "cpu" and torch.cuda.is_available()
@@ -96,7 +111,7 @@ def make_job(c: MuxConfig, path: str, config: Config, place: Place, script: str)
     host = sum(plans[0 if rank < training else -1].host for rank in range(ranks))
     command = [sys.executable, script, f"--ranks={ranks}", *flags]
     env = environment(c, place, is_gpu)
-    return JobRun(name, place, Path(config.run.dir), config.run.steps, command, env, host, c.slo)
+    return JobRun(name, path, place, Path(config.run.dir), config.run.steps, command, env, host, c.slo)
 
 
 def environment(c: MuxConfig, place: Place, is_gpu: bool) -> dict[str, str]:
@@ -164,8 +179,13 @@ class Mux:
         self.asked, self.waited, self.phase = dict[str, float](), defaultdict[str, float](float), dict[str, str]()
 
     async def run(self, jobs: Sequence[JobRun]) -> int:
-        """Run all jobs to their ends; return the exit code. Raises OSError when the server cannot listen."""
-        await self.server.listen(self.config.address)
+        """Run all jobs to their ends; return the exit code. Raises ConfigError when the server cannot listen."""
+        try:
+            await self.server.listen(self.config.address)
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"cannot listen at {self.config.address!r} ({why}); change it") from None
+        print(f"{len(jobs)} jobs start; each prints into console.log in its folder", flush=True)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
         self.record("starts", jobs=[job.name for job in jobs])
@@ -231,22 +251,35 @@ class Mux:
         """Do as a user of mux.py says; return the answer. Raises ValueError, such as ConfigError, when it cannot."""
         match message:
             case {"command": "submit", "path": str(path), "slo": float(slo), "rollout": int(rollout), "seconds": given}:
-                seconds = (float(given[0]), float(given[1])) if isinstance(given, list) and len(given) == 2 else None
-                return self.submit(path, slo, rollout, seconds)
+                return self.submit(path, slo, rollout, read_seconds(given))
             case {"command": "status"}:
                 return "\n".join(map(self._state, self.jobs.values())) or "no job"
             case {"command": "cancel", "job": str(name)}:
                 self._job(name, runs=True).stop()
                 return f"{name} ends after its step, with a checkpoint; mux.py resume {name} goes on with it"
             case {"command": "resume", "job": str(name)}:
-                self.start(self._job(name, runs=False), resume=True)
+                job = self._job(name, runs=False)
+                if not job.is_listed:
+                    return self.submit(job.path, job.slo, len(job.place["rollout"]), job.seconds)
+                self._refuse_at_end()
+                check_together(self.config, [*filter(lambda other: other.runs, self.jobs.values()), job])
+                self.start(job, resume=True)
                 return f"{name} goes on from its newest checkpoint"
         raise ValueError("not a command of a group")
 
     def submit(self, path: str, slo: float, rollout_workers: int, seconds: tuple[float, float] | None) -> str:
         """Start a job where it fits beside those that run; return where, and why. Raises ConfigError if it does not."""
+        self._refuse_at_end()
         c, running = self.config, [job for job in self.jobs.values() if job.runs]
-        config, name = load_job(c, path), Path(path).stem
+        if not (math.isfinite(slo) and slo >= 1):
+            raise ConfigError(f"--slo={slo:g} asks for less time than a job takes alone; take 1 or more")
+        if not 1 <= rollout_workers <= c.rollout_workers:
+            raise ConfigError(f"--rollout-workers={rollout_workers}: the group has {c.rollout_workers}; take 1 or more")
+        if name_of(path) in [job.name for job in running]:
+            raise ConfigError(f"{name_of(path)} runs already; a job has the name of its file")
+        if whole := [job.name for job in running if "--overlap.train_ranks=0" in job.command]:
+            raise ConfigError(f"{whole[0]} takes all workers in each of its phases: no job is admitted beside it")
+        config, name = load_job(c, path), name_of(path)
         if not config.overlap.train_ranks:
             raise ConfigError(f"{path}: overlap.train_ranks = 0 takes all workers in every phase; take auto")
         check_run_folder(config, resume=True)
@@ -258,7 +291,7 @@ class Mux:
         job_asked = self._asked(name, Path(config.run.dir), seconds, slo, *wanted)
         train, rollout, why = decide(job_asked, residents, c.train_workers, c.rollout_workers)
         job = make_job(c, path, config, place_of(train, rollout), self.script)
-        job.slo, job.seconds = slo, seconds
+        job.slo, job.seconds, job.is_listed = slo, seconds, False
         check_together(c, [*running, job])
         self.start(job, resume=True)
         return f"{name} is admitted on {', '.join(job.place['all'])}: {why}"
@@ -284,8 +317,18 @@ class Mux:
         job = asked(name, slo, rollouts, trains, self.config.admission)
         return replace(job, rollout_nodes=len(rollout), train_nodes=len(train))
 
+    def _refuse_at_end(self) -> None:
+        if self.signal:
+            raise ConfigError("the group ends: it was asked to stop")
+
     def _state(self, job: JobRun) -> str:
-        state = self.phase.get(job.name, "waits") if job.runs else f"ended with code {self.codes.get(job.name)}"
+        state = (
+            self.phase.get(job.name, "waits")
+            if job.runs
+            else "stopped"
+            if job.stopped
+            else f"ended with code {self.codes.get(job.name)}"
+        )
         step, waited, workers = job.newest_record().get("step", 0), self.waited[job.name], ", ".join(job.place["all"])
         return f"{job.name}: step {step}/{job.steps}, {state}, waited {waited:.1f} s, on {workers}"
 
@@ -342,8 +385,8 @@ def run_group(config: MuxConfig, script: str, resume: bool) -> int:
         mux = Mux(config, script, resume)
         try:
             code = asyncio.run(mux.run(jobs))
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {config.address!r} ({error.strerror or error}); change it") from None
+        except OSError as error:  # such as a closed output, a full disk
+            raise ConfigError(f"the group has ended: {error}; go on with --resume") from None
         finally:
             mux.events.close()
     events = Path(config.dir) / "mux.jsonl"
@@ -358,7 +401,7 @@ def check(jobs: Sequence[JobRun]) -> int:
     for job in jobs:
         print(f"{job.name}:", flush=True)
         codes.append(subprocess.run([*job.command, "--check"], env=os.environ | job.environment).returncode)
-    return max(codes)
+    return max(codes, default=0)
 
 
 def ask(config: MuxConfig, words: Sequence[str], flags: argparse.Namespace) -> int:
@@ -367,7 +410,7 @@ def ask(config: MuxConfig, words: Sequence[str], flags: argparse.Namespace) -> i
     if words[0] == "submit":
         given = [seconds for seconds in (flags.rollout_seconds, flags.train_seconds) if seconds is not None]
         message |= {"path": str(Path(words[1]).resolve()), "slo": flags.slo, "seconds": given}
-        message["rollout"] = flags.rollout_workers or config.rollout_workers
+        message["rollout"] = config.rollout_workers if flags.rollout_workers is None else flags.rollout_workers
     elif words[0] != "status":
         message["job"] = words[1]
     try:
@@ -385,7 +428,7 @@ def main(argv: list[str], script: str = str(HERE / "train.py")) -> int:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--slo", type=float, default=2.0)
-    parser.add_argument("--rollout-workers", type=int, default=0)
+    parser.add_argument("--rollout-workers", type=int)
     for flag in ("--rollout-seconds", "--train-seconds"):
         parser.add_argument(flag, type=float)
     flags, rest = parser.parse_known_args(argv)

@@ -17,6 +17,7 @@ TAIL = 2**20  # bytes at the end of a file that are read for its newest line
 @dataclass(eq=False)
 class JobRun:
     name: str
+    path: str  # of its settings
     place: Place
     folder: Path  # run.dir
     steps: int
@@ -28,6 +29,7 @@ class JobRun:
     process: asyncio.subprocess.Process | None = None
     why: str = ""  # it was killed
     stopped: bool = False
+    is_listed: bool = True  # in the group's file, else submitted
 
     async def run(self, resume: bool) -> int:
         """Start the job, wait for its end, return its exit code. What it prints goes to console.log in its folder."""
@@ -75,10 +77,10 @@ class JobRun:
         return json.loads(lines[-1]) if lines else {}
 
     def last_words(self) -> str:
-        """Return the line of its newest error, or its last line."""
+        """Return the line of its newest error."""
         lines = _tail(self.folder / "console.log").decode(errors="replace").split("\n")
         lines = [line.strip() for line in lines if line.strip()]
-        return next((line for line in reversed(lines) if line.startswith("error: ")), (lines or ["nothing"])[-1])
+        return next((line for line in reversed(lines) if line.startswith("error: ")), "it has printed no error")
 
 
 def _tail(path: Path) -> bytes:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-WIDTH = 96  # columns of the timeline
+WIDTH = 90  # columns of the timeline
 
 
 class Held(NamedTuple):

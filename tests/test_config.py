@@ -262,6 +262,8 @@ def test_an_entry_of_a_table_can_be_chosen_and_help_says_what_it_is(key: str, ta
 def test_a_number_that_the_program_may_choose_is_auto(toml) -> None:
     given = load_config(settings.Config, toml('[overlap]\ntrain_ranks = "auto"'), [])
     assert given == load_config(settings.Config, None, ["--overlap.train_ranks=auto"])
+    over = load_config(settings.Config, toml('[overlap]\ntrain_ranks = "auto"'), ["--overlap.train_ranks=2"])
+    assert over.overlap.train_ranks == 2
     assert isinstance(given.overlap.train_ranks, Auto) and given.overlap.train_ranks < 0
     assert load_config(settings.Config, toml(dump_toml(given)), []) == given
     check_options(given.overlap, "overlap")

@@ -58,7 +58,7 @@ def test_jobs_take_turns_to_their_ends(files, capsys) -> None:
     assert steps_of("a") == steps_of("b") == [1, 2, 3, 4]
     out = capsys.readouterr().out
     assert "a: done after step 4\n" in out and re.search(r"b: step 4/4, reward 0.500, .*, waited \d", out)
-    assert re.search(r"\n +train 0 [ab.AB]{96} \d+%\n", out) and out.count("rollout 0 ") == 1
+    assert re.search(r"\n +train 0 [ab.AB]{90} \d+%\n", out) and out.count("rollout 0 ") == 1
     spans = sorted((span.worker, span.start, span.end) for span in held(events()))
     assert len(spans) == 2 * 2 * (4 + 1)
     assert all(end <= start or a != b for (a, _, end), (b, start, _) in pairwise(spans)), "a worker had two jobs"
@@ -233,7 +233,7 @@ def test_a_run_is_not_overwritten(files, capsys) -> None:
 def test_a_job_that_was_abandoned_ends_but_not_when_it_has_been_resumed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(mux, "LEAVE_SECONDS", -1.0)
     group = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False)
-    job = mux.JobRun("a", mux.place_of([0], [0]), tmp_path, 1, ["sleep", "60"], {}, 0.0, 2.0)
+    job = mux.JobRun("a", "a.toml", mux.place_of([0], [0]), tmp_path, 1, ["sleep", "60"], {}, 0.0, 2.0)
 
     async def live() -> list[str]:
         group.record("left", job="a", pool="train", workers=[])
@@ -248,7 +248,7 @@ def test_a_job_that_was_abandoned_ends_but_not_when_it_has_been_resumed(tmp_path
         return [*said, job.why]
 
     resumed, abandoned = asyncio.run(live())
-    assert not resumed and abandoned == "the rank that asked for its permits has gone: nothing"
+    assert not resumed and abandoned == "the rank that asked for its permits has gone: it has printed no error"
 
 
 def test_a_timeline_shows_who_had_a_worker_and_when() -> None:
@@ -267,9 +267,9 @@ def test_a_timeline_shows_who_had_a_worker_and_when() -> None:
         ("r 0", "owl", "rollout", 2.0, 8.0),
     ]
     lines = timeline(rows, ["train 0", "r 0", "r 1"]).splitlines()
-    assert lines[0].startswith("timeline, 8.0 s in 96 columns: a fox, b owl;")
-    assert lines[1].endswith("." * 48 + " 50%") and lines[1].count("A") == 48
-    assert lines[2].count("b") + lines[2].count("A") == 96 and lines[2].endswith(" 100%") and lines[3].endswith(" 0%")
+    assert lines[0].startswith("timeline, 8.0 s in 90 columns: a fox, b owl;")
+    assert lines[1].endswith("." * 45 + " 50%") and lines[1].count("A") == 45
+    assert lines[2].count("b") + lines[2].count("A") == 90 and lines[2].endswith(" 100%") and lines[3].endswith(" 0%")
 
 
 # ---- admission ---------------------------------------------------------------------------------------------------
@@ -310,17 +310,25 @@ def test_commands_go_to_the_server_that_runs(files, begin, capsys) -> None:
     assert "nobody knows how long the phases of slow take" in ask("submit", "slow.toml")[1]
     given = "--rollout-seconds=2", "--train-seconds=1"
     assert ask("submit", "slow.toml", *given) == (0, "slow is admitted on train 0, rollout 0: a group of its own\n")
-    assert "two jobs have the name slow" in ask("submit", "slow.toml", *given)[1]
+    assert "slow runs already" in ask("submit", "slow.toml", *given)[1]
+    for wrong, why in (
+        (["--rollout-seconds=-1", "--train-seconds=1"], "both above 0"),
+        (["--rollout-seconds=nan", "--train-seconds=1"], "both above 0"),
+        (["--rollout-seconds=1"], "both above 0, or neither"),
+        ([*given, "--slo=0.5"], "take 1 or more"),
+        ([*given, "--rollout-workers=0"], "the group has 1"),
+    ):
+        assert why in ask("submit", "a.toml", *wrong)[1]
     assert ask("submit", "a.toml", *given)[0] == 0
     code, told = ask("submit", "b.toml", *given, "--slo=1.0")
     assert code == 1 and "b is not admitted" in told and "not with slow, a: " in told
     until(lambda: 2 in steps_of("slow"))
     assert re.search(r"slow: step \d+/600, \w+, waited \d", ask("status")[1])
-    assert "no job 'slow' that has ended: none" in ask("resume", "slow")[1]
+    assert "no job 'slow' that has ended" in ask("resume", "slow")[1]
     assert ask("cancel", "slow")[0] == 0
     until(lambda: "slow: stopped after step" in Path("out").read_text())
     done = len(steps_of("slow"))
-    assert ask("resume", "slow") == (0, "slow goes on from its newest checkpoint\n")
+    assert "slow is admitted on train 0, rollout 0" in ask("resume", "slow")[1]
     until(lambda: len(steps_of("slow")) > done)
     assert ask("dance")[0] == ask("cancel")[0] == 2
 
