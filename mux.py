@@ -111,7 +111,7 @@ def make_job(c: MuxConfig, path: str, config: Config, place: Place, script: str)
     host = sum(plans[0 if rank < training else -1].host for rank in range(ranks))
     command = [sys.executable, script, f"--ranks={ranks}", *flags]
     env = environment(c, place, is_gpu)
-    return JobRun(name, path, place, Path(config.run.dir), config.run.steps, command, env, host, c.slo)
+    return JobRun(name, path, place, Path(config.run.dir), config.run.steps, command, env, host, not training, c.slo)
 
 
 def environment(c: MuxConfig, place: Place, is_gpu: bool) -> dict[str, str]:
@@ -277,17 +277,17 @@ class Mux:
             raise ConfigError(f"--rollout-workers={rollout_workers}: the group has {c.rollout_workers}; take 1 or more")
         if name_of(path) in [job.name for job in running]:
             raise ConfigError(f"{name_of(path)} runs already; a job has the name of its file")
-        if whole := [job.name for job in running if "--overlap.train_ranks=0" in job.command]:
+        if whole := [job.name for job in running if job.takes_all]:
             raise ConfigError(f"{whole[0]} takes all workers in each of its phases: no job is admitted beside it")
         config, name = load_job(c, path), name_of(path)
         if not config.overlap.train_ranks:
             raise ConfigError(f"{path}: overlap.train_ranks = 0 takes all workers in every phase; take auto")
         check_run_folder(config, resume=True)
         residents = [
-            Resident(self._asked(job.name, job.folder, job.seconds, job.slo, *job.numbers), *job.numbers)
+            Resident(self._asked(job.name, job.folder, job.seconds, job.slo, *map(len, job.numbers)), *job.numbers)
             for job in running
         ]
-        wanted = range(config.overlap.train_ranks), range(rollout_workers)
+        wanted = config.overlap.train_ranks, rollout_workers
         job_asked = self._asked(name, Path(config.run.dir), seconds, slo, *wanted)
         train, rollout, why = decide(job_asked, residents, c.train_workers, c.rollout_workers)
         job = make_job(c, path, config, place_of(train, rollout), self.script)
@@ -302,8 +302,8 @@ class Mux:
         folder: Path,
         given: tuple[float, float] | None,
         slo: float,
-        train: Sequence[int],
-        rollout: Sequence[int],
+        train_nodes: int,
+        rollout_nodes: int,
     ) -> Asked:
         """Return a job, on so many workers, by its given seconds of rollout and training or those of its steps."""
         path = folder / "steps.jsonl"
@@ -315,7 +315,7 @@ class Mux:
                 "--train-seconds when you submit it, or submit later"
             )
         job = asked(name, slo, rollouts, trains, self.config.admission)
-        return replace(job, rollout_nodes=len(rollout), train_nodes=len(train))
+        return replace(job, rollout_nodes=rollout_nodes, train_nodes=train_nodes)
 
     def _refuse_at_end(self) -> None:
         if self.signal:

@@ -1,9 +1,9 @@
 """Which jobs of co-execution groups change places, since their phases take other seconds than when they came. Pure.
 
-Beyond the paper (RollMux, arXiv 2512.11306), whose groups are static. A job moves where Algorithm 1 puts it now. It
-moves if its group no longer keeps the SLO of each member, or if that pays: nodes that become free save more within a
-horizon than the nodes of the job cost while they wait for its new start, and the job is so far ahead of its SLO that it
-has the time.
+Beyond the paper (RollMux, arXiv 2512.11306), whose groups are static, and played on paper only. A job moves where
+Algorithm 1 puts it now. It moves if its group no longer keeps the SLO of each member, or if that pays: nodes that
+become free save more within a horizon than the nodes of the job cost while they wait for its new start, and the job is
+so far ahead of its SLO that it has the time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

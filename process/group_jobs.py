@@ -24,6 +24,7 @@ class JobRun:
     command: list[str]  # without --resume
     environment: dict[str, str]  # besides the server's own
     host: float  # bytes of host memory for its state
+    takes_all: bool  # its ranks do both, so each phase takes all of its workers
     slo: float  # times of what it takes alone that it may take
     seconds: tuple[float, float] | None = None  # of a rollout and a training, as its user says
     process: asyncio.subprocess.Process | None = None
@@ -74,7 +75,9 @@ class JobRun:
     def newest_record(self) -> dict:
         """Return the record of its newest step, or an empty one."""
         lines = _tail(self.folder / "steps.jsonl").split(b"\n")[:-1]
-        return json.loads(lines[-1]) if lines else {}
+        with suppress(ValueError):  # no job ends the others by what lies in its folder
+            return dict(json.loads(lines[-1]) if lines else {})
+        return {}
 
     def last_words(self) -> str:
         """Return the line of its newest error."""

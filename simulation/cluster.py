@@ -1,8 +1,8 @@
 """Jobs that come and go over days in a cluster, by the rule that admits them: dollars, nodes, SLOs. Pure, no torch.
 
-`admit` and `regroup` are the shipped rules, and `policies.group` says how fast the jobs of a group go. Only modelled:
-the jobs, and that a job goes on without a pause when its group changes, unless it is moved. (RollMux, arXiv 2512.11306,
-section 7)
+`admit` is the rule of the server too, and `policies.group` says how fast the jobs of a group go. Only modelled: the
+jobs, that a job goes on without a pause when its group changes, and that `regroup` moves jobs, as no server does yet.
+(RollMux, arXiv 2512.11306, section 7)
 """
 
 import heapq

@@ -2,7 +2,8 @@
 
 The permits are those of the server (policies/group.py), rounds and engines those of simulate.py. Each replica of
 a rollout has a permit of its own: so a rollout begins on the GPUs that are free, and goes on to the others when they
-are. At a share of its responses it keeps a few replicas and gives back the rest, if others wait for these. (RollMux,
+are. At a share of its responses it keeps a few replicas and gives back the rest, if others wait for these. Real groups
+differ: a rollout there has one permit for all of its workers, and gives back a part of them in any case. (RollMux,
 arXiv 2512.11306, section 4.3)
 """
 

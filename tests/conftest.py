@@ -1,16 +1,19 @@
 """Fixtures that several rooms' tests share: tiny models, and processes that talk to each other."""
 
+import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from groups import Group
 
 import parallel
 import train
@@ -140,6 +143,23 @@ def alone(monkeypatch):
     threads = torch.get_num_threads()
     yield monkeypatch
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def mixed_prompts(tmp_path: Path) -> Path:
+    """Rows whose responses are short and long, mixed in each group, so that batches and updates end between them."""
+    rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(48)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with TemporaryDirectory() as folder:  # a path of a Unix socket has at most 107 bytes
+        made = Group(f"{folder}/server/socket")
+        yield made
+        made.stop()
 
 
 @pytest.fixture

@@ -3,17 +3,16 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing import ProcessError
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from conftest import ROOT, steps_of, train_runs
-from test_permits import LONGEST, Group, in_thread, until
+from groups import LONGEST, Group, in_thread, until
 from test_updates import losses, tokens_of, train_and_be_killed
 from torch.multiprocessing.spawn import ProcessException
 
@@ -41,9 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def settings(settings, tmp_path: Path):
-    rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(48)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def settings(settings, mixed_prompts: Path):
     return partial(
         settings,
         run__steps=4,
@@ -51,7 +48,7 @@ def settings(settings, tmp_path: Path):
         run__checkpoint_every=2,
         run__dump_rollouts="true",
         data__eval_prompts=3,
-        data__train=tmp_path / "prompts.jsonl",
+        data__train=mixed_prompts,
         data__task=f"{ROOT}/tests/graders.py:share_of_digits",
         scheduler__window_iterations=4,
         rollout__stop=json.dumps([*"ABCDEFGH"]),
@@ -97,14 +94,6 @@ def test_pools_of_any_size_train_the_same_rounds(settings, run_ranks, tmp_path: 
 # ---- in a group ------------------------------------------------------------------------------------------------------
 
 IN_GROUP = dict(group__job="a", run__steps=3, run__eval_every=2)
-
-
-@pytest.fixture
-def group() -> Iterator[Group]:
-    with TemporaryDirectory() as folder:  # a path of a Unix socket has at most 107 bytes
-        made = Group(f"{folder}/server/socket")
-        yield made
-        made.stop()
 
 
 def take_turns(clients: dict[str, Client], over: threading.Event, look: Callable[[], None]) -> None:

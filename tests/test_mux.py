@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, train_runs
+from groups import until
 
 import mux
 from config import ConfigError, load_config
@@ -103,13 +103,6 @@ def begin() -> Iterator[Callable[..., BaseProcess]]:
     for process in begun:
         process.kill()  # its jobs end by themselves
         process.join()
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_killed_server_ends_all_jobs_with_one_clear_error_each_and_all_resume(files, begin) -> None:
@@ -233,7 +226,9 @@ def test_a_run_is_not_overwritten(files, capsys) -> None:
 def test_a_job_that_was_abandoned_ends_but_not_when_it_has_been_resumed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(mux, "LEAVE_SECONDS", -1.0)
     group = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False)
-    job = mux.JobRun("a", "a.toml", mux.place_of([0], [0]), tmp_path, 1, ["sleep", "60"], {}, 0.0, 2.0)
+    job = mux.JobRun("a", "a.toml", mux.place_of([0], [0]), tmp_path, 1, ["sleep", "60"], {}, 0.0, False, 2.0)
+    (tmp_path / "steps.jsonl").write_bytes(b"\xff no record\n")
+    assert job.newest_record() == {}
 
     async def live() -> list[str]:
         group.record("left", job="a", pool="train", workers=[])

@@ -168,17 +168,15 @@ def test_after_a_prefill_alone_all_count_the_same_steps(model: Model, step_token
 
 
 @pytest.fixture
-def settings(settings, tmp_path: Path):
+def settings(settings, mixed_prompts: Path):
     """A run of short and long responses, mixed in each group, so that batches and updates fall between their ends."""
-    rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(48)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return partial(
         settings,
         run__steps=6,
         run__eval_every=0,
         run__dump_rollouts="true",
         data__eval_prompts=0,
-        data__train=tmp_path / "prompts.jsonl",
+        data__train=mixed_prompts,
         data__task=f"{ROOT}/tests/graders.py:share_of_digits",
         scheduler__policy="synchronous",
         scheduler__num_responses=2,
