@@ -216,7 +216,8 @@ class Mux:
         step = job.newest_record().get("step", 0)
         if code and not job.stopped:
             how = job.why or (f"signal {-code} ended it" if code < 0 else f"exit code {code}: {job.last_words()}")
-            self.say(job, f"ended after step {step}: {how}; the others go on ({job.folder / 'console.log'})")
+            others = "; the others go on" * any(other.runs for other in self.jobs.values())
+            self.say(job, f"ended after step {step}: {how}{others} ({job.folder / 'console.log'})")
         else:
             self.say(job, f"{'done' if step >= job.steps else 'stopped'} after step {step}")
 

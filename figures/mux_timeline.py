@@ -23,6 +23,8 @@ from process.group_timeline import held
 def draw(path: Path) -> Path:
     plt.style.use(HERE / "plainroll.mplstyle")
     spans = held(read_records(path))
+    if not spans:
+        raise SystemExit(f"{path}: no phase of any job; give the mux.jsonl of a group")
     workers, jobs = sorted({span.worker for span in spans}), sorted({span.job for span in spans})
     figure, axes = plt.subplots(figsize=(7.2, 1.4 + 0.4 * len(workers)))
     for span in spans:
@@ -42,4 +44,7 @@ def draw(path: Path) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="mux.jsonl of a group")
-    print(draw(parser.parse_args().file))
+    try:
+        print(draw(parser.parse_args().file))
+    except OSError as error:
+        raise SystemExit(f"{error.filename}: {error.strerror}") from None

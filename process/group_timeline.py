@@ -19,7 +19,9 @@ class Held(NamedTuple):
 
 def held(events: Sequence[dict]) -> list[Held]:
     """Return who held which worker, by end, since the newest start of the server."""
-    newest = max(i for i, event in enumerate(events) if event["event"] == "starts")
+    newest = max((i for i, event in enumerate(events) if event.get("event") == "starts"), default=-1)
+    if newest < 0:
+        return []
     zero, last, now = events[newest]["at"], events[-1]["at"], defaultdict[str, dict[str, tuple[str, float]]](dict)
     found = []
     for event in events[newest + 1 :]:
