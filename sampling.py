@@ -97,15 +97,23 @@ def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
     return logits
 
 
-def sample(logits: Tensor, uniform: Tensor | None, config: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverse CDF. [n, V], [n] float64 -> tokens [n] int64, log-probs [n] float32
+def sample(
+    logits: Tensor, keys: Tensor | None, positions: Tensor | None, config: SamplingConfig
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row. [n, V], [n] int64, [n] int64 -> tokens [n] int64, log-probs [n] float32
 
-    Greedy (temperature 0) draws from a point mass: it needs no uniforms, and its log-probs are 0.
+    keys: of the samples (`sample_key`); positions: of the tokens to draw in their responses. Greedy (temperature 0)
+    draws from a point mass: it needs neither, and its log-probs are 0.
     """
     if config.temperature == 0.0:
         tokens = logits.argmax(-1)
         return tokens, torch.zeros(tokens.shape, device=logits.device)
-    assert uniform is not None, "only greedy decoding needs no uniforms"
+    assert keys is not None and positions is not None, "only greedy decoding needs no keys"
+    return sample_inverse_cdf(logits, uniforms(keys, positions), config)
+
+
+def sample_inverse_cdf(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Draw the tokens at which the CDFs reach the uniforms. [n, V], [n] float64 -> tokens [n], log-probs [n]"""
     if logits.is_cuda and not config.truncates:
         return kernels.sample_inverse_cdf(logits, uniform, config.scale)
     logprobs = filter_logits(logits, config).log_softmax(-1)  # [n, V]

@@ -11,7 +11,7 @@ from core import Tokenizer
 from engine.batcher import Removed, Started
 from engine.host import upload
 from engine.sequence import Sequence
-from sampling import SamplingConfig, sample, uniforms
+from sampling import SamplingConfig, sample
 
 
 class Rows:
@@ -65,8 +65,7 @@ class Rows:
     def draw(self, rows: slice, logits: Tensor) -> None:
         """Draw the next token of each of `rows` that has not ended, record it, mark the rows that it ends. [n, V]"""
         alive, count = self.ended[rows] == 0, self.count[rows]
-        uniform = uniforms(self.key[rows], count) if self.sampling.temperature else None
-        token, logprob = sample(logits, uniform, self.sampling)
+        token, logprob = sample(logits, self.key[rows], count, self.sampling)
         self.tokens[rows].scatter_(1, count[:, None], token[:, None])
         self.logprobs[rows].scatter_(1, count[:, None], logprob[:, None])
         self.last_token[rows] = token.where(alive, self.last_token[rows])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from sampling import SamplingConfig, sample
+from sampling import SamplingConfig, sample_inverse_cdf
 
 NATIVE = kernels.HAS_TRITON and torch.cuda.is_available() and not kernels.INTERPRETED
 DEVICE = torch.device("cuda" if NATIVE else "cpu")
@@ -315,7 +315,9 @@ def test_sampling_equals_the_cdf(vocab: int, temperature: float, dtype: torch.dt
     assert tokens[0] == (probs[0] > 0).nonzero()[0]
     if runner == "torch":
         config = SamplingConfig(temperature=temperature)
-        assert all(torch.equal(a, b) for a, b in zip((tokens, logprobs), sample(logits, u, config), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip((tokens, logprobs), sample_inverse_cdf(logits, u, config), strict=True)
+        )
 
 
 @both
@@ -344,7 +346,7 @@ def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> No
         assert torch.equal(mine, other) or abs(edge - top_p) < 1e-5
     uniforms = torch.rand(20, dtype=torch.float64, device=DEVICE)
     kept = (logits.masked_fill(logits < threshold, -torch.inf) for threshold in (least, theirs))
-    mine, other = (sample(rest, uniforms, SamplingConfig())[0] for rest in kept)
+    mine, other = (sample_inverse_cdf(rest, uniforms, SamplingConfig())[0] for rest in kept)
     assert torch.equal(mine, other)
 
 

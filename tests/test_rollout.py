@@ -32,7 +32,7 @@ from engine.shard import Shard
 from model import Model, parse_shape
 from rewards.judge import background_stream
 from rollout import Engine, RolloutConfig, cache_of, num_pages_for, sequence_for
-from sampling import SamplingConfig, sample, sample_key, score, uniforms
+from sampling import SamplingConfig, sample, sample_key, score
 
 CPU = torch.device("cpu")
 GREEDY = SamplingConfig(temperature=0.0)
@@ -64,7 +64,7 @@ def oracle(model: Model):
         ids = list(prompt_ids)
         for i in range(count):
             logits = full_logits(model, ids)[-1:]
-            ids.append(int(sample(logits, uniforms(torch.tensor([key]), torch.tensor([i])), sampling)[0]))
+            ids.append(int(sample(logits, torch.tensor([key]), torch.tensor([i]), sampling)[0]))
         return array("i", ids[len(prompt_ids) :])
 
     return tokens

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sampling import SamplingConfig, filter_logits, sample, sample_key, score, uniforms
+from sampling import SamplingConfig, filter_logits, sample, sample_inverse_cdf, sample_key, score, uniforms
 
 VOCAB = 40
 CONFIGS = [
@@ -65,8 +65,7 @@ def test_the_filtered_distribution_is_that_of_transformers(config):
 def test_drawing_and_scoring_agree_with_the_reference(config):
     logits = random_logits()
     wanted = reference(logits, config)
-    uniform = uniforms(torch.arange(64), torch.zeros(64, dtype=torch.int64))
-    tokens, logprobs = sample(logits, uniform, config)
+    tokens, logprobs = sample(logits, torch.arange(64), torch.zeros(64, dtype=torch.int64), config)
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32 and tokens.shape == logprobs.shape == (64,)
     torch.testing.assert_close(logprobs.double(), wanted.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
     scored, entropy = score(logits, tokens, config)
@@ -80,7 +79,7 @@ def test_the_drawn_token_is_the_one_whose_stretch_of_the_cdf_holds_the_uniform(c
     logits = random_logits()
     cdf = reference(logits, config).exp().cumsum(-1)
     for uniform in torch.linspace(0.001, 0.999, 30, dtype=torch.float64):
-        tokens, _ = sample(logits, uniform.expand(64), config)
+        tokens, _ = sample_inverse_cdf(logits, uniform.expand(64), config)
         upper = cdf.gather(-1, tokens[:, None])[:, 0]
         lower = torch.where(tokens > 0, cdf.gather(-1, (tokens - 1).clamp(min=0)[:, None])[:, 0], 0.0)
         assert (lower - 1e-6 <= uniform).all() and (uniform <= upper + 1e-6).all()
@@ -119,10 +118,10 @@ def test_top_p_sorts_a_large_vocabulary_only_where_it_must(scale, is_narrow, top
     before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
     least = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
     uniform = torch.rand(40, generator=generator, dtype=torch.float64)
-    exact = sample(logits.masked_fill(logits < least, -torch.inf), uniform, SamplingConfig())
+    exact = sample_inverse_cdf(logits.masked_fill(logits < least, -torch.inf), uniform, SamplingConfig())
     rows, sort = [0], Tensor.sort
     monkeypatch.setattr(Tensor, "sort", lambda x, **how: rows.append(len(x)) or sort(x, **how))
-    drawn = sample(logits, uniform, SamplingConfig(top_p=top_p))
+    drawn = sample_inverse_cdf(logits, uniform, SamplingConfig(top_p=top_p))
     if is_narrow and top_p < 0.99:  # few tokens have most of the mass
         assert sum(rows) < 4
     assert all(torch.equal(mine, other) for mine, other in zip(drawn, exact, strict=True))
@@ -132,8 +131,8 @@ def test_top_p_sorts_a_large_vocabulary_only_where_it_must(scale, is_narrow, top
 def test_half_precision_logits_are_filtered_and_drawn_in_fp32(dtype):
     logits, uniform = random_logits().to(dtype), torch.full((64,), 0.4, dtype=torch.float64)
     config = SamplingConfig(0.7, 10, 0.9)
-    for half, full in zip(sample(logits, uniform, config), sample(logits.float(), uniform, config)):
-        assert torch.equal(half, full)
+    half, full = (sample_inverse_cdf(x, uniform, config) for x in (logits, logits.float()))
+    assert all(torch.equal(mine, other) for mine, other in zip(half, full, strict=True))
     tokens = logits.argmax(-1)
     assert torch.equal(score(logits, tokens, config)[0], score(logits.float(), tokens, config)[0])
 
@@ -141,7 +140,7 @@ def test_half_precision_logits_are_filtered_and_drawn_in_fp32(dtype):
 @pytest.mark.parametrize("temperature", [1e-45, 1e-37, 1e-20, 1e-3, 100.0])
 def test_an_extreme_temperature_gives_numbers(temperature):
     logits, uniform = random_logits(), torch.full((64,), 0.4, dtype=torch.float64)
-    tokens, logprobs = sample(logits, uniform, SamplingConfig(temperature))
+    tokens, logprobs = sample_inverse_cdf(logits, uniform, SamplingConfig(temperature))
     assert torch.isfinite(logprobs).all()
     if temperature < 1e-2:
         assert torch.equal(tokens, logits.argmax(-1))
@@ -159,8 +158,7 @@ def test_frequencies_follow_the_distribution(config, seed):
     count = 100_000
     logits = random_logits(1, 12, seed)
     keys = torch.tensor([sample_key(seed, 0, i) for i in range(count // 100)]).repeat_interleave(100)
-    uniform = uniforms(keys, torch.arange(100).repeat(count // 100))
-    tokens, _ = sample(logits.expand(count, -1), uniform, config)
+    tokens, _ = sample(logits.expand(count, -1), keys, torch.arange(100).repeat(count // 100), config)
     expected = reference(logits, config)[0].exp() * count
     observed = torch.bincount(tokens, minlength=12).double()
     inside = expected > 0
@@ -176,7 +174,7 @@ def test_a_token_outside_the_support_is_never_drawn(config):
     support = reference(logits, config) > -torch.inf
     edges = [0.0, 2.0**-53, 1e-12, 0.5, 1.0 - 1e-7, 1.0 - 1e-12, 1.0 - 2.0**-53]
     for uniform in [*edges, *torch.linspace(0, 1, 50, dtype=torch.float64).tolist()[:-1]]:
-        tokens, logprobs = sample(logits, torch.full((64,), uniform, dtype=torch.float64), config)
+        tokens, logprobs = sample_inverse_cdf(logits, torch.full((64,), uniform, dtype=torch.float64), config)
         assert support.gather(-1, tokens[:, None]).all(), uniform
         assert torch.isfinite(logprobs).all()
 
@@ -184,7 +182,7 @@ def test_a_token_outside_the_support_is_never_drawn(config):
 def test_uniforms_near_zero_and_one_draw_the_first_and_the_last_token():
     logits = random_logits()
     for uniform, token in ((0.0, 0), (1.0 - 2.0**-53, VOCAB - 1)):
-        tokens, _ = sample(logits, torch.full((64,), uniform, dtype=torch.float64), SamplingConfig())
+        tokens, _ = sample_inverse_cdf(logits, torch.full((64,), uniform, dtype=torch.float64), SamplingConfig())
         assert (tokens == token).all()
 
 
@@ -193,7 +191,7 @@ def test_a_large_vocabulary_is_drawn_to_its_ends(size):
     logits = random_logits(4, size)
     cdf = logits.double().softmax(-1).cumsum(-1)
     for uniform in (0.0, 0.3, 0.9, 1.0 - 2.0**-53):
-        tokens, logprobs = sample(logits, torch.full((4,), uniform, dtype=torch.float64), SamplingConfig())
+        tokens, logprobs = sample_inverse_cdf(logits, torch.full((4,), uniform, dtype=torch.float64), SamplingConfig())
         upper = cdf.gather(-1, tokens[:, None])[:, 0]
         assert (upper - logprobs.exp() - 1e-5 <= uniform).all() and (uniform <= upper + 1e-5).all()
 
@@ -204,7 +202,7 @@ def test_a_large_vocabulary_is_searched_by_blocks_for_the_same_token():
     uniform = uniforms(torch.arange(64), torch.zeros(64, dtype=torch.int64))
     uniform[0], uniform[1] = 0.0, 1.0 - 2.0**-53
     cdf = logits.double().softmax(-1).cumsum(-1)
-    tokens, logprobs = sample(logits, uniform, SamplingConfig())
+    tokens, logprobs = sample_inverse_cdf(logits, uniform, SamplingConfig())
     upper = cdf.gather(-1, tokens[:, None])[:, 0]
     assert torch.isfinite(logprobs).all()
     assert (upper - logprobs.double().exp() - 1e-6 <= uniform).all() and (uniform <= upper + 1e-6).all()
@@ -213,10 +211,9 @@ def test_a_large_vocabulary_is_searched_by_blocks_for_the_same_token():
 @pytest.mark.parametrize("config", [SamplingConfig(0.0), SamplingConfig(0.0, 3, 0.5)], ids=str)
 def test_greedy_takes_the_likeliest_token_for_certain(config):
     logits = random_logits()
-    for uniform in (0.0, 0.5, 1.0 - 2.0**-53):
-        tokens, logprobs = sample(logits, torch.full((64,), uniform, dtype=torch.float64), config)
-        assert torch.equal(tokens, logits.argmax(-1))
-        assert torch.equal(logprobs, torch.zeros(64))
+    tokens, logprobs = sample(logits, None, None, config)
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert torch.equal(logprobs, torch.zeros(64))
 
 
 # ---- scores
@@ -226,7 +223,7 @@ def test_greedy_takes_the_likeliest_token_for_certain(config):
     "config", [SamplingConfig(), SamplingConfig(0.7), SamplingConfig(1.5, 9), CONFIGS[-2]], ids=str
 )
 def test_the_gradient_of_a_score_is_that_of_log_softmax(config):
-    targets = sample(random_logits(), torch.full((64,), 0.6, dtype=torch.float64), config)[0]
+    targets = sample_inverse_cdf(random_logits(), torch.full((64,), 0.6, dtype=torch.float64), config)[0]
     weights = torch.linspace(-1, 2, 64)
     found, wanted = random_logits().requires_grad_(), random_logits().requires_grad_()
     (score(found, targets, config)[0] * weights).sum().backward()

@@ -31,7 +31,7 @@ from overlap.endless import _packed, _unpacked
 from parallel import TensorParallel, World
 from reward import RewardConfig
 from rollout import Engine, RolloutConfig
-from sampling import SamplingConfig, sample, score, uniforms
+from sampling import SamplingConfig, sample, score
 from trainer import Trainer, join
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
@@ -99,7 +99,7 @@ def check_exact(model: Model, s: EngineSequence, done: Sample, opening: Sequence
     """Every sampled token is the one that a forward over all before it draws; the others are the replies."""
     count, first = len(done.token_ids), len(s.prompt_ids)
     logits = full_logits(model, [*s.prompt_ids, *done.token_ids])[first - 1 : -1]
-    drawn, logprobs = sample(logits, uniforms(torch.full([count], s.key), torch.arange(count)), SamplingConfig())
+    drawn, logprobs = sample(logits, torch.full([count], s.key), torch.arange(count), SamplingConfig())
     end = 0
     for i, turn in enumerate(turns_of(done.spans)):
         assert [*done.token_ids[end : turn.start]] == [*(reply_to(done.id, i) if i else opening)]
