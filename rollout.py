@@ -6,6 +6,7 @@ does it on the device. Decode state lives in device tensors whose first `n` rows
 rows have ended; on a GPU one step later, while the next step runs (engine/graphs.py).
 """
 
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from config import check_options
 from core import Sample, SampleId, Tokenizer, Visit
 from engine.batcher import Batcher
 from engine.cpu import BatchedPages
+from engine.drafts import Drafter, propose
 from engine.flights import Flights
 from engine.graphs import DecodeGraphs
 from engine.memory import PageMemory, RolloutConfig, cache_of, kv_budget, num_pages_for
@@ -81,6 +83,7 @@ class Engine:
         self.flights = Flights(self.batcher, self.runner, tokenizer)
         self.shards: dict[int, Shard] = {}
         self.is_stale = self.is_released = False  # stale: shard or memory must be made again
+        self.drafter: Drafter | None = None  # set between steps
         self._enter(parallel)
 
     @staticmethod
@@ -215,18 +218,28 @@ class Engine:
         only `abort` makes sense.
         """
         self._refresh()
-        batcher, runner = self.batcher, self.runner
+        batcher, runner, drafter = self.batcher, self.runner, self.drafter
+        if drafter:
+            self.flights.land(self.version)
         if batcher.waiting:
             runner.start(batcher.admit())
         if batcher.running:
             self._make_room()
-        chunks = batcher.plan_chunks()
-        if runner.graphs and batcher.running:
-            runner.launch(batcher)
-        if chunks or (batcher.running and not runner.graphs):
-            runner.forward(batcher, chunks)
-        self.flights.take_off()
-        self.flights.land(self.version, leaving=1 if runner.graphs else 0)
+        chunks, n = batcher.plan_chunks(), len(batcher.running)
+        drafts = None
+        if drafter and n:
+            drafts = propose(drafter, batcher, runner.rows.drawn, runner.rows.ends, chunks)
+        start = time.perf_counter()
+        if runner.graphs and n:
+            runner.launch(batcher, drafts)
+        if chunks or (n and not runner.graphs):
+            runner.forward(batcher, chunks, drafts)
+        self.flights.take_off(drafts)
+        self.flights.land(self.version, leaving=1 if runner.graphs and not drafter else 0)
+        if drafter and drafts:
+            drafter.learn(drafts.outcome)
+        if drafter and n and not chunks:
+            drafter.observe(drafts.num_tokens if drafts else n, time.perf_counter() - start)
         return self.flights.take()
 
     @torch.inference_mode()

@@ -14,11 +14,12 @@ The engine does on the device what is decided here: copies of pages, moves of pa
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 
 from core import SampleId
-from engine.pages import Admission, PageMove, Pages, compact
+from engine.pages import Admission, PageMove, Pages, compact, pages_needed
 from engine.sequence import Chunk, EngineStats, Parked, Prefill, Sequence
 
 PageCopy = tuple[int, int]  # (from, to)
@@ -161,10 +162,26 @@ class Batcher:
                 yield newest
                 self.waiting.appendleft(newest)
                 self.stats.preemptions += 1
-            if (row := sequence.row) >= 0:
-                self.table[row, self.num_pages[row]] = self.pages.take(sequence)
-                self.num_pages[row] += 1
+            if sequence.row >= 0:
+                self._grow(sequence)
         self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
+
+    def make_room_ahead(self, wanted: np.ndarray) -> np.ndarray:
+        """Give rows pages for drafts of so many tokens, as long as pages are free. Return how many have room. [n]
+
+        Until `count_verified`, which takes back the pages that no token has filled.
+        """
+        n, page_size = len(wanted), self.pages.page_size
+        needed = pages_needed(self.length[:n] + 1 + wanted, page_size)
+        for row in np.flatnonzero(needed > self.num_pages[:n]):
+            while self.num_pages[row] < needed[row] and self.pages.free:
+                self._grow(self.running[row])
+        return np.minimum(wanted, self.num_pages[:n] * page_size - self.length[:n] - 1)
+
+    def _grow(self, sequence: Sequence) -> None:
+        row = sequence.row
+        self.table[row, self.num_pages[row]] = self.pages.take(sequence)
+        self.num_pages[row] += 1
 
     def plan_chunks(self) -> list[Chunk]:
         """Return the pieces of contexts that fit beside the decoding rows."""
@@ -185,6 +202,22 @@ class Batcher:
         self.length[:n] += 1
         self.stats.decode_steps += n > 0
         self.stats.decoded_tokens += n
+
+    def count_verified(self, drafted: np.ndarray, kept: np.ndarray) -> list[PageMove]:
+        """Note that the first n rows have `kept` tokens more in the cache, of `drafted` and the newest. [n], [n]
+
+        Returns the moves of pages that the pages leave behind that were taken for more.
+        """
+        n = len(kept)
+        self.length[:n] += kept
+        self.stats.decode_steps += 1
+        self.stats.decoded_tokens += int(kept.sum())
+        self.stats.drafted_tokens += int(drafted.sum())
+        self.stats.accepted_tokens += int(kept.sum()) - n
+        needed = pages_needed(self.length[:n], self.pages.page_size)
+        spare = np.flatnonzero(self.num_pages[:n] > needed)
+        self.num_pages[spare] = needed[spare]
+        return self._release([self.running[row] for row in spare], needed[spare])
 
     def count_prefilled(self, chunks: list[Chunk]) -> Started:
         """Note that chunks are in the cache. The sequences of contexts that are complete begin to decode."""
@@ -243,10 +276,7 @@ class Batcher:
 
     def remove(self, sequences: list[Sequence]) -> Removed:
         """Free the pages and rows of sequences and close the holes that they leave."""
-        page_moves = self.pages.release(sequences)
-        for move in page_moves:
-            if move.holder.row >= 0:
-                self.table[move.holder.row, move.place] = move.target
+        page_moves = self._release(sequences)
         gone = [s.row for s in sequences if s.row >= 0]
         self.num_stops -= sum(bool(s.stop) for s in sequences if s.row >= 0)
         row_moves = compact(gone, len(self.running))
@@ -260,6 +290,14 @@ class Batcher:
             self.pages.seat(moved, target)
         del self.running[len(self.running) - len(gone) :]
         return Removed(page_moves, row_moves, len(gone))
+
+    def _release(self, sequences: list[Sequence], kept: Iterable[int] = repeat(0)) -> list[PageMove]:
+        """Free the pages of sequences but for the first `kept` of each, and note where that moves others."""
+        moves = self.pages.release(sequences, kept)
+        for move in moves:
+            if move.holder.row >= 0:
+                self.table[move.holder.row, move.place] = move.target
+        return moves
 
 
 def _copies(donor: Sequence, taker: Sequence) -> list[PageCopy]:

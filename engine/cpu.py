@@ -12,15 +12,17 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import repeat
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.pages import Holder, PageMove, Pages, compact
+from engine.drafts import Drafts
+from engine.pages import Holder, PageMove, Pages, compact, cut
 
 LOG2_E = math.log2(math.e)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
@@ -52,12 +54,10 @@ class BatchedPages(Pages):
         holder.pages.append(page)
         return page
 
-    def release(self, holders: Sequence[Holder]) -> list[PageMove]:
-        self.used -= sum(len(each.pages) for each in holders)
-        freed = [page for each in holders for page in each.pages if page != self.PARKED]
-        for each in holders:
-            each.pages = []
-        moves = []
+    def release(self, holders: Sequence[Holder], kept: Iterable[int] = repeat(0)) -> list[PageMove]:
+        gone, moves = cut(holders, kept), []
+        self.used -= len(gone)
+        freed = [page for page in gone if page != self.PARKED]
         for source, target in compact(freed, self.dense):
             holder, place = self.holder[source], int(self.start[source]) // self.page_size
             assert holder, "each page in use has a holder"
@@ -122,21 +122,29 @@ def decode_by_page(q: Tensor, k_pages: Tensor, v_pages: Tensor, owner: Tensor | 
 class PageAttention:
     """Attention of the decoding rows in one step, with all that is the same for its layers computed once."""
 
-    def __init__(self, pages: BatchedPages, table: np.ndarray, length: np.ndarray, kv: Tensor, beside_prefill: bool):
+    def __init__(
+        self,
+        pages: BatchedPages,
+        owner: np.ndarray,
+        table: np.ndarray,
+        length: np.ndarray,
+        kv: Tensor,
+        are_others: bool,
+    ):
         """What stands on the `pages`; `kv` [layers, 2, pages, K, page, D] is their memory.
 
-        table [rows, pages of a sequence]; length [n], the tokens that each row has in the cache so far.
-        `beside_prefill`: some pages belong to contexts that are computed in the same step.
+        owner [pages in use], each page's row; table [rows, pages of a sequence]; length [n], the tokens that each row
+        has in the cache so far. `are_others`: some pages belong to none of the rows; their owner is negative.
         """
         # All but the bias on the host, where these small steps cost a third of what they cost as tensors.
         n, used, page_size = len(length), pages.dense, pages.page_size
-        owner, position = pages.row[:used], length
+        position = length
         self.write_pages = torch.from_numpy(table[np.arange(n), position // page_size])  # [n], of the new tokens
-        if beside_prefill:  # their pages belong to one row too many, whose result is dropped
+        if are_others:  # their pages belong to one row too many, whose result is dropped
             owner, position = np.where(owner < 0, n, owner), np.append(position, 0)
         filled = (position[owner] + 1 - pages.start[:used]).clip(1, page_size)
         is_simple = used == n and bool((owner == np.arange(n)).all())
-        self.used, self.extra, self.n = used, int(beside_prefill), n
+        self.used, self.extra, self.n = used, int(are_others), n
         self.owner = None if is_simple else torch.from_numpy(owner)
         places = int(filled.max())  # young pages are not read whole
         bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), :places]
@@ -146,6 +154,56 @@ class PageAttention:
         """q [n, H, D]; k_pages and v_pages [pages, K, page, D] -> [n, H, D]"""
         q = F.pad(q, (0, 0, 0, 0, 0, self.extra)) if self.extra else q
         return decode_by_page(q, k_pages[: self.used], v_pages[: self.used], self.owner, self.bias)[: self.n]
+
+
+class DraftAttention:
+    """Attention of rows in one step, some of which decode their draft too.
+
+    The tokens of a row with a draft attend to its pages together, as if they were more query heads: so its keys are
+    read once. These rows are padded to the longest draft. Rows without drafts attend as in any step.
+    """
+
+    def __init__(
+        self, pages: BatchedPages, table: np.ndarray, length: np.ndarray, kv: Tensor, drafts: Drafts, groups: int
+    ):
+        """As for `PageAttention`; `groups`: query heads of a key head."""
+        n, used, page_size, num_kv = len(length), pages.dense, pages.page_size, kv.shape[3]
+        position = length[drafts.row] + drafts.place
+        self.write_pages = torch.from_numpy(table[drafts.row, position // page_size])  # [T]
+        rank = np.full(n + 1, -1)  # the last is for pages of contexts in prefill, whose row is -1
+        rank[drafts.order] = np.arange(n)
+        owner = rank[pages.row[:used]]
+        self.num_plain = u = drafts.num_plain
+        self.plain = None
+        if u:
+            rows = drafts.order[:u]
+            self.plain = PageAttention(pages, np.where(owner < u, owner, -1), table[rows], length[rows], kv, True)
+        mine = np.flatnonzero(owner >= u)
+        self.pages = slice(0, used) if len(mine) == used else torch.from_numpy(mine)
+        owner, rows = owner[mine] - u, drafts.order[u:]
+        start, count = drafts.start[u:, None] - u, drafts.counts[rows, None]
+        width = int(count.max()) + 1
+        # Where the tokens stand, head by head, among those of a padded row of a key head; and the way back.
+        place, heads = np.arange(width), np.arange(num_kv)[:, None]
+        token = start + np.minimum(place, count)  # [m, width]
+        self.pad = torch.from_numpy((token[:, None] * num_kv + heads).ravel())  # [m * K * width]
+        back = (np.arange(len(rows))[:, None, None] * num_kv + heads) * width + place  # [m, K, width]
+        self.unpad = torch.from_numpy(back.transpose(0, 2, 1)[place <= count].ravel())  # [tokens * K]
+        filled = (length[rows][owner, None] + 1 + place - pages.start[mine, None]).clip(0, page_size)  # [P, width]
+        is_simple = len(mine) == len(rows) and bool((owner == np.arange(len(rows))).all())
+        self.owner = None if is_simple else torch.from_numpy(owner)
+        bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), : int(filled.max())]  # [P, width, places]
+        self.bias = bias[:, None, :, None].expand(-1, num_kv, -1, groups, -1).flatten(2, 3).flatten(0, 1)
+        self.size = len(rows), num_kv * width * groups
+
+    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """q [T, H, D]; k_pages and v_pages [pages, K, page, D] -> [T, H, D]"""
+        u, (num_heads, size) = self.num_plain, q.shape[1:]
+        heads = q[u:].reshape(len(self.unpad), -1)  # [tokens * K, G * D]
+        padded = heads.index_select(0, self.pad).view(*self.size, size)  # [m, K * width * G, D]
+        out = decode_by_page(padded, k_pages[self.pages], v_pages[self.pages], self.owner, self.bias)
+        out = out.view(len(self.pad), -1).index_select(0, self.unpad).view(-1, num_heads, size)
+        return torch.cat((self.plain(q[:u], k_pages, v_pages), out)) if self.plain else out
 
 
 # ---- between the ranks of one machine ----------------------------------------------------------------------------

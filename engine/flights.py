@@ -6,12 +6,14 @@ On a CPU a step has ended when it returns. On a GPU the flags of a step arrive w
 from array import array
 from collections import deque
 from collections.abc import Collection
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
 
 from core import Sample, SampleId, Tokenizer
 from engine.batcher import Batcher
+from engine.drafts import Drafts
 from engine.rows import stopped_by_text
 from engine.runner import Runner
 from engine.sequence import Parked, Sequence
@@ -20,10 +22,10 @@ from engine.sequence import Parked, Sequence
 class Flight:
     """Flags of one step on their way to the host, with the sequences that the rows were then.
 
-    `asking`: those with stop texts, and how many tokens each had drawn after the step.
+    `asking`: those with stop texts, and how many tokens each had drawn; several counts where the step drew several.
     """
 
-    def __init__(self, sequences: list[Sequence], ended: Tensor, asking: dict[Sequence, int]):
+    def __init__(self, sequences: list[Sequence], ended: Tensor, asking: list[tuple[Sequence, int]]):
         self.sequences, self.event = list(sequences), torch.cuda.Event() if ended.is_cuda else None
         self.asking = asking
         self.host = torch.empty(len(sequences), dtype=ended.dtype, pin_memory=ended.is_cuda)
@@ -46,10 +48,15 @@ class Flights:
         self.launched: deque[Flight] = deque()
         self.finished: list[Sample] = []  # for the engine to return
 
-    def take_off(self) -> None:
+    def take_off(self, drafts: Drafts | None = None) -> None:
         """Send the flags of the step that was launched to the host."""
         if running := self.batcher.running:
-            asking = {s: self.batcher.num_drawn(s) for s in running if s.stop} if self.batcher.num_stops else {}
+            asking = []
+            if self.batcher.num_stops:
+                new_counts = chain(drafts.kept.tolist() if drafts else [], repeat(1))
+                for s, new in zip(running, new_counts, strict=False):
+                    count = self.batcher.num_drawn(s)
+                    asking += [(s, i) for i in range(count - new + 1, count + 1)] if s.stop else []
             self.launched.append(Flight(running, self.runner.rows.ended, asking))
 
     def land(self, version: int, leaving: int = 0) -> None:
@@ -70,15 +77,16 @@ class Flights:
         """Take out the sequences that the oldest flight reports as ended, and those that a stop text ends."""
         flight = self.launched.popleft()
         ended = {s: flag for s, flag in flight.land() if s.row >= 0}  # else an earlier flight's
-        if asking := {s: count for s, count in flight.asking.items() if s.row >= 0}:
+        if asking := [(s, count) for s, count in flight.asking if s.row >= 0]:
             assert self.tokenizer, "`add` refuses stop texts without a tokenizer"
             with self.runner.rows.reading():
                 stopped = stopped_by_text(asking, self.runner.rows.tokens, self.tokenizer)
-            ended |= {s: 2 * asking[s] + 1 for s in stopped}
+            ended |= {s: 2 * count + 1 for s, count in stopped.items()}
         if not ended:
             return
-        if self.launched:
-            self.batcher.stats.decoded_tokens -= len(ended)  # the step under way draws nothing for them
+        # What a step under way draws for them, and a draft behind a stop text, is dropped.
+        dropped = sum(self.batcher.num_drawn(s) - flag // 2 for s, flag in ended.items())
+        self.batcher.stats.decoded_tokens -= dropped
         tokens, logprobs = self.runner.rows.read([s.row for s in ended], max(ended.values()) // 2)
         for (s, flag), ids, values in zip(ended.items(), tokens, logprobs, strict=True):
             s.is_taken = False

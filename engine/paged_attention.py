@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import PackedAttention, VarlenAttention
-from engine.cpu import PageAttention
+from engine.cpu import DraftAttention, PageAttention
 from engine.host import upload
 from engine.sequence import Chunk
 
@@ -49,11 +49,15 @@ class StepAttention:
     """
 
     def __init__(
-        self, kv: Tensor, decode: PageAttention | None, last: tuple[Tensor, Tensor], prefill: ChunkAttention | None
+        self,
+        kv: Tensor,
+        decode: PageAttention | DraftAttention | None,
+        rows: tuple[Tensor, Tensor],
+        prefill: ChunkAttention | None,
     ):
-        """kv [layers, 2, pages, K, page, D]; last: token ids and positions [n] of the rows that `decode` is for."""
-        self.kv, self.decode, self.prefill, self.n = kv, decode, prefill, len(last[0])
-        inputs = [(*last, decode.write_pages)] if decode else []
+        """kv [layers, 2, pages, K, page, D]; rows: token ids and positions [n] of the tokens that `decode` is for."""
+        self.kv, self.decode, self.prefill, self.n = kv, decode, prefill, len(rows[0])
+        inputs = [(*rows, decode.write_pages)] if decode else []
         inputs += [(prefill.token_ids, prefill.positions, prefill.write_pages)] if prefill else []
         self.token_ids, self.positions, self.pages = inputs[0] if len(inputs) == 1 else map(torch.cat, zip(*inputs))
         self.offset = self.positions % kv.shape[4]

@@ -4,8 +4,9 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -164,15 +165,16 @@ class Pages:
         self.users[page] += 1
         holder.pages.append(page)
 
-    def release(self, holders: Sequence[Holder]) -> list[PageMove]:
-        """Take all pages of `holders` back. Returns the moves that the caller must make: none, these pages stay."""
-        for holder in holders:
-            for page in holder.pages:
-                self.users[page] -= 1
-                if not self.users[page]:
-                    self.unused.append(page)
-                    self.used -= 1
-            holder.pages = []
+    def release(self, holders: Sequence[Holder], kept: Iterable[int] = repeat(0)) -> list[PageMove]:
+        """Take the pages of `holders` back, but for the first `kept` of each.
+
+        Returns the moves that the caller must make: none, these pages stay.
+        """
+        for page in cut(holders, kept):
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.unused.append(page)
+                self.used -= 1
         return []
 
     def park(self, holder: Holder, parked: Holder) -> None:
@@ -185,6 +187,15 @@ class Pages:
 
     def seat(self, holder: Holder, row: int) -> None:
         """Note in which row a holder decodes. Of use to pages that are a batch (engine/cpu.py)."""
+
+
+def cut(holders: Sequence[Holder], kept: Iterable[int]) -> list[int]:
+    """Leave each holder its first `kept` pages; return the others."""
+    gone = []
+    for holder, count in zip(holders, kept):
+        gone += holder.pages[count:]
+        holder.pages = holder.pages[:count]
+    return gone
 
 
 def compact(freed: list[int], num_used: int) -> list[tuple[int, int]]:

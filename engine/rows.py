@@ -1,6 +1,6 @@
 """The state of the decoding rows on the device: what each has drawn, and what ends it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core import Tokenizer
 from engine.batcher import Removed, Started
+from engine.drafts import Drafts
 from engine.host import upload
 from engine.sequence import Sequence
 from sampling import SamplingConfig, sample
@@ -26,7 +27,8 @@ class Rows:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.sampling, self.device = sampling, device
-        self.eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
+        self.ends = frozenset(eos_ids)
+        self.eos_ids = torch.tensor(sorted(self.ends), dtype=torch.int64, device=device)
         self.last_token = state(num_rows)  # sampled, not yet in the cache
         self.length = state(num_rows)  # tokens in the cache
         self.count = state(num_rows)  # response tokens so far
@@ -70,8 +72,42 @@ class Rows:
         self.logprobs[rows].scatter_(1, count[:, None], logprob[:, None])
         self.last_token[rows] = token.where(alive, self.last_token[rows])
         count += alive
+        self._end(rows, token, alive)
+
+    def _end(self, rows: slice, token: Tensor, alive: Tensor) -> None:
+        """Mark the rows that end with the token that each of the `alive` has drawn."""
+        count = self.count[rows]
         stopped = (token[:, None] == self.eos_ids).any(1) & self.heeds_eos[rows]
         self.ended[rows] += (alive & (stopped | (count >= self.limit[rows]))) * (2 * count + stopped)
+
+    def drawn(self, num_rows: int, longest: int) -> np.ndarray:
+        """Return the first tokens of the first rows, on a GPU a copy. Waits for the steps under way. [rows, longest]"""
+        return self.tokens[:num_rows, :longest].cpu().numpy()
+
+    def inputs(self, drafts: Drafts) -> tuple[Tensor, Tensor]:
+        """Return the tokens that a step with drafts computes, and their positions. [T], [T]"""
+        row, place = upload(drafts.row, self.device), upload(drafts.place, self.device)
+        tokens = upload(drafts.tokens, self.device).where(place > 0, self.last_token[row])
+        return tokens, self.length[row] + place
+
+    def verify(self, drafts: Drafts, logits: Callable[[slice], Tensor]) -> None:
+        """Draw at each of the T places, keep each row's draws up to the first that its draft has not foreseen.
+
+        `logits` returns those of some of the places: of no more at a time than there are rows, as the memory plan has
+        it. No row has ended before.
+        """
+        n, row = len(drafts.order), upload(drafts.row, self.device)
+        count = self.count[row] + upload(drafts.place, self.device)
+        parts = [slice(i, i + len(self.key)) for i in range(0, len(row), len(self.key))]
+        drawn = [sample(logits(part), self.key[row[part]], count[part], self.sampling) for part in parts]
+        token, logprob = map(torch.cat, zip(*drawn))
+        self.tokens[row, count], self.logprobs[row, count] = token, logprob
+        newest = token[upload(drafts.settle(token.cpu().numpy()), self.device)]
+        kept = upload(drafts.kept, self.device)
+        self.last_token[:n] = newest
+        self.count[:n] += kept
+        self.length[:n] += kept
+        self._end(slice(0, n), newest, self.ended[:n] == 0)
 
     def read(self, rows: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
         """Return the tokens and log-probs of rows whose flags have arrived."""
@@ -96,24 +132,25 @@ class Rows:
             self.moved.record()
 
 
-def stopped_by_text(asking: dict[Sequence, int], drawn: Tensor, tokenizer: Tokenizer) -> list[Sequence]:
-    """Return the sequences that have one of their stop texts in the newest tokens of their turn.
+def stopped_by_text(asking: list[tuple[Sequence, int]], drawn: Tensor, tokenizer: Tokenizer) -> dict[Sequence, int]:
+    """Return the sequences that have one of their stop texts in the newest tokens of their turn, and where.
 
-    asking: sequences with stop texts, and how many tokens each has; drawn: the tokens of all rows [rows, limit].
+    asking: sequences with stop texts, and how many tokens each has; of several counts of a sequence, in order, the
+    first with a stop text is returned; drawn: the tokens of all rows [rows, limit].
 
     The text is what graders see, without special tokens; only a stop text that names one finds it.
     """
-    special, stops = tokenizer.all_special_tokens, {stop for s in asking for stop in s.stop}
+    special, stops = tokenizer.all_special_tokens, {stop for s, _ in asking for stop in s.stop}
     names_one = {stop: any(name in stop for name in special) for stop in stops}
-    windows = [4 * max(map(len, s.stop)) + 8 for s in asking]  # a character is at most 4 tokens
-    columns = (np.array([*asking.values()])[:, None] - max(windows) + np.arange(max(windows))).clip(0)
-    rows = upload([[s.row] for s in asking], drawn.device)
+    windows = [4 * max(map(len, s.stop)) + 8 for s, _ in asking]  # a character is at most 4 tokens
+    columns = (np.array([[count] for _, count in asking]) - max(windows) + np.arange(max(windows))).clip(0)
+    rows = upload([[s.row] for s, _ in asking], drawn.device)
     tokens = drawn[rows, upload(columns, drawn.device)].tolist()
-    stopped = []
-    for (s, count), ids, window in zip(asking.items(), tokens, windows, strict=True):
-        if not (own := min(window, count - s.turn_start)):
+    stopped: dict[Sequence, int] = {}
+    for (s, count), ids, window in zip(asking, tokens, windows, strict=True):
+        if s in stopped or not (own := min(window, count - s.turn_start)):
             continue
         kinds = {names_one[stop] for stop in s.stop}
         texts = {kind: tokenizer.decode(ids[-own:], skip_special_tokens=not kind) for kind in kinds}
-        stopped += [s] if any(stop in texts[names_one[stop]] for stop in s.stop) else []
+        stopped |= {s: count} if any(stop in texts[names_one[stop]] for stop in s.stop) else {}
     return stopped

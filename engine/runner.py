@@ -1,9 +1,11 @@
 """The device's part of an engine: it computes what the batcher has decided, and moves rows and pages where it says."""
 
 import torch
+from torch import Tensor
 
 from engine.batcher import Batcher, Removed, Started
-from engine.cpu import BatchedPages, PageAttention
+from engine.cpu import BatchedPages, DraftAttention, PageAttention
+from engine.drafts import Drafts
 from engine.graphs import DecodeGraphs
 from engine.host import upload
 from engine.memory import PageMemory
@@ -41,10 +43,13 @@ class Runner:
 
     # ---- one forward -----------------------------------------------------------------------------------------
 
-    def launch(self, batcher: Batcher) -> None:
-        """Start one fused decode step over all rows. (GPU path)"""
+    def launch(self, batcher: Batcher, drafts: Drafts | None) -> None:
+        """Start one fused decode step over all rows. With drafts it is eager and has ended on return. (GPU path)"""
         assert self.graphs, "only the GPU path decodes in steps of their own"
         n = len(batcher.running)
+        if drafts:  # each token is a row of its own, with the pages of the tokens before it
+            table = upload(batcher.table[drafts.row], self.memory.kv.device, torch.int32)
+            return self.verify(batcher, drafts, self.weights.decode(*self.rows.inputs(drafts), table, self.memory.kv))
         self.graphs.send(batcher.table[:n])
         self.graphs.run(self.decode_step, n)
         batcher.count_decoded(n)
@@ -59,21 +64,34 @@ class Runner:
         rows.length[:n] += alive
         rows.draw(slice(0, n), self.weights.logits(hidden))
 
-    def forward(self, batcher: Batcher, chunks: list[Chunk], decodes: bool = True) -> None:
-        """Compute `chunks`, on a CPU the decoding rows beside them; draw a token for every row that is due one.
+    def forward(
+        self, batcher: Batcher, chunks: list[Chunk], drafts: Drafts | None = None, decodes: bool = True
+    ) -> None:
+        """Compute `chunks`, on a CPU the decoding rows and their drafts too; draw for every row that is due a token.
 
         `decodes`: False where the rows stand still.
         """
         rows, kv, num_running = self.rows, self.memory.kv, len(batcher.running)
         n = 0 if self.graphs or not decodes else num_running  # rows that decode in this forward
-        decode = prefill = None
+        inputs = rows.last_token[:n], rows.length[:n]
+        decode: PageAttention | DraftAttention | None = None
+        prefill = None
         if n:
             assert isinstance(self.pages, BatchedPages)
-            decode = PageAttention(self.pages, batcher.table, batcher.length[:n], kv, bool(chunks))
+            table, length = batcher.table, batcher.length[:n]
+            if drafts:
+                inputs = rows.inputs(drafts)
+                decode = DraftAttention(self.pages, table, length, kv, drafts, self.weights.split.groups)
+            else:
+                owner = self.pages.row[: self.pages.dense]
+                decode = PageAttention(self.pages, owner, table, length, kv, bool(chunks))
         if chunks:
             prefill = ChunkAttention(chunks, self.pages.page_size, kv.device)
-        attention = StepAttention(kv, decode, (rows.last_token[:n], rows.length[:n]), prefill)
+        attention = StepAttention(kv, decode, inputs, prefill)
         hidden = self.weights(attention.token_ids, attention.positions, attention)
+        if n and drafts:
+            self.verify(batcher, drafts, hidden)
+            n, hidden = 0, hidden[drafts.num_tokens :]
         rows.length[:n] += 1
         batcher.count_decoded(n)
         if chunks:
@@ -82,6 +100,12 @@ class Runner:
             hidden = hidden[upload([*range(n), *(n + token for token in started.predicts)], kv.device)]
         if len(hidden):
             rows.draw(slice(num_running - n, len(batcher.running)), self.weights.logits(hidden))
+
+    def verify(self, batcher: Batcher, drafts: Drafts, hidden: Tensor) -> None:
+        """Draw after each token of a step with drafts, and keep what each row's draft foresaw. [T or more, hidden]"""
+        self.rows.verify(drafts, lambda part: self.weights.logits(hidden[part]))
+        moves = batcher.count_verified(drafts.counts, drafts.kept)
+        self.memory.copy((move.source, move.target) for move in moves)
 
     # ---- what the batcher asks for ---------------------------------------------------------------------------
 

@@ -149,6 +149,8 @@ class EngineStats:
 
     decode_steps: int = 0
     decoded_tokens: int = 0
+    drafted_tokens: int = 0  # computed behind the newest token of a row (engine/drafts.py)
+    accepted_tokens: int = 0  # of these, tokens that were drawn
     prefilled_tokens: int = 0
     preemptions: int = 0
     peak_pages: int = 0

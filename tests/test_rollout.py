@@ -576,9 +576,9 @@ def test_a_stop_text_is_not_found_in_the_name_of_a_special_token(model, tiny_fol
     letters = tokenizer.encode(text[2], add_special_tokens=False)
     asking = [Sequence(i, 0, 0, (5,), 0, LIMIT, stop=(text[2],), row=i) for i in (0, 1)]
     drawn = torch.tensor([[letters[0]] * 2, [tokenizer.eos_token_id] * 2])
-    assert stopped_by_text(dict.fromkeys(asking, 2), drawn, tokenizer) == asking[:1]
+    assert stopped_by_text([(s, 2) for s in asking], drawn, tokenizer) == {asking[0]: 2}
     asking[0].stop = asking[1].stop = (text, "never")  # a stop text that names it
-    assert stopped_by_text(dict.fromkeys(asking, 2), drawn, tokenizer) == asking[1:]
+    assert stopped_by_text([(s, 2) for s in asking], drawn, tokenizer) == {asking[1]: 2}
 
 
 @pytest.mark.parametrize("num_pages", [16, 40])

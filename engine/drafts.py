@@ -1,0 +1,107 @@
+"""Drafts: tokens that may follow in a row, verified by drawing. Pure, no torch.
+
+A token is a pure function of weights, context, key and position. So a step may compute, behind a row's newest token,
+tokens that somebody expects, and draw at each place as a step of its own would: the draws count up to and including
+the first that differs from the draft, and they are those of decoding token by token. What is in the cache for later
+places is written over. (Drafter-invariant decoding, arXiv 2408.07978; drafts cost time when they are wrong, never
+tokens.)
+"""
+
+from collections import abc
+from typing import Protocol
+
+import numpy as np
+
+from engine.batcher import Batcher
+from engine.sequence import Chunk, Sequence
+
+
+class Drafter(Protocol):
+    """Who expects tokens. The ranks of a replica have a drafter each, and these must propose alike."""
+
+    def propose(self, rows: abc.Sequence[tuple[Sequence, np.ndarray]]) -> abc.Sequence[abc.Sequence[int]]:
+        """Return for each running sequence the tokens that may follow, perhaps none.
+
+        Beside each are the response tokens that it has, int64 [count]: a view, valid during the call.
+        """
+        ...
+
+    def learn(self, outcome: abc.Sequence[tuple[Sequence, int, int]]) -> None:
+        """Be told of each sequence with a draft: tokens that were computed of it, tokens of them that were drawn."""
+        ...
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Be told of each step without prefill: tokens computed, newest ones and drafts; wall seconds."""
+        ...
+
+
+class Drafts:
+    """The tokens of one step, T in all: of each row the newest, and its draft behind it. Rows without drafts first.
+
+    order [n]: the rows in the order of their tokens, of which the first `num_plain` have no draft. counts [n]: drafted
+    tokens, by row. row, place, tokens [T]: each token's row, its distance from the row's newest, and itself where the
+    distance is not 0. start [n]: each row's first token, in order. After `settle`: kept [n], tokens that each row drew.
+    """
+
+    def __init__(self, sequences: list[Sequence], drafts: abc.Sequence[abc.Sequence[int]]):
+        """`sequences`: those of the rows. At least one has a draft."""
+        self.sequences = [*sequences]
+        self.counts = np.array([len(draft) for draft in drafts])
+        self.order = np.argsort(self.counts > 0, kind="stable")
+        self.num_plain = int((self.counts == 0).sum())
+        sizes = self.counts[self.order] + 1
+        ends = sizes.cumsum()
+        self.start = ends - sizes
+        self.row = self.order.repeat(sizes)
+        self.place = np.arange(ends[-1]) - self.start.repeat(sizes)
+        self.tokens = np.zeros(ends[-1], np.int64)
+        self.tokens[self.place > 0] = [token for row in self.order for token in drafts[row]]
+        self.kept = np.empty(0, np.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.row)
+
+    def settle(self, drawn: np.ndarray) -> np.ndarray:
+        """Find which of the drawn tokens [T] are kept. Return each row's newest among them, as places in T. [n]"""
+        here = np.arange(len(drawn))
+        is_right = np.append(drawn[:-1] == self.tokens[1:], False) & (self.place < self.counts[self.row])
+        first_wrong = np.minimum.reduceat(np.where(is_right, len(drawn), here), self.start)
+        newest = np.empty_like(first_wrong)
+        newest[self.order] = first_wrong
+        self.kept = self.place[newest] + 1
+        return newest
+
+    @property
+    def outcome(self) -> list[tuple[Sequence, int, int]]:
+        """Return what a drafter learns."""
+        settled = zip(self.sequences, self.counts.tolist(), self.kept.tolist(), strict=True)
+        return [(s, count, kept - 1) for s, count, kept in settled if count]
+
+
+def propose(
+    drafter: Drafter,
+    batcher: Batcher,
+    drawn: abc.Callable[[int, int], np.ndarray],
+    ends: abc.Container[int],
+    chunks: list[Chunk],
+) -> Drafts | None:
+    """Return what a drafter proposes for the running rows, cut to what can be kept and has room, or None.
+
+    `drawn` returns the first tokens of the first rows; `ends`: the end tokens. Drafts take what chunks of prefill leave
+    of the step, and only pages that are free: nobody waits for a draft or is preempted for one.
+    """
+    counts = [batcher.num_drawn(s) for s in batcher.running]
+    tokens = drawn(len(counts), max(counts))
+    rows = [(s, tokens[s.row, :count]) for s, count in zip(batcher.running, counts, strict=True)]
+    left, drafts = batcher.step_tokens - len(rows) - sum(chunk.end - chunk.start for chunk in chunks), []
+    for (s, text), draft in zip(rows, drafter.propose(rows), strict=True):
+        most = max(min(s.limit - len(text) - 1, left), 0)  # the last token is drawn, never read
+        last = (i for i, token in enumerate(draft[:most]) if token in ends and not s.ignore_eos)  # and so is an end
+        drafts.append(draft[: next(last, most)])
+        left -= len(drafts[-1])
+    if not any(map(len, drafts)):
+        return None
+    room = batcher.make_room_ahead(np.array([len(draft) for draft in drafts]))
+    fitting = [draft[:most] for draft, most in zip(drafts, room, strict=True)]
+    return Drafts(batcher.running, fitting) if room.any() else None
