@@ -1,0 +1,503 @@
+"""Drafts: tokens that may follow, for an engine to verify several in a step. Pure, no torch.
+
+A token is a function of the weights, its context, its sample's key and its place. So whatever was drawn before for the
+same sample is likely to be drawn again, and a draft that is verified changes no token (engine/drafts.py): a source
+only has to be right often and cheap. All sources ask one question: where have the last tokens of this response stood
+before, in a corpus of theirs, and what followed there? The more tokens agree before a draft, the surer it is; so rates
+of acceptance are known by source and by the length of the agreement.
+
+How many tokens a row drafts is chosen to have the most tokens a second (`choose`), from those rates and from measured
+seconds of steps. The rates come from drafts that were verified, and from trials that cost no forward: a guess is noted,
+and some steps later compared with what was drawn without it. So a source that gets better is found again.
+"""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from core import SampleId
+from engine.sequence import Sequence as EngineSequence
+from policies.step_times import fit
+
+GRAM = 3  # tokens, at least, that agree before a draft
+LONGEST = 64  # agreeing tokens that are counted; the first draft of an old text counts as that sure
+BINS = np.array([0, GRAM, 4, 5, 6, 8, 12, 16, 24, 32, 48, LONGEST])  # agreements that have a rate together
+NEWEST = 512.0  # tokens that a rate remembers
+PRIOR = 8.0  # tokens that a rate is worth before the first
+TRIAL_STEPS, TRIAL_ROWS = 16, 8  # steps between two trials; rows that take part
+REST_STEPS = 16  # steps, at most, in which no source is asked after it was asked in vain
+OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
+REFIT_STEPS = 64
+TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
+
+Tokens = array  # of "i"
+
+
+# ---- texts and agreements ----------------------------------------------------------------------------------------
+
+
+class Row:
+    """A response under way: its tokens so far, and the agreement that each source has found for them."""
+
+    __slots__ = ("sample", "text", "key", "corpora", "matches", "drafted")
+
+    def __init__(self, sample: SampleId, sources: Sequence["Source"]):
+        self.sample, self.text, self.key = sample, array("i"), 0
+        self.corpora = [source.corpus(sample) for source in sources]
+        self.matches: list[Match | None] = [source.start(sample) for source in sources]
+        self.drafted = (0, 0)  # source and length of the agreement of its newest draft
+
+
+class Match:
+    """The last `length` tokens of a row's first `seen` agree with those before `place` in another text."""
+
+    __slots__ = ("text", "place", "seen", "length")
+
+    def __init__(self, text: Tokens, place: int, seen: int, length: int):
+        self.text, self.place, self.seen, self.length = text, place, seen, length
+
+
+class Grams:
+    """The place where each run of GRAM tokens of a corpus stood last, in a table of a fixed size: newer ones win."""
+
+    def __init__(self, bits: int = 18):
+        self.places, self.mask = array("q", bytes(8 << bits)), (1 << bits) - 1
+        self.texts: dict[int, Tokens] = {}
+        self.numbers: dict[int, int] = {}  # of texts, by identity
+        self.count = 0
+
+    def forget(self) -> None:
+        """Forget all texts; places of texts that are gone are found no more."""
+        self.texts, self.numbers = {}, {}
+
+    def slot(self, corpus: int, key: int) -> int:
+        return ((key * 0x9E3779B97F4A7C15 >> 31) ^ corpus) & self.mask
+
+    def note(self, corpora: Collection[int], text: Tokens, start: int, key: int) -> int:
+        """Note the tokens of a text from `start` on, before which the last have this key; return the key at its end."""
+        number = self.numbers.get(id(text))
+        if number is None:
+            self.count += 1
+            number = self.numbers[id(text)] = self.count
+            self.texts[number] = text
+        base, places, mask = number << 32, self.places, self.mask
+        for place in range(start, len(text)):
+            if place >= GRAM:
+                mixed = key * 0x9E3779B97F4A7C15 >> 31
+                for corpus in corpora:
+                    places[(mixed ^ corpus) & mask] = base | place
+            key = next_key(key, text[place])
+        return key
+
+    def find(self, corpus: int, row: Row) -> Match | None:
+        """Return the newest agreement with the last tokens of a row, if there are GRAM at least."""
+        entry = self.places[self.slot(corpus, row.key)]
+        text = self.texts.get(entry >> 32)
+        if text is None:
+            return None
+        place, own, n = entry & 0xFFFFFFFF, row.text, len(row.text)
+        most, length = min(place, n, LONGEST), 0
+        while length < most and text[place - 1 - length] == own[n - 1 - length]:
+            length += 1
+        return Match(text, place, n, length) if length >= GRAM else None
+
+
+def next_key(key: int, token: int) -> int:
+    """Return the key of the last GRAM tokens after one more."""
+    return (key << TOKEN_BITS ^ token) & (1 << TOKEN_BITS * GRAM) - 1
+
+
+# ---- sources -----------------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Drafts what followed the newest place in a corpus where the last tokens of a row have stood."""
+
+    name: str
+    prior = 0.5  # rate of acceptance before anything is known
+    grows = False  # the corpus has the texts of rows under way
+
+    def __init__(self, grams: Grams, number: int):
+        self.grams, self.number = grams, number
+
+    def key(self, sample: SampleId) -> tuple[int, ...]:
+        """Return the name of the corpus that may help this sample."""
+        raise NotImplementedError
+
+    def corpus(self, sample: SampleId) -> int:
+        return hash((self.number, *self.key(sample)))  # of numbers only: the same in every process
+
+    def start(self, sample: SampleId) -> "Match | None":
+        """Return the agreement that a row begins with."""
+        return None
+
+    def propose(self, row: Row) -> Match | None:
+        """Return the agreement whose next tokens are drafted."""
+        match, own = row.matches[self.number], row.text
+        if match:
+            text, place, seen, size, n = match.text, match.place, match.seen, len(match.text), len(own)
+            while seen < n and place < size and text[place] == own[seen]:
+                seen += 1
+                place += 1
+            if seen == n and place < size:
+                match.length += seen - match.seen
+                match.place, match.seen = place, n
+                return match
+        found = row.matches[self.number] = self.find(row)
+        return found
+
+    def find(self, row: Row) -> Match | None:
+        return self.grams.find(row.corpora[self.number], row)
+
+
+class OwnText(Source):
+    """The row's own text."""
+
+    name, grows = "own", True
+
+    def key(self, sample: SampleId) -> tuple[int, ...]:
+        return sample
+
+
+class Siblings(Source):
+    """The other responses to the prompt, as far as they were drawn here."""
+
+    name, grows = "siblings", True
+
+    def key(self, sample: SampleId) -> tuple[int, ...]:
+        return sample.visit
+
+    def find(self, row: Row) -> Match | None:
+        found = super().find(row)
+        return None if found and found.text is row.text else found
+
+
+class Remembered(Source):
+    """Texts of before the round, by `key`; each is noted when it is looked into first."""
+
+    def __init__(self, grams: Grams, number: int):
+        super().__init__(grams, number)
+        self.open({})
+
+    def open(self, texts: Mapping[SampleId, Tokens]) -> None:
+        """Begin a round with these texts."""
+        self.texts: dict[tuple[int, ...], list[Tokens]] = {}
+        self.noted: set[tuple[int, ...]] = set()
+        for sample, text in texts.items():
+            self.texts.setdefault(self.key(sample), []).append(text)
+
+    def find(self, row: Row) -> Match | None:
+        key = self.key(row.sample)
+        if key not in self.texts:
+            return None
+        if key not in self.noted:
+            self.noted.add(key)
+            for text in self.texts[key]:
+                self.grams.note((row.corpora[self.number],), text, 0, 0)
+        return super().find(row)
+
+
+class LastEpoch(Remembered):
+    """The responses to the prompt that were trained last."""
+
+    name = "epoch"
+
+    def key(self, sample: SampleId) -> tuple[int, ...]:
+        return (sample.prompt,)
+
+
+class OldText(Remembered):
+    """The text that the sample itself had when it was aborted, or not trained: first what stands at the same place."""
+
+    name, prior = "old", 0.9
+
+    def key(self, sample: SampleId) -> tuple[int, ...]:
+        return sample
+
+    def start(self, sample: SampleId) -> Match | None:
+        texts = self.texts.get(sample)
+        return Match(texts[0], 0, 0, LONGEST) if texts else None
+
+
+SOURCES: dict[str, type[Source]] = {source.name: source for source in (OldText, Siblings, LastEpoch, OwnText)}
+
+
+# ---- how many ----------------------------------------------------------------------------------------------------
+
+
+class Rates:
+    """How often a source is right, by the tokens that agree before: of the newest few hundred tokens of each."""
+
+    def __init__(self, priors: Sequence[float], most: int):
+        """`most`: tokens of a draft."""
+        shape, self.most = (len(priors), len(BINS)), most
+        self.priors = np.array(priors)[:, None]
+        self.right, self.wrong = np.zeros(shape), np.zeros(shape)
+        self.steps = np.minimum(np.arange(LONGEST + 1)[:, None] + np.arange(most), LONGEST)  # [LONGEST + 1, most]
+        self.bins = np.searchsorted(BINS, self.steps, side="right") - 1
+        self.new = np.zeros((len(priors), LONGEST + most + 2))  # right tokens: where runs begin, less where they end
+        self.failed = np.zeros((len(priors), LONGEST + most + 2))
+        self.refresh()
+
+    def observe(self, source: int, length: int, drafted: int, right: int) -> None:
+        """Take in a draft after an agreement of `length` tokens, of which the first `right` were right."""
+        length = min(length, LONGEST)
+        self.news += drafted
+        self.new[source, length] += 1
+        self.new[source, length + right] -= 1
+        self.failed[source, length + right] += right < drafted
+
+    def refresh(self) -> None:
+        """Bring `reach` [sources, agreement, most] up to date: the chance that a draft is right up to each token."""
+        self.right += np.add.reduceat(self.new.cumsum(1), BINS, axis=1)
+        self.wrong += np.add.reduceat(self.failed, BINS, axis=1)
+        self.new[:], self.failed[:], self.news = 0, 0, 0
+        known = self.right + self.wrong
+        kept = np.minimum(1.0, NEWEST / np.maximum(known, 1.0))
+        self.right *= kept
+        self.wrong *= kept
+        rates = (self.right + PRIOR * self.priors) / (self.right + self.wrong + PRIOR)  # [S, bins]
+        self.reach = rates[:, self.bins].cumprod(2)
+        self.first, self.best = self.reach[:, :, 0].tolist(), self.reach[:, GRAM:, 0].max(1).tolist()
+
+    @property
+    def known(self) -> float:
+        return float(self.right.sum() + self.wrong.sum())
+
+
+class StepCosts:
+    """Seconds of a step of `rows` with `drafted` tokens, fitted to measured steps.
+
+    Kinds of steps count alike, however often they came: else the last rows of a round would drown all others.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[tuple[int, int], list[float]] = {}  # by the bits of rows and drafted: their means, and when
+        self.count = 0
+        self.weights = [
+            16.0,
+            1.0,
+            0.0,
+            1.0,
+        ]  # of a step, a row, a step with drafts, a drafted token; only ratios matter
+
+    def observe(self, rows: int, drafted: int, seconds: float) -> None:
+        self.count += 1
+        new = (rows, drafted, seconds)
+        *means, seen, _ = self.kinds.get(key := (rows.bit_length(), drafted.bit_length()), [*new, 0, 0])
+        new = rows, drafted, min(seconds, 3 * means[2])  # something else took the processor
+        share = 1 / min(seen + 1, 16)
+        self.kinds[key] = [*(m + share * (x - m) for m, x in zip(means, new, strict=True)), seen + 1, self.count]
+
+    def refit(self) -> None:
+        self.kinds = {key: kind for key, kind in self.kinds.items() if kind[-1] > self.count - OLD_STEPS}
+        points = [(1.0, rows, float(drafted > 0), drafted) for rows, drafted, *_ in self.kinds.values()]
+        if not points:
+            return
+        seconds = [kind[2] for kind in self.kinds.values()]
+        if any(drafted for *_, drafted in points):
+            self.weights = fit(points, seconds)
+        else:  # a drafted token costs as much as a row, as far as anybody knows
+            start, row = fit([point[:2] for point in points], seconds)
+            self.weights = [start, row, 0.0, row]
+
+    def seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
+        start, row, drafts, token = self.weights
+        return start + row * rows + drafts * (drafted > 0) + token * drafted
+
+
+def choose(reach: np.ndarray, rows: int, seconds: np.ndarray) -> np.ndarray:
+    """Return how many tokens each row of `reach` drafts, so that a second brings the most tokens.
+
+    reach: the chance that a draft is right up to each token, 0 where it has none [drafts, most]; seconds of a step of
+    `rows` that drafts 0, 1, ... tokens in all [drafts * most + 1]. The likeliest tokens go first. They are each
+    draft's first ones, so no other choice of as many tokens is better; those of equal chance are taken from the end.
+    """
+    order = np.argsort(reach, axis=None, kind="stable")[::-1]
+    tokens = rows + np.concatenate(([0.0], reach.ravel()[order].cumsum()))
+    taken = np.zeros(reach.size, np.int64)
+    taken[order[: int(np.argmax(tokens / seconds))]] = 1
+    return taken.reshape(reach.shape).sum(1)
+
+
+# ---- all of it ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DraftStats:
+    """What was drafted since the newest `take`, by source, and what it was good for."""
+
+    drafted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    accepted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    steps: int = 0  # that had drafts
+    won_seconds: float = 0.0  # estimated: steps without drafts would have taken them for the same tokens
+
+
+class Known(NamedTuple):
+    """The rates and costs that a policy has measured, as plain values."""
+
+    right: list[list[float]]  # [sources, bins]
+    wrong: list[list[float]]
+    weights: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A guess that is not verified, but compared with the tokens from `start` on that the row has later."""
+
+    row: Row
+    source: int
+    length: int
+    start: int
+    tokens: Tokens
+
+
+class DraftPolicy:
+    """The drafter of an engine for one round after the other. The ranks of a replica draft alike, if they `agree`."""
+
+    def __init__(self, names: Sequence[str], most: int):
+        """`names`: of SOURCES; `most`: tokens that a row drafts in a step."""
+        self.grams, self.most = Grams(), most
+        self.sources = [SOURCES[name](self.grams, number) for number, name in enumerate(names)]
+        self.growing = [source.number for source in self.sources if source.grows]
+        self.rates = Rates([source.prior for source in self.sources], most)
+        self.costs, self.stats, self.is_alone = StepCosts(), DraftStats(), True
+        self.places = np.arange(most)
+        self.begin({}, {})
+
+    def begin(self, old: Mapping[SampleId, Tokens], epoch: Mapping[SampleId, Tokens]) -> None:
+        """Begin a round. `old`: by the samples that are drawn again; `epoch`: trained responses to its prompts."""
+        self.grams.forget()
+        self.rows: dict[EngineSequence, Row] = {}
+        self.trials: list[Trial] = []
+        self.steps = self.num_rows = self.kept = self.rest = self.idle = 0
+        for source in self.sources:
+            if isinstance(source, Remembered):
+                source.open(old if isinstance(source, OldText) else epoch)
+
+    def agree(self, told: Known, is_alone: bool) -> None:
+        """Go on with the rates and costs of the replica's first rank; `is_alone`: it has no other rank."""
+        self.rates.right, self.rates.wrong = np.array(told.right), np.array(told.wrong)
+        self.rates.refresh()
+        self.costs.weights, self.is_alone = list(told.weights), is_alone
+
+    def tell(self) -> Known:
+        """Return what `agree` needs, as plain values."""
+        self.costs.refit()
+        self.rates.refresh()
+        return Known(self.rates.right.tolist(), self.rates.wrong.tolist(), self.costs.weights)
+
+    # ---- for the engine (engine/drafts.py) -----------------------------------------------------------------------
+
+    def propose(self, rows: Sequence[tuple[EngineSequence, np.ndarray]]) -> Sequence[Sequence[int]]:
+        """Return the tokens that may follow in each row: none where a draft does not pay."""
+        self.steps, self.num_rows, self.kept = self.steps + 1, len(rows), len(rows)
+        tries = self.steps % TRIAL_STEPS == 0 or (self.steps < TRIAL_STEPS and not self.steps & (self.steps - 1))
+        asked = self._worth_asking(len(rows)) if not self.idle else []
+        self.idle = max(self.idle - 1, 0)
+        drafts: list[Sequence[int]] = [()] * len(rows)
+        if not (asked or tries):
+            return drafts
+        known = [self._known(sequence, tokens) for sequence, tokens in rows]
+        if tries:
+            self._try(known)
+        if asked:
+            self._draft(known, asked, drafts)
+            self.rest = 0 if any(drafts) else min(2 * self.rest + 1, REST_STEPS)
+            self.idle = self.rest
+        return drafts
+
+    def learn(self, outcome: Sequence[tuple[EngineSequence, int, int]]) -> None:
+        """Take in how many tokens were drafted and verified in rows, and how many of them were right."""
+        for sequence, drafted, right in outcome:
+            source, length = self.rows[sequence].drafted
+            self.rates.observe(source, length, drafted, right)
+            self.stats.drafted[name := self.sources[source].name] += drafted
+            self.stats.accepted[name] += right
+            self.kept += right
+        if self.rates.news > self.rates.known / 8:
+            self.rates.refresh()
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take in the seconds of a step without prefill that has computed so many tokens."""
+        drafted = tokens - self.num_rows
+        self.costs.observe(self.num_rows, drafted, seconds)
+        if self.is_alone and self.costs.count % REFIT_STEPS == 0:
+            self.costs.refit()
+        if drafted:
+            [plain] = self.costs.seconds(self.num_rows, np.zeros(1))
+            self.stats.steps += 1
+            self.stats.won_seconds += self.kept / self.num_rows * plain - seconds
+
+    def take_stats(self) -> DraftStats:
+        taken, self.stats = self.stats, DraftStats()
+        return taken
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def _worth_asking(self, num_rows: int) -> list[Source]:
+        """Return the sources that are right often enough, at their best, to pay for another token of the step."""
+        start, row, _, token = self.costs.weights
+        least = token * num_rows / (start + row * num_rows)
+        return [source for source, best in zip(self.sources, self.rates.best) if best > least]
+
+    def _known(self, sequence: EngineSequence, tokens: np.ndarray) -> Row:
+        """Return a row with all its tokens."""
+        row = self.rows.get(sequence)
+        if row is None:
+            row = self.rows[sequence] = Row(sequence.id, self.sources)
+        if (start := len(row.text)) < len(tokens):
+            row.text.extend(tokens[start:].tolist())
+            row.key = self.grams.note([row.corpora[i] for i in self.growing], row.text, start, row.key)
+        return row
+
+    def _draft(self, rows: Sequence[Row], asked: Sequence[Source], drafts: list[Sequence[int]]) -> None:
+        """Write the drafts that pay into their places."""
+        found, first = list[tuple[int, int, Match]](), self.rates.first
+        for i, row in enumerate(rows):
+            best = 0.0
+            for source in asked:
+                match = source.propose(row)
+                if match and (chance := first[source.number][min(match.length, LONGEST)]) > best:
+                    best, chosen = chance, (i, source.number, match)
+            if best:
+                found.append(chosen)
+        if not found:
+            return
+        numbers = [number for _, number, _ in found]
+        lengths = [min(match.length, LONGEST) for *_, match in found]
+        there = [self.most if match.text is rows[i].text else len(match.text) - match.place for i, _, match in found]
+        reach = self.rates.reach[numbers, lengths] * (self.places < np.array(there)[:, None])
+        seconds = self.costs.seconds(self.num_rows, np.arange(reach.size + 1))
+        for (i, number, match), count in zip(found, choose(reach, self.num_rows, seconds).tolist()):
+            if count:
+                rows[i].drafted = number, match.length
+                drafts[i] = following(rows[i], match, count)
+
+    def _try(self, rows: Sequence[Row]) -> None:
+        """Compare the trials under way with what was drawn; note new ones, in other rows each time."""
+        for trial in self.trials:
+            drawn, right = trial.row.text[trial.start : trial.start + len(trial.tokens)], 0
+            while right < len(drawn) and drawn[right] == trial.tokens[right]:
+                right += 1
+            self.rates.observe(trial.source, trial.length, len(drawn), right)
+        self.rates.refresh()
+        start = self.steps % len(rows)
+        self.trials = [
+            Trial(row, source.number, match.length, len(row.text), following(row, match, self.most))
+            for row in (*rows[start:], *rows[:start])[:TRIAL_ROWS]
+            for source in self.sources
+            if (match := source.propose(row))
+        ]
+
+
+def following(row: Row, match: Match, count: int) -> Tokens:
+    """Return the tokens, at most `count`, that follow in the other text; a row's own text goes on in a loop."""
+    tokens = match.text[match.place : match.place + count]
+    while match.text is row.text and len(tokens) < count:
+        tokens = (tokens + tokens)[:count]
+    return tokens
