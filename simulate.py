@@ -36,6 +36,7 @@ from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
 from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, window
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
+from simulation.drafts import DraftingReplica, DraftsConfig, check_drafts, drafts_record
 from simulation.episodes import EpisodeReplica, Episodes, EpisodesConfig, check_episodes, episodes_record, skip_idle
 from simulation.workload import Drawn, LengthModel, Lengths, Recorded
 
@@ -101,6 +102,7 @@ class SimulationConfig:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     env: EpisodesConfig = field(default_factory=EpisodesConfig)
+    drafts: DraftsConfig = field(default_factory=DraftsConfig)
 
     @property
     def decoding_gpus(self) -> int:
@@ -135,7 +137,10 @@ class SimulatedRound:
         c = self.run.config.cluster
         costs = [self.run.costs_at(i, tp) for i in range(self.run.config.decoding_gpus // tp)]
         given = [(each, each.pages, c.page_size, c.max_running, c.shared_prompts) for each in costs]
-        episodes = self.run.episodes
+        episodes, drafts = self.run.episodes, self.run.config.drafts
+        if drafts.most and self.plan.kind == "long":
+            seeds = [f"drafts {c.seed} {self.step} {i}" for i in range(len(given))]
+            return [DraftingReplica(drafts, Random(seed), *each) for seed, each in zip(seeds, given, strict=True)]
         return [EpisodeReplica(episodes, *each) if episodes else Replica(*each) for each in given]
 
     @property
@@ -310,6 +315,9 @@ class Simulation:
             f"env.barrier = true and overlap.depth = {o.depth:g}": config.env.barrier and o.depth > 0,
         }
         check_episodes(config.env, others)
+        check_drafts(
+            config.drafts, others | {"env.turns": config.env.turns > 0, f"overlap.depth = {o.depth:g}": o.depth > 0}
+        )
         self.config, self.model, self.hardware, self.profile = config, model, hardware, profile
         c = config.cluster
         self.workload = workload or Drawn(model.lengths, c.seed)
@@ -472,6 +480,7 @@ class Simulation:
                 "tensor_parallel": self.costs.tp,
             },
             **episodes_record(r for r, _ in replicas),
+            **drafts_record(r for r, _ in replicas),
         }
 
     def _stream(

@@ -45,7 +45,7 @@ REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.py")
 ENDLESS = ("policies/flow.py", "overlap/endless.py", "overlap/pools.py", "overlap/weights.py")
 SIMULATOR = (
-    *("simulate.py", "simulation/costs.py", "simulation/episodes.py", "simulation/workload.py"),
+    *("simulate.py", "simulation/costs.py", "simulation/episodes.py", "simulation/drafts.py", "simulation/workload.py"),
     *("engine/pages.py", "envs/latency.py", "rewards/timeouts.py", "scheduler.py", "configs/simulate/*.toml"),
     *(
         f"policies/{name}.py"

@@ -265,7 +265,10 @@ class Replica:
                 self._spend(self.times.response_seconds)
             if not is_late:
                 self.new[sequence.id] = sequence
-            heappush(self.ending, (sequence.ends, sequence.id))
+            self._expect(sequence)
+
+    def _expect(self, sequence: Response) -> None:
+        heappush(self.ending, (sequence.ends, sequence.id))
 
     def _computing(self, sequence: Response) -> Response | None:
         siblings = () if sequence.done else self.prompts.get(sequence.id.visit, ())

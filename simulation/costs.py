@@ -8,6 +8,8 @@ configs/simulate/.
 from bisect import bisect
 from dataclasses import dataclass
 
+import numpy as np
+
 from config import option
 from policies.step_times import FittedTimes, SizeProfile, StepTimes
 
@@ -96,6 +98,11 @@ class Costs(StepTimes):
         each = self._step + max(self._read, sequences * self._compute) + sequences * self._sequence
         return each, self._token
 
+    def beside(self, sequences: int, drafted: np.ndarray) -> np.ndarray:
+        """Seconds that computing so many drafted tokens adds to a decode step: none while it waits for the weights."""
+        before = max(self._read, sequences * self._compute)
+        return np.maximum(self._read, (sequences + drafted) * self._compute) - before
+
     def prefill(self, tokens: int) -> float:
         """Seconds that computing `tokens` of context adds to the decode steps beside them."""
         return tokens * (
@@ -136,6 +143,13 @@ class Measured(Costs):
         i = min(max(bisect(self._rows, sequences), 1), len(self._rows) - 1)
         (n, m), (a, b) = self._rows[i - 1 : i + 1], self._steps[i - 1 : i + 1]
         return a + (sequences - n) * (b - a) / (m - n), self._token
+
+    def beside(self, sequences: int, drafted: np.ndarray) -> np.ndarray:
+        """A drafted token takes the time of a row."""
+        (n, m), (a, b) = self._rows[-2:], self._steps[-2:]
+        rows, far = sequences + drafted, m + 2**20
+        steps = np.interp(rows, [*self._rows, far], [*self._steps, b + (b - a) / (m - n) * 2**20])
+        return steps - self.costs(sequences)[0]
 
     def prefill(self, tokens: int) -> float:
         return self._fitted.prefill(tokens)
