@@ -22,7 +22,7 @@ from overlap.endless import Endless
 from overlap.phases import Phases
 from overlap.pools import make_pools
 from overlap.streamed import StreamedRound, StreamTraining
-from overlap.tail import play_with_tail
+from overlap.tail import PartialRound, part_of
 from parallel import World
 from policies.flow import Flow, check_steps
 from policies.planner import Choice, EngineLimits, Launch, ParallelismPlanner, Report
@@ -139,12 +139,14 @@ class Job:
 
     def plan(self) -> RoundPlan:
         """Let the policy plan the next round. No collective: all plan the same."""
-        self._refuse_if_released()
         return self.policy.begin(self.cursor.take, self.config.run.steps - self.step)
+
+    def part_of(self, plan: RoundPlan | None) -> int:
+        """Return the ranks that can begin a round without the others (overlap/tail.py); 0: all begin together."""
+        return part_of(plan, self.config.scheduler, self.engine.parallel.size)
 
     def regroup(self, plan: RoundPlan) -> None:
         """Let the planner choose the round's tensor-parallel size, and take it. No collective: all choose the same."""
-        self._refuse_if_released()
         self.choice = self.planner.choose(plan.kind, Launch.of(plan))
         with self.clock.span("regroup"):
             self.engine.regroup(self.tp_groups[self.choice.size])
@@ -168,13 +170,16 @@ class Job:
         self, plan: RoundPlan, referee: Referee, clock: Clock, streamed: StreamedRound | None = None
     ) -> tuple[list[Group], Round]:
         """Play one round; return its accepted groups, on every rank the same, and the finished round. Collective."""
-        self._refuse_if_released()
+        if not self.phases.part:  # else its permit may come later
+            self._refuse_if_released()
+        with clock.span("regroup"):
+            self.engine.regroup(self.engine.parallel)  # new weights, on all: a rank without work makes no step
         played = self.make_round(clock)
         with clock.span("rollout"):
             if streamed:
                 streamed.play(played, referee)
-            elif self.config.group.tail_share:
-                play_with_tail(played, plan, referee, self.phases)
+            elif self.phases.part:
+                PartialRound(played, self.phases).play(plan, referee)
             else:
                 played.play(plan, referee)
         with clock.span("exchange"):
@@ -306,12 +311,10 @@ class Job:
         if self.endless:
             self.endless.lend_engine()
         groups, own = list[Group](), self.episodes.take_stats()
-        with self.phases("rollout"):
+        prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
+        plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
+        with self.phases("rollout", self.part_of(plan)):
             if self.decodes:
-                self._refuse_if_released()
-                self.engine.regroup(self.engine.parallel)  # new weights, on all: a rank without work makes no step
-                prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
-                plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
                 groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
         self.engine.stats.take()  # the next step counts from zero
         self.episodes.stats = own

@@ -134,10 +134,13 @@ class Engine:
         Shards of whole weights are views; those that must be copies (`Shard.copied_bytes`), and those of sharded
         weights, are copied layer by layer, and so are they, without counting, when the size stays but the weights are
         new. Graphs of the size that are not there are captured. Collective in the group, and where the model lies over
-        several ranks. (RollPacker, section 4.2)
+        several ranks. A released engine takes the group with its memory. (RollPacker, section 4.2)
         """
         assert self.is_idle, "sequences that run hold pages of the old shape"
         assert parallel.size in self.num_pages, f"the engine was made for the sizes {sorted(self.num_pages)}"
+        if self.is_released:
+            self.parallel = parallel
+            return
         if parallel is not self.parallel:
             self.flights.land(self.version)
             self._enter(parallel)

@@ -238,8 +238,8 @@ class Round:
         ids = [visit.id for visit in prompts]
         self.prompts.update(zip(ids, prompts, strict=True))
         shares = self.placement.launch(ids, self.plan.num_responses, expected, self.config.placement == "spread")
-        own = self.engine.parallel.replica
-        for id in shares[own] if own < len(shares) else ():  # else this replica has left (overlap/tail.py)
+        started = dict(zip(self.placement.replicas, shares, strict=True))
+        for id in started.get(self.engine.parallel.replica, ()):  # nothing: it has left, or not come (overlap/tail.py)
             self.start(self.sequence(id))
 
     def grade(self, sample: Sample) -> None:

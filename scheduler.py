@@ -328,6 +328,11 @@ class SchedulerConfig:
     )
 
 
+def races(config: SchedulerConfig, kind: str) -> bool:
+    """Return whether the engine steps in which responses end decide which of them a round keeps, or launches."""
+    return kind != "long" or config.dynamic_sampling
+
+
 RELAXED = 8  # factor on the window's length where nothing races
 
 
@@ -339,7 +344,7 @@ def window(
     `may_leave`: replicas may leave the round to train at a share of complete responses, which windows should not miss.
     `is_watched`: replicas have left and wait for complete groups, or the size may change once few responses are left.
     """
-    decides_soon = kind != "long" or config.dynamic_sampling or may_leave
+    decides_soon = races(config, kind) or may_leave
     if num_replicas == 1 and not decides_soon and not is_watched:
         return math.inf  # no other replica, and no decision before the end
     # A replica may run out of work long before the others: it must not wait for them until the time-out.

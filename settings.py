@@ -596,11 +596,13 @@ def check_group(c: Config, world_size: int) -> None:
             f"group.server = {c.group.server!r} has no place in an endless rollout (overlap.depth = "
             f"{c.overlap.depth:g}): it leaves no time in which others could have the device; take overlap.depth = 0"
         )
-    tp, decoding = c.rollout.tensor_parallel, world_size - c.overlap.train_ranks
+    tp, shard, decoding = c.rollout.tensor_parallel, c.trainer.shard, world_size - c.overlap.train_ranks
+    is_spread = shard > 1 and not c.overlap.train_ranks and c.rollout.weights != "whole"
     for setting, is_given, reason in (
         (f"stream.policy = {c.stream.policy}", c.stream.policy != "off", "ranks that are free train there"),
         ("planner.within_round = true", c.planner.within_round, "it deals the tail to all ranks"),
         (f"judge.path = {c.judge.path!r}", c.judge.path, "its grading uses the device of ranks that have left"),
+        (f"rollout.weights = {c.rollout.weights} over {shard} ranks", is_spread, "these come back together"),
         (f"rollout.tensor_parallel = {tp}", decoding == tp, f"{decoding} ranks are one replica, so none can leave"),
     ):
         if c.group.tail_share and is_given:

@@ -65,14 +65,15 @@ def take_step(job: Job) -> Record:
     """Take one step; return its record. Collective. (Sections are RollPacker's.)"""
     start, job.clock.step = time.perf_counter(), job.step + 1
     plan, rollout = None, None
-    with job.phases("rollout"):
+    if job.decodes and not (job.config.run.replay or job.endless):
+        plan = job.plan()  # which prompts, how many responses of each (3)
+        job.regroup(plan)  # tensor-parallel size of the round (4.2)
+    with job.phases("rollout", job.part_of(plan)):
         if job.config.run.replay:
             rollout = job.replay()
         elif job.endless:
             rollout = job.next_batch()  # decoding goes on across updates (ROLL Flash)
-        elif job.decodes:
-            plan = job.plan()  # which prompts, how many responses of each (3)
-            job.regroup(plan)  # tensor-parallel size of the round (4.2)
+        elif plan:
             rollout = job.roll_out(plan)  # windows of decoding, grading beside them, aborts (3, 4.3, 4.4)
     rollout = job.hand_over(rollout)  # to ranks that only train
     with job.phases("train"):

@@ -8,8 +8,9 @@ stay: another phase begins as soon as the state is back. Without a group a phase
 """
 
 import itertools
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,8 @@ class GroupConfig:
     wait_seconds: float = option(86_400.0, "longest wait for a permit", above=0.0, max=1e7)
     tail_share: float = option(
         0.0,
-        "share of the responses that a round needs after which the rest moves to few replicas, and the ranks of the "
-        "others are given back; 0: never (the paper's is 0.8)",
+        "share of a round's responses after which the rest moves to few replicas, if other jobs wait for the ranks of "
+        "the others; rounds then begin on a part of the ranks too; 0: all begin and end together (the paper's is 0.8)",
         min=0.0,
         max=1.0,
     )
@@ -57,6 +58,8 @@ class Phases:
 
     Where ranks train and decode apart, each pool has a permit of its own. In a phase the ranks of the other pool have
     only waited for the permit too: never inside a collective, whose time-out may be shorter than that wait.
+
+    A rollout in parts begins as soon as the first replica has its permit; more come later, and some leave early.
     """
 
     def __init__(self, config: GroupConfig, world: World, folder: Path, num_trainers: int, clock: Clock):
@@ -68,6 +71,8 @@ class Phases:
         self.client: Client | None = None
         self.job: Shared | None = None  # until it is made nothing can be on the device
         self.own = world  # ranks of this one's pool
+        self.part = 0  # ranks of a replica, in a phase that has begun in parts
+        self.ranks: list[int] = []  # of the pool, that have their permit
         self.count = 0
         if config.server and world.rank in self.askers.values():
             name = config.job or folder.resolve().name
@@ -79,47 +84,75 @@ class Phases:
         self.job, self.own = job, own
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Be in a phase: start, rollout or train. Collective over all ranks of the job. Raises GroupError."""
+    def __call__(self, phase: str, part: int = 0) -> Iterator[None]:
+        """Be in a phase: start, rollout or train. Collective over all ranks of the job. Raises GroupError.
+
+        `part`: ranks of a replica, which can begin without the others if `group.tail_share` says so; 0: never.
+        """
         if not self.config.server:
             yield
             return
+        part = part if self.config.tail_share else 0
         with self.clock.span(f"permit_{phase}"):
-            self._wait_for_permit(phase)
+            self._wait_for_permit(phase, part)
         if phase != "start" and self.pool not in ("all", phase):
             yield
             return
+        self.part = part
         with self.clock.span(f"switch_{phase}"):
-            if self.job:
-                self.job.take_back()
+            self._take_back()
         with self.clock.span(f"phase_{phase}"):
             yield
         with self.clock.span(f"switch_{phase}"):
             assert self.job, "no job has joined"
-            if not self.job.is_released:  # else this rank has left already
+            if not self.job.is_released:  # else this rank has left, or has not come
                 self.job.release()
             parallel.barrier(self.world if phase == "start" else self.own)
+        self.part = 0
         if self.client and self.world.rank == self.askers[phase]:
             self.client.release()
 
-    def leave(self, first: int) -> None:
-        """Have the pool's ranks from `first` on leave the device before the others. Collective in the pool."""
+    # ---- a rollout in parts ---------------------------------------------------------------------------------------
+
+    def news(self) -> tuple[list[int], list[list[int]]]:
+        """Return the ranks that have their permits by now, and sets of them that would let another job begin.
+
+        Only the pool's first rank knows them. It does not wait.
+        """
+        if not self.client:
+            return [], []
+        self.client.look()
+        return self.client.ranks, self.client.awaited
+
+    def come(self, ranks: list[int]) -> None:
+        """Have the ranks of the pool with a permit on the device. No collective: others go on."""
+        self.ranks = ranks
+        with self.clock.span("switch_rollout"):
+            self._take_back()
+
+    def leave(self, ranks: Collection[int]) -> None:
+        """Have ranks of the pool leave the device before the others, or never come. Collective in the pool."""
         with self.clock.span("switch_rollout"):
             assert self.job, "no job has joined"
-            if self.own.rank >= first:
+            if self.own.rank in ranks and not self.job.is_released:
                 self.job.release()
             parallel.barrier(self.own)
         if self.client:
-            self.client.release(range(first, self.own.size))
+            self.client.release([*ranks])
 
-    def _wait_for_permit(self, phase: str) -> None:
+    def _take_back(self) -> None:
+        if self.job and self.job.is_released and self.own.rank in self.ranks:
+            self.job.take_back()
+
+    def _wait_for_permit(self, phase: str, part: int) -> None:
         self.count += 1
         event = f"permit {self.count}, {phase}"
         if self.client and self.world.rank == self.askers[phase]:
-            self.client.request(phase)
-            self.store.set(event, "granted")
+            self.client.request(phase, part)
+            self.store.set(event, json.dumps(self.client.ranks))
         else:
             wait_until(watch(self.world, self.store, event, "signs", f"rank {self.askers[phase]}", self.clock))
+        self.ranks = json.loads(self.store.get(event))
 
     def _show_life(self) -> None:
         """Tell the ranks of both pools that this one waits, with a server that shows life."""

@@ -1,37 +1,86 @@
-"""Tail migration: the last responses of a round go on together, and other jobs have the ranks that are free. (RollMux)
+"""Rounds that begin and end on a part of the ranks: others have the rest meanwhile. (RollMux, section 5)
 
-Once `group.tail_share` of the responses that a round needs are there, most rows are empty. Then the rest moves to the
-first replicas that have room for it (`policies.placement.tail_replicas`), token by token the same. The ranks of the
-other replicas leave the device and give back their part of the permit. They still hear of each window, with nothing to
-decode: what they have decoded before is graded and collected there. (RollMux, section 5)
+    rank 0    first job ........................ its tail ..|.. second job .........
+    rank 1    first job ..............|.. second job ...............................
+
+With `group.tail_share` a rollout has a permit for each replica. It begins with the first, which gets all responses; a
+replica that comes later takes over its share. Once so many of the responses that the round needs have ended, most rows
+are empty. If another job could begin on the last replicas, the rest moves to the first ones that have room for it
+(`policies.placement.tail_replicas`), and the ranks of the others leave the device. Sequences go on token by token the
+same. Ranks that have left, or not come, hear of each window with nothing to decode: what they have decoded before is
+graded and collected there.
+
+A round in which responses race has all its ranks from its beginning to its end: with fewer rows, or contexts that are
+computed again, others would be first. It has no tail either: the race leaves that out.
 """
 
 from core import RoundPlan
 from engine.memory import cache_of
 from overlap.phases import Phases
-from policies.placement import tail_replicas
+from policies.placement import Placement, tail_replicas
 from rollout import Engine
 from rounds import Referee, Round
+from scheduler import SchedulerConfig, races
 
 
-def play_with_tail(r: Round, plan: RoundPlan, referee: Referee, phases: Phases) -> None:
-    """Play a round as `Round.play` does, its tail on few replicas. Collective."""
-    r.begin(plan, referee)
-    needed, ended, has_moved = plan.keep_prompts * plan.keep_responses, 0, False
-    while not r.decision.done:
-        finished, _ = r.exchange(r.decode(feeds=has_moved, lands=not has_moved), None)
-        ended += len(finished)
-        if has_moved or r.decision.done or ended < phases.config.tail_share * needed:
-            continue
-        count = tail_replicas(r.placement.num_live, room_of(r.engine), r.placement.num_replicas)
-        if count < r.placement.num_replicas:
-            r.hand_over(r.placement.shrink(count))
-            phases.leave(count * r.engine.parallel.size)
-            has_moved = True
-    r.end()
+def part_of(plan: RoundPlan | None, config: SchedulerConfig, size: int) -> int:
+    """Return the ranks that can begin a round without the others: a replica's `size`; 0: all begin together."""
+    return size if plan and not races(config, plan.kind) else 0
+
+
+class PartialRound:
+    """A round whose replicas come and go. All ranks of the pool play it, with a device or without."""
+
+    def __init__(self, played: Round, phases: Phases):
+        self.round, self.phases, self.has_shrunk = played, phases, False
+        self.coming = self._replicas(phases.ranks)  # they have their state, and join after the next window
+        played.placement = Placement(0)
+        self._join()
+
+    def play(self, plan: RoundPlan, referee: Referee) -> None:
+        """Play the round as `Round.play` does. Collective."""
+        r, ended, enough = self.round, 0, self.phases.config.tail_share * plan.keep_prompts * plan.keep_responses
+        r.begin(plan, referee)
+        while not r.decision.done:
+            events = r.decode(may_leave=not self.has_shrunk, feeds=self.has_shrunk)
+            finished, [(ranks, awaited), *_] = r.exchange(events, self.phases.news())
+            ended += len(finished)
+            if self.has_shrunk or r.decision.done:
+                continue
+            if ended >= enough:
+                self._shrink(awaited)
+            if not self.has_shrunk:
+                self._join()
+                self.coming = [new for new in self._replicas(ranks) if new not in r.placement.replicas]
+            if self.coming:
+                self.phases.come(ranks)
+        r.end()
+
+    def _replicas(self, ranks: list[int]) -> list[int]:
+        """Return the replicas of these ranks of the pool."""
+        return [*dict.fromkeys(rank // self.phases.part for rank in ranks)]
+
+    def _join(self) -> None:
+        """Have replicas that have come take their share of all sequences over. Collective."""
+        for replica in self.coming:
+            self.round.placement.join(replica)
+        if self.coming:
+            self.round.hand_over(self.round.placement.handovers())
+        self.coming = []
+
+    def _shrink(self, awaited: list[list[int]]) -> None:
+        """Go on with few replicas if another job can use the ranks of the others. Collective."""
+        placement, part = self.round.placement, self.phases.part
+        count = tail_replicas(placement.num_live, room_of(self.round.engine), placement.num_replicas)
+        kept = {replica * part + i for replica in placement.replicas[:count] for i in range(part)}
+        if all(kept.intersection(ranks) for ranks in awaited):
+            return
+        self.round.hand_over(placement.shrink(count))
+        self.phases.leave([rank for rank in range(self.phases.own.size) if rank not in kept])
+        self.has_shrunk, self.coming = True, []
 
 
 def room_of(engine: Engine) -> int:
     """Return how many sequences of a replica have rows and pages to their end, however long they get."""
     longest = cache_of(engine.config, engine.model.shape, engine.model.dtype).pages_of_longest
-    return min(engine.config.max_running, engine.pages.size // longest)
+    return min(engine.config.max_running, engine.num_pages[engine.parallel.size] // longest)

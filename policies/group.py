@@ -1,15 +1,16 @@
 """Which job of a co-execution group works where: permits for phases. Pure. (RollMux, arXiv 2512.11306, section 4)
 
-A phase needs all of its workers at once: the rollout of a job the nodes that it is pinned to, its training all training
-nodes of the group. Requests queue at each worker in the order in which they came, and a phase begins when it is the
-first at all of its workers.
+A phase asks for all of its workers at once: the rollout of a job for the nodes that it is pinned to, its training for
+all training nodes of the group. Requests queue at each worker in the order in which they came. A part of the workers,
+such as a replica of a rollout, is granted when the job is the first at all workers of the part; a training is one part.
 
-    granted = permits.request(job, workers)    # each call returns the jobs whose phase may begin now
-    granted = permits.release(job)             # or some of its workers early: release(job, workers)
+    granted = permits.request(job, [workers])    # each call returns the parts that are granted now
+    granted = permits.release(job)               # or some of its workers early: release(job, workers)
 
-A request joins all its queues at once, so no two phases wait for each other. A job asks for one phase at a time, so it
-waits for at most one phase of each other job: the order is a round robin, and no job starves. The paper's theorem needs
-that: without it, leaving a job out may use the workers better (tests/test_group.py has such a group).
+A request joins all its queues at once, and what has some parts can go on to its end without the others, so no two
+phases wait for each other. A job asks for one phase at a time, so it waits for at most one phase of each other job: the
+order is a round robin, and no job starves. The paper's theorem needs that: without it, leaving a job out may use the
+workers better (tests/test_group.py has such a group).
 """
 
 import heapq
@@ -19,44 +20,59 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Worker = Hashable
+Part = tuple[Worker, ...]  # workers that are of use only together
 
 
 class Permits:
-    """Says which jobs may begin their phase. It knows no time and no process."""
+    """Says which jobs may begin their phase, or go on with more workers. It knows no time and no process."""
 
     def __init__(self) -> None:
         self.queues: defaultdict[Worker, list[str]] = defaultdict(list)  # jobs; the first may work, or waits for others
-        self.wanted: dict[str, set[Worker]] = {}  # by the phase of each job, until it gives them back
-        self.begun: set[str] = set()  # jobs whose phase has all its workers
+        self.parts: dict[str, list[Part]] = {}  # by the phase of each job, until it gives them back
+        self.granted: dict[str, set[Worker]] = {}  # by the jobs that have some
 
-    def request(self, job: str, workers: Collection[Worker]) -> list[str]:
-        """Queue for a phase's workers. Raises ValueError if the job is in a phase, or waits for another."""
-        if job in self.wanted:
-            raise ValueError(f"job {job} asks for a phase and {'is in' if job in self.begun else 'waits for'} another")
-        self.wanted[job] = set(workers)
-        for worker in workers:
-            self.queues[worker].append(job)
+    def request(self, job: str, parts: Iterable[Iterable[Worker]]) -> list[tuple[str, Part]]:
+        """Queue for all workers of a phase. Raises ValueError if the job is in a phase, or waits for another."""
+        if job in self.parts:
+            raise ValueError(
+                f"job {job} asks for a phase and {'is in' if job in self.granted else 'waits for'} another"
+            )
+        self.parts[job] = [*map(tuple, parts)]
+        for part in self.parts[job]:
+            for worker in part:
+                self.queues[worker].append(job)
         return self._grant([job])
 
-    def release(self, job: str, workers: Collection[Worker] | None = None) -> list[str]:
-        """Give some workers back, or all: the phase has ended, or the job has. A request that waits is withdrawn."""
-        wanted = self.wanted.pop(job, set())
-        given = wanted if workers is None else wanted.intersection(workers)
+    def release(self, job: str, workers: Collection[Worker] | None = None) -> list[tuple[str, Part]]:
+        """Give some workers back, or all: the phase has ended, or the job has. What it waits for is withdrawn."""
+        parts = self.parts.pop(job, [])
+        given = [worker for part in parts for worker in part if workers is None or worker in workers]
         for worker in given:
             self.queues[worker].remove(job)
-        if left := wanted - given:
-            self.wanted[job] = left
-        else:
-            self.begun.discard(job)
-        return self._grant(self.queues[worker][0] for worker in given if self.queues[worker])
+        if left := [kept for part in parts if (kept := tuple(worker for worker in part if worker not in given))]:
+            self.parts[job] = left
+        if held := self.granted.pop(job, set()).difference(given):
+            self.granted[job] = held
+        return self._grant([job, *(self.queues[worker][0] for worker in given if self.queues[worker])])
 
-    def _grant(self, jobs: Iterable[str]) -> list[str]:
+    def awaited(self, job: str) -> list[Part]:
+        """Return sets of a job's workers: if it gave one back, some other job would have a part more at once."""
+        found = []
+        for other, part in ((other, part) for other, parts in self.parts.items() if other != job for part in parts):
+            held = tuple(worker for worker in part if self.queues[worker][0] == job)
+            if held and all(self.queues[worker][worker in held] == other for worker in part):
+                found.append(held)
+        return found
+
+    def _grant(self, jobs: Iterable[str]) -> list[tuple[str, Part]]:
         granted = [
-            job
+            (job, part)
             for job in dict.fromkeys(jobs)
-            if job not in self.begun and all(self.queues[worker][0] == job for worker in self.wanted[job])
+            for part in self.parts.get(job, ())
+            if part[0] not in self.granted.get(job, ()) and all(self.queues[worker][0] == job for worker in part)
         ]
-        self.begun.update(granted)
+        for job, part in granted:
+            self.granted.setdefault(job, set()).update(part)
         return granted
 
 
@@ -119,10 +135,10 @@ class Play:
     def _ask(self, job: str, phase: PhaseName) -> None:
         self.phase[job] = phase
         nodes = self.members[job].rollout_nodes if phase == "rollout" else ("train",)
-        self._begin(self.permits.request(job, nodes))
+        self._begin(self.permits.request(job, [nodes]))
 
-    def _begin(self, jobs: Iterable[str]) -> None:
-        for job in jobs:
+    def _begin(self, granted: Iterable[tuple[str, Part]]) -> None:
+        for job, _ in granted:
             phase, self.begun = self.phase[job], self.begun + 1
             end = self.now + self.seconds(self.members[job], phase)
             heapq.heappush(self.ends, (end, self.begun, Ran(job, phase, self.now, end)))

@@ -39,6 +39,7 @@ class Placement:
     """Which replica decodes which sequence. Every rank keeps a copy, fed with what all ranks know."""
 
     def __init__(self, num_replicas: int):
+        self.replicas = [*range(num_replicas)]  # those that decode, in the order in which they have joined
         self.live: list[dict[SampleId, float]] = [{} for _ in range(num_replicas)]  # expected tokens, newest last
 
     @property
@@ -96,8 +97,13 @@ class Placement:
             self.live[target][id] = expected
             counts[source] -= 1
             counts[target] += 1
-            moves.append((id, source, target))
+            moves.append((id, self.replicas[source], self.replicas[target]))
         return moves
+
+    def join(self, replica: int) -> None:
+        """Go on with one replica more, which has nothing to decode yet: `handovers` give it its share."""
+        self.replicas.append(replica)
+        self.live.append({})
 
     def shrink(self, num_replicas: int) -> list[tuple[SampleId, int, int]]:
         """Go on with the first replicas only; return the moves (sequence, from, to) that empty the others."""
@@ -106,6 +112,6 @@ class Placement:
             for id, expected in self.live[source].items():
                 target = min(range(num_replicas), key=lambda replica: len(self.live[replica]))
                 self.live[target][id] = expected
-                moves.append((id, source, target))
-        del self.live[num_replicas:]
+                moves.append((id, self.replicas[source], self.replicas[target]))
+        del self.replicas[num_replicas:], self.live[num_replicas:]
         return moves

@@ -11,11 +11,11 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from policies.group import Permits
+from policies.group import Part, Permits, Worker
 from process.permits import MAX_LINE, PHASES, SILENCE, Message, address_of, proof_of
 
 Place = Mapping[str, tuple[str, ...]]  # workers of each pool of a job, in the order of its ranks
@@ -38,7 +38,10 @@ class Peer:
     place: Place
     writer: asyncio.StreamWriter
     phase: str = ""  # that it waits for, or is in
-    begun: float = 0.0  # time at which it got its permit
+    part: int = 0  # ranks that can begin without the others; 0: all begin together
+    number: int = 0  # of its requests
+    begun: float = 0.0  # time at which it got the first workers of its phase
+    told: Message | None = None  # the newest that it was told of its workers
 
     @property
     def name(self) -> str:
@@ -48,6 +51,9 @@ class Peer:
     def workers(self) -> tuple[str, ...]:
         """Those of its phase; before all others, a job starts on all its workers at once."""
         return self.place["all" if self.phase == "start" else self.pool]
+
+    def ranks(self, workers: Collection[Worker]) -> list[int]:
+        return [rank for rank, worker in enumerate(self.workers) if worker in workers]
 
 
 @dataclass
@@ -78,12 +84,13 @@ class GroupServer:
     def look_after(self) -> None:
         """Show life to those that wait, and end phases that hang. To be called every SIGN_SECONDS."""
         for peer in list(self.peers.values()):
-            if peer.name in self.permits.begun:
+            if peer.name in self.permits.granted:
+                self._inform(peer)
                 if time.monotonic() > peer.begun + self.phase_seconds:
                     why = f"its phase {peer.phase} took over mux.phase_seconds = {self.phase_seconds:g}"
                     self.end_job(peer.job, why)
                     peer.writer.transport.abort()  # gives its permit back
-            elif peer.name in self.permits.wanted and not peer.writer.transport.get_write_buffer_size():
+            elif peer.name in self.permits.parts and not peer.writer.transport.get_write_buffer_size():
                 _send(peer.writer, {"waits": peer.phase})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,7 +113,7 @@ class GroupServer:
             del self.peers[peer.name]
             granted = self.permits.release(peer.name)
             self.record("left", job=peer.job, pool=peer.pool, workers=[])
-            self._begin(granted)
+            self._grant(granted)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer | None:
         """Return who has connected, or None if it only had a command. Raises ValueError on strangers."""
@@ -137,11 +144,8 @@ class GroupServer:
     def _follow(self, peer: Peer, line: bytes) -> None:
         """Do as a pool says. Raises ValueError on other messages, and on a request in a phase."""
         match json.loads(line):
-            case {"request": str(phase), **rest} if phase in PHASES and not rest:
-                peer.phase = phase
-                granted = self.permits.request(peer.name, peer.workers)
-                self._tell("asks", peer)
-                self._begin(granted)
+            case {"request": str(phase), "part": part, **rest} if phase in PHASES and not rest and type(part) is int:
+                self._ask(peer, phase, part)
             case {"release": None, **rest} if not rest:
                 self._give_back(peer, peer.workers)
             case {"release": [*numbers], **rest} if not rest and all(
@@ -151,17 +155,42 @@ class GroupServer:
             case _:
                 raise ValueError("not a message of a group")
 
+    def _ask(self, peer: Peer, phase: str, part: int) -> None:
+        """Queue for a phase. Raises ValueError in a phase, and on a part that is none."""
+        peer.phase = phase
+        workers = peer.workers
+        size = part or len(workers)
+        if part and (phase != "rollout" or part < 0 or len(workers) % part):
+            raise ValueError(f"a {phase} on {len(workers)} workers has no parts of {part}")
+        granted = self.permits.request(peer.name, [workers[i : i + size] for i in range(0, len(workers), size)])
+        peer.part, peer.number, peer.begun = part, peer.number + 1, 0.0
+        self._tell("asks", peer)
+        self._grant(granted)
+
     def _give_back(self, peer: Peer, workers: Sequence[str]) -> None:
         granted = self.permits.release(peer.name, workers)
-        kept = [*self.permits.wanted.get(peer.name, ())]
-        self._tell("shrinks" if kept else "ends", peer, workers=kept)
-        self._begin(granted)
+        self._tell("shrinks" if peer.name in self.permits.parts else "ends", peer, workers=self._held(peer))
+        self._grant(granted)
 
-    def _begin(self, granted: Iterable[str]) -> None:
-        for peer in map(self.peers.__getitem__, granted):
-            peer.begun = time.monotonic()
-            self._tell("begins", peer, workers=peer.workers)
-            _send(peer.writer, {"granted": peer.phase})
+    def _held(self, peer: Peer) -> list[str]:
+        return [worker for worker in peer.workers if worker in self.permits.granted.get(peer.name, ())]
+
+    def _grant(self, granted: Iterable[tuple[str, Part]]) -> None:
+        """Note who has got workers, and tell all whom a change of the queues is news."""
+        for peer in [self.peers[name] for name in dict.fromkeys(name for name, _ in granted)]:
+            self._tell("grows" if peer.begun else "begins", peer, workers=self._held(peer))
+            peer.begun = peer.begun or time.monotonic()
+        for peer in self.peers.values():
+            if peer.name in self.permits.granted:
+                self._inform(peer)
+
+    def _inform(self, peer: Peer) -> None:
+        """Tell a pool which workers it has, and one that has parts for which of them others wait, if that is new."""
+        awaited = [peer.ranks(part) for part in self.permits.awaited(peer.name)] if peer.part else []
+        news: Message = {"granted": peer.ranks(self._held(peer)), "awaited": awaited, "number": peer.number}
+        if news != peer.told and not peer.writer.transport.get_write_buffer_size():  # else it reads nothing
+            _send(peer.writer, news)
+            peer.told = news
 
     def _tell(self, event: str, peer: Peer, **fields: object) -> None:
         self.record(event, job=peer.job, pool=peer.pool, phase=peer.phase, **fields)

@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 SECRET = "PLAINROLL_GROUP_SECRET"  # in the environment: others can read config files and command lines
 PHASES = ("start", "rollout", "train")
@@ -45,7 +46,7 @@ class Connection:
                 self._socket.connect(address)
         except OSError as error:  # a name that cannot be resolved, a path that is too long, too
             raise self._error(f"cannot reach it ({error.strerror or error}); start the group with mux.py") from None
-        self._lines = self._socket.makefile("rb")
+        self._arrived = b""  # and not read yet
         challenge = str(self.receive().get("challenge"))
         self.send(hello | {"proof": proof_of(secret, challenge)})
         self.answer = self.receive()
@@ -55,18 +56,30 @@ class Connection:
 
     def send(self, message: Message) -> None:
         try:
+            self._socket.settimeout(SILENCE)
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             raise self._gone() from None
 
     def receive(self) -> Message:
-        """Return the server's next message. Raises GroupError if it refuses, has gone, or shows no life."""
-        self._socket.settimeout(SILENCE)
+        """Wait for the server's next message. Raises GroupError if it refuses, has gone, or shows no life."""
+        if (message := self.next_within(SILENCE)) is None:
+            raise self._error(f"it has shown no sign of life for {SILENCE:g} s")
+        return message
+
+    def next_within(self, seconds: float) -> Message | None:
+        """Return the server's next message, or None if it does not come. Raises GroupError if it refuses, has gone."""
         try:
-            line = self._lines.readline(MAX_LINE)
-            message = json.loads(line) if line.endswith(b"\n") else None
-        except TimeoutError:
-            raise self._error(f"it has shown no sign of life for {SILENCE:g} s") from None
+            self._socket.settimeout(seconds)
+            while b"\n" not in self._arrived:
+                data = self._socket.recv(MAX_LINE)
+                if not data or len(self._arrived) > MAX_LINE:
+                    raise self._gone()
+                self._arrived += data
+            line, _, self._arrived = self._arrived.partition(b"\n")
+            message = json.loads(line)
+        except (TimeoutError, BlockingIOError):
+            return None
         except (OSError, ValueError):
             message = None
         if not isinstance(message, dict):
@@ -79,7 +92,6 @@ class Connection:
         return self._error("it has gone; start the group again with mux.py --resume")
 
     def close(self) -> None:
-        self._lines.close()
         self._socket.close()
 
 
@@ -90,16 +102,37 @@ class Client(Connection):
         """`pool`: train, rollout, or all for ranks that do both. `on_wait` is called every second of a wait."""
         super().__init__(server, {"job": job, "pool": pool}, secret)
         self.wait_seconds, self.on_wait = wait_seconds, on_wait
+        self.number = 0  # of the newest request
+        self.ranks: list[int] = []  # of the pool, whose permits are there; at the start, of the job
+        self.awaited: list[list[int]] = []  # each of these would let another job begin, or go on with more
 
-    def request(self, phase: str) -> None:
-        """Wait for the permit of a phase, one of PHASES: for the pool's workers, at the start for all of the job's."""
-        self.send({"request": phase})
+    def request(self, phase: str, part: int = 0) -> None:
+        """Wait for the permit of a phase, one of PHASES: for the pool's workers, at the start for all of the job's.
+
+        `part`: ranks of the pool that can begin without the others, next to each other. Then this waits for the first
+        part, and `look` tells of more. 0: all begin together.
+        """
+        self.number, self.ranks, self.awaited = self.number + 1, [], []
+        self.send({"request": phase, "part": part})
         deadline = time.monotonic() + self.wait_seconds
-        while "granted" not in self.receive():
+        while True:
+            self._take(self.receive())
+            if self.ranks:
+                return
             if time.monotonic() > deadline:
                 raise self._error(f"no permit for {phase} within group.wait_seconds = {self.wait_seconds:g}")
             self.on_wait()
 
-    def release(self, workers: Sequence[int] | None = None) -> None:
-        """Give the permit back, or that for some of the pool's ranks, by their numbers in the pool."""
-        self.send({"release": None if workers is None else [*workers]})
+    def look(self) -> None:
+        """Have `ranks` and `awaited` as the server says by now. Does not wait."""
+        while message := self.next_within(0.0):
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case {"granted": [*ranks], "awaited": [*awaited], "number": self.number}:  # not of an earlier request
+                self.ranks, self.awaited = cast(list[int], ranks), cast(list[list[int]], awaited)
+
+    def release(self, ranks: Sequence[int] | None = None) -> None:
+        """Give the permit back, or that for some of the pool's ranks. What has not been granted is withdrawn."""
+        self.send({"release": None if ranks is None else [*ranks]})

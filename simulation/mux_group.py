@@ -1,22 +1,21 @@
 """One co-execution group, response by response: rollouts whose workers come and go, and tail migration. No torch.
 
-The permits are those of the server (policies/group.py), rounds and engines those of simulate.py. Each replica of
-a rollout has a permit of its own: so a rollout begins on the GPUs that are free, and goes on to the others when they
-are. At a share of its responses it keeps a few replicas and gives back the rest, if others wait for these. Real groups
-differ: a rollout there has one permit for all of its workers, and gives back a part of them in any case. (RollMux,
-arXiv 2512.11306, section 4.3)
+The permits are those of the server (policies/group.py), rounds and engines those of simulate.py. A rollout begins on
+the replicas whose GPUs are free, and goes on to the others when they are. At a share of its responses it keeps a few
+replicas and gives back the rest, if others wait for these. (RollMux, arXiv 2512.11306, section 4.3)
 """
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from math import inf
 from statistics import fmean
 
 from core import RoundPlan, SampleId
-from policies.group import Permits, Worker
+from policies.group import Part, Permits
+from policies.placement import Placement
 from policies.scale_down import StreamConfig
 from scheduler import RoundPolicy, SchedulerConfig
 from simulate import ClusterConfig, SimulatedRound, Simulation, SimulationConfig, load_hardware, load_model_file
@@ -30,9 +29,6 @@ ENGINE = "qwen3-8b-base"  # whose file has the engine of this paper's group, fit
 # An H20 has few operations for its memory, and reaches more of them: set by hand.
 PREFILL = {"h20": 0.85, "h800": 0.5}
 TRAIN = 0.27  # share of the peak that training reaches; fitted, as the prompts of a batch, to the paper's Figure 2
-
-
-Replica = tuple[Worker, ...]  # the GPUs that decode together, or TRAINING: all that train
 
 
 @dataclass(frozen=True)
@@ -68,14 +64,14 @@ class SharedRound(SimulatedRound):
     def __init__(self, run: Simulation, plan: RoundPlan, step: int):
         super().__init__(run, plan, step)
         self.spare, self.replicas = self.replicas, []
-        self.placement.live.clear()
+        self.placement = Placement(0)
 
     def join(self, now: float) -> None:
         """Go on with one replica more. It takes over what others have too much of."""
         replica = self.spare.pop()
         replica.clock, replica.iteration = max([now, *(other.clock for other in self.replicas)]), self.iteration
+        self.placement.join(len(self.replicas))
         self.replicas.append(replica)
-        self.placement.live.append({})
 
     def shrink(self, keep: int) -> None:
         """Go on with the first replicas only."""
@@ -128,11 +124,11 @@ class Job:
         self.name, self.kind, self.train_seconds, self.depth = name, kind, train_seconds, depth
         tp = kind.tensor_parallel
         of_node = [range(first, first + tp) for first in range(0, kind.nodes * NODE // len(nodes), tp)]
-        self.pool: list[Replica] = [tuple((node, gpu) for gpu in gpus) for node in nodes for gpus in of_node]
+        self.pool: list[Part] = [tuple((node, gpu) for gpu in gpus) for node in nodes for gpus in of_node]
         self.run = kind.simulation(gpus[0], seed)
         self.costs = Costs(load_hardware(gpus[1]), self.run.model.shape, self.run.model.efficiency)
         self.round: SharedRound | None = None
-        self.replicas: list[Replica] = []  # of the round
+        self.replicas: list[Part] = []  # of the round: the GPUs of each
         self.is_tail = self.is_done = False
         self.rolls = self.trains = False  # or waits to
         self.begun = 0  # rollouts that it has asked for
@@ -160,7 +156,7 @@ class Job:
 class Held:
     """Workers in the hands of a job."""
 
-    workers: Replica
+    workers: Part
     job: str
     start: float
     end: float
@@ -172,10 +168,10 @@ class Group:
     def __init__(self, jobs: Sequence[Job], train_nodes: int = 1, tail_share: float = 1.0, tail_replicas: int = 2):
         """`tail_share`: of its responses, at which a rollout goes on with `tail_replicas` of its replicas."""
         self.jobs, self.train_nodes, self.tail_share, self.tail_replicas = jobs, train_nodes, tail_share, tail_replicas
-        self.permits, self.order = Permits(), count()
+        self.permits, self.order = Permits(), itertools.count()
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
-        self.asked: dict[str, tuple[Job, Replica]] = {}  # by the name of a permit
-        self.since: dict[str, float] = {}  # of permits that are given
+        self.asked: dict[str, Job] = {}  # by the name of a phase
+        self.since: dict[tuple[Job, Part], float] = {}  # of permits that are given
         self.held: list[Held] = []
 
     def play(self, iterations: int) -> list[float]:
@@ -199,36 +195,36 @@ class Group:
         """Ask for the phases that a job may begin."""
         if not job.rolls and job.begun <= len(job.ends) + job.depth:
             job.rolls, job.begun = True, job.begun + 1
-            self._ask(job, job.pool, now)
+            self._ask(job, job.pool, "rollout", now)
         if not job.trains and job.batches:
             job.trains = True
-            self._ask(job, [TRAINING], now)
+            self._ask(job, [TRAINING], "train", now)
 
-    def _ask(self, job: Job, replicas: Iterable[Replica], now: float) -> None:
-        for workers in replicas:
-            self.asked[f"{job.name} {workers}"] = job, workers
-            self._begin(self.permits.request(f"{job.name} {workers}", workers), now)
+    def _ask(self, job: Job, parts: Iterable[Part], phase: str, now: float) -> None:
+        self.asked[f"{job.name} {phase}"] = job
+        self._begin(self.permits.request(f"{job.name} {phase}", parts), now)
 
-    def _begin(self, granted: Iterable[str], now: float) -> None:
-        for name in granted:
-            self.since[name] = now
-            job, workers = self.asked[name]
+    def _begin(self, granted: Iterable[tuple[str, Part]], now: float) -> None:
+        for name, workers in granted:
+            job = self.asked[name]
+            self.since[job, workers] = now
             if workers == TRAINING:
                 seconds = self._switch(job, True) + job.batches.pop(0) + job.kind.sync
                 self._at(now + seconds, partial(self._trained, job))
             else:
                 self._at(now + self._switch(job, False), partial(self._join, job, workers))
 
-    def _release(self, job: Job, replicas: Iterable[Replica], now: float) -> None:
-        for name in [f"{job.name} {workers}" for workers in replicas]:
-            if name in self.since:
-                self.held.append(Held(self.asked[name][1], job.name, self.since.pop(name), now))
-            self._begin(self.permits.release(name), now)
+    def _release(self, job: Job, parts: Iterable[Part], phase: str, now: float) -> None:
+        given = [*parts]
+        for workers in given:
+            if (job, workers) in self.since:
+                self.held.append(Held(workers, job.name, self.since.pop((job, workers)), now))
+        self._begin(self.permits.release(f"{job.name} {phase}", {*itertools.chain(*given)}), now)
 
     # ---- phases ------------------------------------------------------------------------------------------------
 
-    def _join(self, job: Job, workers: Replica, now: float) -> None:
-        if f"{job.name} {workers}" not in self.since:
+    def _join(self, job: Job, workers: Part, now: float) -> None:
+        if (job, workers) not in self.since:
             return  # the round has shrunk meanwhile
         if not job.round:
             job.begin()
@@ -241,26 +237,25 @@ class Group:
         assert job.round
         if job.is_done:
             job.rollouts.append(now - start)
-            self._release(job, job.pool, now)
+            self._release(job, job.pool, "rollout", now)
             job.end(self.train_nodes)
             self._go_on(job, now)
             return
-        if job.round.share >= self.tail_share and not job.is_tail and self._awaited(job):
-            job.is_tail = True
-            job.round.shrink(self.tail_replicas)
-            job.replicas = job.replicas[: self.tail_replicas]
-            self._release(job, [workers for workers in job.pool if workers not in job.replicas], now)
+        if job.round.share >= self.tail_share and not job.is_tail:
+            kept = job.replicas[: self.tail_replicas]
+            leaving = [workers for workers in job.pool if workers not in kept]
+            freed = {*itertools.chain(*leaving)}
+            if any(freed.issuperset(part) for part in self.permits.awaited(f"{job.name} rollout")):
+                job.is_tail, job.replicas = True, kept
+                job.round.shrink(self.tail_replicas)
+                self._release(job, leaving, "rollout", now)
         job.is_done = job.round.go_on(job.run.policy, self.events[0][0] if self.events else inf)
         self._at(job.round.seconds, partial(self._decode, job, start))
-
-    def _awaited(self, job: Job) -> bool:
-        """Whether others wait for its workers: else giving some back would make its tail longer for nothing."""
-        return any(len(self.permits.queues[worker]) > 1 for workers in job.replicas for worker in workers)
 
     def _trained(self, job: Job, now: float) -> None:
         job.ends.append(now)
         job.trains = False
-        self._release(job, [TRAINING], now)
+        self._release(job, [TRAINING], "train", now)
         self._go_on(job, now)
 
     def busy(self) -> tuple[float, float]:

@@ -1,13 +1,15 @@
 """Permits and admission of co-execution groups (policies/group.py, policies/admission.py), by brute force."""
 
+import copy
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Collection
 
 import pytest
 
 from policies.admission import Asked, MuxGroup, Prices, admit, alone, placements
-from policies.group import Member, Permits, cycle, least_periods, load, most_periods, periods, play
+from policies.group import Member, Part, Permits, Worker, cycle, least_periods, load, most_periods, periods, play
 from simulation.mux_jobs import MIXES, arrivals
 from simulation.mux_orders import best, random_groups, utilisation
 
@@ -84,26 +86,88 @@ def test_no_job_starves_and_no_worker_has_two():
 
 
 def test_permits_go_in_the_order_of_requests():
-    permits = Permits()
-    assert permits.request("a", ["node0", "node1"]) == ["a"]
-    assert permits.request("b", ["node1"]) == []
-    assert permits.request("c", ["node0"]) == []
-    assert permits.release("a", ["node0"]) == ["c"]  # early: its tail goes on elsewhere
-    assert permits.release("a") == ["b"]
+    permits, both = Permits(), ("node0", "node1")
+    assert permits.request("a", [both]) == [("a", both)]
+    assert permits.request("b", [["node1"]]) == []
+    assert permits.request("c", [["node0"]]) == []
+    assert permits.release("a", ["node0"]) == [("c", ("node0",))]  # early: its tail goes on elsewhere
+    assert permits.release("a") == [("b", ("node1",))]
     assert permits.release("a") == []
     with pytest.raises(ValueError, match="job b asks for a phase and is in another"):
-        permits.request("b", ["node0"])
+        permits.request("b", [["node0"]])
 
 
 def test_a_request_that_is_withdrawn_holds_up_nobody():
     permits = Permits()
-    permits.request("a", ["node0"])
-    permits.request("b", ["node0", "node1"])
-    assert permits.request("c", ["node1"]) == []  # behind b
-    assert permits.release("b") == ["c"]
+    permits.request("a", [["node0"]])
+    permits.request("b", [["node0", "node1"]])
+    assert permits.request("c", [["node1"]]) == []  # behind b
+    assert permits.release("b") == [("c", ("node1",))]
     with pytest.raises(ValueError, match="job d asks for a phase and waits for another"):
-        permits.request("d", ["node0"])
-        permits.request("d", ["node0"])
+        permits.request("d", [["node0"]])
+        permits.request("d", [["node0"]])
+
+
+def test_a_phase_in_parts_begins_on_the_first_and_withdraws_the_rest():
+    permits, parts = Permits(), [("node0", "node1"), ("node2", "node3")]
+    assert permits.request("a", parts) == [("a", part) for part in parts]
+    assert permits.request("b", parts) == permits.request("c", [["node1", "node2"]]) == []
+    assert permits.awaited("a") == parts and permits.awaited("b") == []  # c waits for b
+    assert permits.release("a", ["node2"]) == []
+    assert permits.awaited("a") == [parts[0], ("node3",)]
+    assert permits.release("a", ["node3"]) == [("b", parts[1])]
+    assert permits.release("b") == [] and permits.awaited("a") == [("node1",)]
+    assert permits.release("a", ["node1"]) == [("c", ("node1", "node2"))]
+
+
+class Watched(Permits):
+    """Permits that are looked at after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: defaultdict[Worker, list[str]] = defaultdict(list)  # who waits or works, first come first
+
+    def ask(self, job: str, parts: list[Part]) -> None:
+        for worker in itertools.chain(*parts):
+            self.asked[worker].append(job)
+        self.request(job, parts)
+        self.look()
+
+    def give(self, job: str, workers: Collection[Worker]) -> None:
+        for worker in workers:
+            self.asked[worker].remove(job)
+        self.release(job, workers)
+        self.look()
+
+    def look(self) -> None:
+        for worker, queue in self.asked.items():
+            assert self.queues[worker] == queue
+            holders = [job for job, held in self.granted.items() if worker in held]
+            assert holders in ([], queue[:1]), "a worker has two jobs, or another than the first"
+        for job, parts in self.parts.items():
+            for part in parts:
+                is_first = all(self.queues[worker][0] == job for worker in part)
+                assert is_first == ({*part} <= self.granted.get(job, set())), "a part waits for nobody, or is early"
+            for part in self.awaited(job):
+                assert any(other != job for other, _ in copy.deepcopy(self).release(job, part)), "given for nothing"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_is_granted_in_the_end_and_each_worker_serves_in_order(seed: int):
+    """Random groups, phases in parts or all at once, workers that are given back early, and jobs that die."""
+    rng, permits = random.Random(seed), Watched()
+    workers, jobs = range(rng.randint(1, 6)), [f"job{i}" for i in range(rng.randint(1, 6))]
+    for _ in range(100):
+        job = rng.choice(jobs)
+        held = [*itertools.chain(*permits.parts.get(job, ()))]
+        if not held:
+            mine, size = rng.sample(workers, rng.randint(1, len(workers))), rng.randint(1, 3)
+            permits.ask(job, [tuple(mine[i : i + size]) for i in range(0, len(mine), size)])
+        elif job in permits.granted or rng.random() < 0.1:  # else it waits, and may die
+            permits.give(job, rng.sample(held, rng.choice([len(held), rng.randint(1, len(held))])))
+    while permits.parts:  # all end, and ask for no more
+        job = rng.choice(sorted(permits.granted))  # there is always one, until all have had their turn
+        permits.give(job, [*itertools.chain(*permits.parts[job])])
 
 
 # ---- admission ---------------------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def test_a_released_job_has_given_its_memory_back_and_refuses_to_work(settings) 
         job.release()
         assert kv_memory.expired() and job.engine.runner.memory.whole is None
         assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
-        given = partial(job.regroup, plan), partial(job.roll_out, plan), partial(job.learn, rollout)
-        for work in (job.plan, *given, job.evaluate, job.save, job.release):
+        given = partial(job.roll_out, plan), partial(job.learn, rollout)
+        for work in (*given, job.evaluate, job.save, job.release):
             with pytest.raises(RuntimeError, match="take_back"):
                 work()
         assert job.step == 1

@@ -38,7 +38,78 @@ def test_pools_of_a_group_work_side_by_side_but_a_start_takes_all_workers(group:
     assert len(group.came("begins")) == 2
     a.release()
     waits.join(LONGEST)
-    assert group.came("begins")[-1] == {"job": "b", "pool": "train", "phase": "start", "workers": PLACES["b"]["all"]}
+    workers = [*PLACES["b"]["all"]]
+    assert group.came("begins")[-1] == {"job": "b", "pool": "train", "phase": "start", "workers": workers}
+
+
+def test_a_rollout_in_parts_begins_on_the_first_and_hears_of_more(group: Group) -> None:
+    a, b, c = (group.connect(name) for name in "abc")
+    c.request("rollout")  # on worker 1
+    a.request("rollout", part=1)
+    assert (a.ranks, a.awaited) == ([0], [])
+    waits = in_thread(lambda: b.request("rollout", part=1))
+    until(lambda: (a.look(), a.awaited)[1])
+    assert a.awaited == [[0]]
+    c.release()
+    until(lambda: (a.look(), a.ranks)[1] == [0, 1])
+    assert sorted(a.awaited) == [[0], [1]]
+    a.release([0])
+    waits.join(LONGEST)
+    assert b.ranks == [0]
+    a.release()
+    until(lambda: (b.look(), b.ranks)[1] == [0, 1])
+    b.release()
+    until(lambda: len(group.came("ends")) == 3)
+    assert [(e["job"], e["workers"]) for e in group.came("grows")] == [("a", ["rollout 0", "rollout 1"])] + [
+        ("b", ["rollout 0", "rollout 1"])
+    ]
+    assert group.came("shrinks") == [{"job": "a", "pool": "rollout", "phase": "rollout", "workers": ["rollout 1"]}]
+
+
+def test_what_is_given_back_before_it_is_granted_is_withdrawn(group: Group) -> None:
+    a, b, c = (group.connect(name) for name in "abc")
+    c.request("rollout")
+    a.request("rollout", part=1)
+    a.release([1])
+    c.release()
+    b.send({"request": "rollout", "part": 1})
+    until(lambda: [e["workers"] for e in group.came("begins")][-1] == ["rollout 1"])
+    a.release()
+    until(lambda: group.came("grows"))
+    assert [e["job"] for e in group.came("begins")] == ["c", "a", "b"] and group.came("grows")[0]["job"] == "b"
+
+
+def test_news_of_an_earlier_request_are_not_read_as_those_of_the_next(group: Group) -> None:
+    a, b = group.connect("a"), group.connect("b")
+    a.request("rollout", part=1)
+    b.send({"request": "rollout", "part": 1})
+    until(lambda: len(group.came("asks")) == 2)
+    a.release()  # it has not read yet that b waits
+    waits = in_thread(lambda: a.request("rollout", part=2))
+    until(lambda: len(group.came("asks")) == 3)
+    assert a.ranks == a.awaited == []
+    b.release([1])
+    b.send({"release": None})
+    waits.join(LONGEST)
+    assert (a.ranks, a.awaited) == ([0, 1], [])
+
+
+@pytest.mark.parametrize("shrinks", [False, True])
+def test_a_job_that_dies_with_a_part_of_its_workers_holds_up_nobody(group: Group, shrinks: bool) -> None:
+    """It has had all and shrunk, or it waits for the rest."""
+    a, b, c = (group.connect(name) for name in "abc")
+    if not shrinks:
+        c.request("rollout")
+    a.request("rollout", part=1)
+    if shrinks:
+        a.release([1])
+    b.send({"request": "rollout", "part": 1})
+    until(lambda: len(group.came("asks")) == 3 - shrinks)
+    a.close()
+    until(lambda: group.came("left"))
+    c.close()
+    b.number = 1
+    until(lambda: (b.look(), b.ranks)[1] == [0, 1])
 
 
 def test_some_workers_are_given_back_early(group: Group) -> None:
@@ -56,7 +127,7 @@ def test_some_workers_are_given_back_early(group: Group) -> None:
 def test_a_closed_connection_gives_back_its_permit_and_withdraws_its_request(group: Group) -> None:
     a, b, c = (group.connect(name) for name in "abc")
     a.request("rollout")
-    b.send({"request": "rollout"})
+    b.send({"request": "rollout", "part": 0})
     until(lambda: len(group.came("asks")) == 2)
     b.close()
     until(lambda: len(group.came("left")) == 1)
@@ -78,14 +149,20 @@ def test_a_closed_connection_gives_back_its_permit_and_withdraws_its_request(gro
         b"9" * 70_000 + b"\n",
         b"1\n",
         b"{}\n",
-        b'{"request": "lunch"}\n',
-        b'{"request": ["rollout"]}\n',
-        b'{"request": "rollout", "as": "root"}\n',
+        b'{"request": "rollout"}\n',
+        b'{"request": "lunch", "part": 0}\n',
+        b'{"request": ["rollout"], "part": 0}\n',
+        b'{"request": "rollout", "part": 0, "as": "root"}\n',
+        b'{"request": "rollout", "part": true}\n',
+        b'{"request": "rollout", "part": 1.0}\n',
+        b'{"request": "rollout", "part": -1}\n',
+        b'{"request": "rollout", "part": 3}\n',
+        b'{"request": "start", "part": 1}\n',
         b'{"release": [2]}\n',
         b'{"release": [[0]]}\n',
         b'{"release": [0.0]}\n',
         b'{"release": [-1]}\n',
-        b'{"request": "rollout"}\n{"request": "rollout"}\n',
+        b'{"request": "rollout", "part": 0}\n{"request": "rollout", "part": 0}\n',
     ],
 )
 def test_a_wrong_message_closes_its_connection_and_nothing_else(group: Group, line: bytes) -> None:
