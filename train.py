@@ -69,12 +69,10 @@ def take_step(job: Job) -> Record:
         plan = job.plan()  # which prompts, how many responses of each (3)
         job.regroup(plan)  # tensor-parallel size of the round (4.2)
     with job.phases("rollout", job.part_of(plan)):
-        if job.config.run.replay:
-            rollout = job.replay()
-        elif job.endless:
-            rollout = job.next_batch()  # decoding goes on across updates (ROLL Flash)
-        elif plan:
+        if plan:
             rollout = job.roll_out(plan)  # windows of decoding, grading beside them, aborts (3, 4.3, 4.4)
+        elif job.config.run.replay or job.endless:  # the latter decodes on across updates (ROLL Flash)
+            rollout = job.replay() if job.config.run.replay else job.next_batch()
     rollout = job.hand_over(rollout)  # to ranks that only train
     with job.phases("train"):
         advantages, updates = job.learn(rollout)

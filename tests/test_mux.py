@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, train_runs
 from groups import until
+from test_updates import tokens_of
 
 import mux
 from config import ConfigError, load_config
@@ -147,13 +148,7 @@ def test_a_job_that_is_killed_and_resumed_is_the_same_as_alone_and_so_are_the_ot
     }
     own |= {"data__eval_prompts": 0, "reward__also": f"{ROOT}/tests/graders.py:share_of_digits=1"}
     for seed, name in enumerate("ab"):
-        flags = settings(name, run__seed=seed, **own)
-        sections = {flag.partition(".")[0][2:] for flag in flags}
-        text = ""
-        for section in sorted(sections):
-            keys = [flag.partition(".")[2] for flag in flags if flag.startswith(f"--{section}.")]
-            text += f"[{section}]\n" + "".join(map(_toml_line, keys))
-        Path(f"{name}.toml").write_text(text)
+        write_settings(name, settings(name, run__seed=seed, **own))
     process = begin(["--mux.jobs=[]", "--mux.dir=mux"], RANKS)
     until(Path("mux/server/socket").exists)
     for name in "ab":
@@ -178,14 +173,52 @@ def test_a_job_that_is_killed_and_resumed_is_the_same_as_alone_and_so_are_the_ot
         assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.slow
+def test_the_next_job_decodes_beside_the_tail_of_another(
+    files, settings, run_ranks, mixed_prompts: Path, tmp_path: Path
+) -> None:
+    """Two real jobs on the same two workers, on which they train too."""
+    own: dict[str, object] = {"run__steps": 3, "run__eval_every": 0, "run__dump_rollouts": "true"}
+    own |= {"data__train": mixed_prompts, "data__task": f"{ROOT}/tests/graders.py:share_of_digits"}
+    own |= {"data__eval_prompts": 0, "scheduler__policy": "synchronous", "scheduler__window_iterations": 4}
+    own |= {"rollout__stop": json.dumps([*"ABCDEFGH"]), "rollout__max_prompt_tokens": 32}
+    own |= {"rollout__max_response_tokens": 96, "trainer__lr": 3e-3}
+    for seed, name in enumerate("ab"):
+        write_settings(name, settings(name, run__seed=seed, group__tail_share=0.5, **own))
+    assert mux.main(['--mux.jobs=["a.toml", "b.toml"]', "--mux.dir=mux"], RANKS) == 0
+    rows = [row for row in events() if row["event"] in ("begins", "grows", "shrinks", "ends")]
+    tails = [(tail, after) for tail, after in pairwise(rows) if tail["event"] == "shrinks"]
+    assert len(tails) >= 2
+    for tail, after in tails:  # it has a worker still
+        assert after["event"] == "begins" and after["phase"] == "rollout" and after["job"] != tail["job"]
+        assert sorted(tail["workers"] + after["workers"]) == ["rollout 0", "train 0"]
+    assert any(row["event"] == "grows" for row in rows)
+    run_ranks(2, train_runs, *(settings(f"alone_{name}", run__seed=seed, **own) for seed, name in enumerate("ab")))
+    for name in "ab":
+        folders = Path(name), Path(f"alone_{name}")
+        assert tokens_of(folders[0]) == tokens_of(folders[1])
+        for together, solo in zip(*map(losses_of, folders), strict=True):
+            assert together == pytest.approx(solo, abs=1e-5)
+
+
 def losses_of(folder: Path) -> list[tuple[float, float]]:
     records = read_records(folder / "steps.jsonl")
     return [(record["train"]["loss"], record["train"]["grad_norm"]) for record in records if record["step"]]
 
 
+def write_settings(name: str, flags: list[str]) -> None:
+    """Write a command line as a job's file."""
+    text = ""
+    for section in sorted({flag.partition(".")[0][2:] for flag in flags}):
+        keys = [flag.partition(".")[2] for flag in flags if flag.startswith(f"--{section}.")]
+        text += f"[{section}]\n" + "".join(map(_toml_line, keys))
+    Path(f"{name}.toml").write_text(text)
+
+
 def _toml_line(key: str) -> str:
     name, _, value = key.partition("=")
-    return f"{name} = {value}\n" if value.replace(".", "").replace("e-", "").isdigit() else f'{name} = "{value}"\n'
+    is_text = not (value == "true" or value[0] in "[0123456789")
+    return f'{name} = "{value}"\n' if is_text else f"{name} = {value}\n"
 
 
 def _command(pid: int) -> bytes:
