@@ -84,9 +84,9 @@ def load_config(cls: type[C], path: str | None, overrides: list[str]) -> C:
         try:
             values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"--config={path}: cannot read it ({error.strerror}); configs/ has examples") from None
+            raise ConfigError(f"{path}: cannot read it ({error.strerror}); configs/ has examples") from None
         except (ValueError, RecursionError) as error:  # TOML, encoding, a number of thousands of digits
-            raise ConfigError(f"--config={path}: not valid TOML: {error}") from None
+            raise ConfigError(f"{path}: not valid TOML: {error}") from None
         config = _merge(config, values, source=f"{path}: ")
     for override in overrides:
         key, equals, text = override.removeprefix("--").partition("=")

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -175,7 +176,7 @@ class Mux:
         self.server = GroupServer({}, self.record, secret, config.phase_seconds, self.end_job, self.command)
         self.events = open(Path(config.dir) / "mux.jsonl", "a", encoding="utf-8")
         self.tasks, self.codes = set[asyncio.Task[None]](), dict[str, int]()
-        self.shown, self.left, self.signal = dict[str, int](), dict[str, float](), 0
+        self.shown, self.left, self.signal = dict[str, object](), dict[str, float](), 0
         self.asked, self.waited, self.phase = dict[str, float](), defaultdict[str, float](float), dict[str, str]()
 
     async def run(self, jobs: Sequence[JobRun]) -> int:
@@ -203,6 +204,13 @@ class Mux:
         )
 
     def start(self, job: JobRun, resume: bool) -> None:
+        """Start a job. Raises ConfigError when nothing can be written into its folder."""
+        try:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            (job.folder / "console.log").touch()
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"{job.path}: run.dir = {str(job.folder)!r}: {why}; choose another folder") from None
         self.jobs[job.name] = job
         self.server.places[job.name] = job.place
         self.left = {pool: at for pool, at in self.left.items() if pool.rpartition("/")[0] != job.name}
@@ -336,7 +344,9 @@ class Mux:
     def _job(self, name: str, runs: bool) -> JobRun:
         if name not in self.jobs or self.jobs[name].runs != runs:
             names = ", ".join(other for other, job in self.jobs.items() if job.runs == runs) or "none"
-            raise ConfigError(f"no job {name!r} that {'runs' if runs else 'has ended'}: {names}")
+            raise ConfigError(
+                f"no job {name!r} {'runs' if runs else 'has ended'}; those that {'run' if runs else 'have'}: {names}"
+            )
         return self.jobs[name]
 
     # ---- what is told --------------------------------------------------------------------------------------------
@@ -365,7 +375,7 @@ class Mux:
         print(f"{job.name}: {text}", flush=True)
 
     def report(self) -> None:
-        """Print a line for each job that has taken a step."""
+        """Print a line for each job that has taken a step, or says how its start goes on."""
         for name, job in self.jobs.items():
             record = job.newest_record()
             if "reward" in record and record["step"] != self.shown.get(name):
@@ -375,6 +385,9 @@ class Mux:
                     job,
                     f"step {record['step']}/{job.steps}, reward {record['reward']:.3f}, {phase}, waited {waited:.1f} s",
                 )
+            elif self.phase.get(name) == "start" and (line := job.newest_line()) not in ("", self.shown.get(name)):
+                self.shown[name] = line
+                self.say(job, line)
 
 
 def run_group(config: MuxConfig, script: str, resume: bool) -> int:
@@ -415,16 +428,24 @@ def ask(config: MuxConfig, words: Sequence[str], flags: argparse.Namespace) -> i
     elif words[0] != "status":
         message["job"] = words[1]
     try:
-        print(Connection(config.address, message, os.environ.get(SECRET, "")).answer["answer"])
+        answer = Connection(config.address, message, os.environ.get(SECRET, "")).answer
     except GroupError as error:
-        print(f"error: {error}", file=sys.stderr)
+        answer = {"refused": error}
+    if "refused" in answer:
+        print(f"error: {answer['refused']}", file=sys.stderr)
         return 1
+    print(answer["answer"])
     return 0
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}; --help shows what mux.py takes")
 
 
 def main(argv: list[str], script: str = str(HERE / "train.py")) -> int:
     """Run the command line; return the exit code. `script` is what jobs run."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     for flag in ("--check", "--resume"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
@@ -432,13 +453,13 @@ def main(argv: list[str], script: str = str(HERE / "train.py")) -> int:
     parser.add_argument("--rollout-workers", type=int)
     for flag in ("--rollout-seconds", "--train-seconds"):
         parser.add_argument(flag, type=float)
-    flags, rest = parser.parse_known_args(argv)
-    words = [text for text in rest if not text.startswith("--")]
-    overrides = [text for text in rest if text.startswith("--")]
-    if flags.help:
-        print(USAGE + describe(GroupFile()))
-        return 0
     try:
+        flags, rest = parser.parse_known_args(argv)
+        words = [text for text in rest if not text.startswith("--")]
+        overrides = [text for text in rest if text.startswith("--")]
+        if flags.help:
+            print(USAGE + describe(GroupFile()))
+            return 0
         wanted = COMMANDS.get(words[0], 0) if words else 0
         if len(words) > 1 + wanted or (words and words[0] in COMMANDS and len(words) < 1 + wanted):
             raise ConfigError(f"cannot read {' '.join(words)!r}; --help shows what mux.py takes")

@@ -691,8 +691,7 @@ def check_run_folder(config: Config, resume: bool) -> None:
     try:
         before = flatten(load_config(Config, str(saved), []))
     except ConfigError as error:
-        reason = str(error).removeprefix("--config=")
-        raise ConfigError(f"--resume: {reason}; correct the file, or start another run in a new run.dir") from None
+        raise ConfigError(f"--resume: {error}; correct the file, or start another run in a new run.dir") from None
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream.", "group."))
         is_free &= key != "run.steps" or config.trainer.lr_schedule == "constant"  # a schedule ends with the run

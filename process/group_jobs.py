@@ -31,12 +31,13 @@ class JobRun:
     why: str = ""  # it was killed
     stopped: bool = False
     is_listed: bool = True  # in the group's file, else submitted
+    printed: int = 0  # bytes of console.log before its newest start
 
     async def run(self, resume: bool) -> int:
         """Start the job, wait for its end, return its exit code. What it prints goes to console.log in its folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.why, self.stopped = "", False
         with open(self.folder / "console.log", "ab") as console:
+            self.printed = console.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *(*self.command, *["--resume"] * resume),
                 env=os.environ | self.environment,
@@ -78,6 +79,13 @@ class JobRun:
         with suppress(ValueError):  # no job ends the others by what lies in its folder
             return dict(json.loads(lines[-1]) if lines else {})
         return {}
+
+    def newest_line(self) -> str:
+        """Return the newest whole line that it has printed since its start, if any."""
+        with open(self.folder / "console.log", "rb") as console:
+            console.seek(self.printed)
+            *lines, _ = console.read(TAIL).decode(errors="replace").split("\n")
+        return lines[-1] if lines else ""
 
     def last_words(self) -> str:
         """Return the line of its newest error."""

@@ -15,10 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from config import ConfigError
 from policies.group import Part, Permits, Worker
 from process.permits import MAX_LINE, PHASES, SILENCE, Message, address_of, proof_of
 
 Place = Mapping[str, tuple[str, ...]]  # workers of each pool of a job, in the order of its ranks
+LONGEST_ANSWER = 1000  # characters
 SIGN_SECONDS = 1.0  # between two signs of life to a pool that waits
 UNACKNOWLEDGED = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
@@ -65,7 +67,7 @@ class GroupServer:
     secret: str
     phase_seconds: float  # a phase that takes longer hangs
     end_job: Callable[[str, str], None]  # ends a job that hangs, and says why
-    command: Callable[[Message], str]  # does what a user asks for; raises ValueError when it cannot
+    command: Callable[[Message], str]  # does what a user asks for; raises ConfigError when it cannot
     permits: Permits = field(default_factory=Permits)
     peers: dict[str, Peer] = field(default_factory=dict)
 
@@ -100,7 +102,7 @@ class GroupServer:
             while peer and (line := await reader.readline()):
                 self._follow(peer, line)
         except (ValueError, RecursionError, TimeoutError) as error:
-            why = str(error)[:1000] or f"it said nothing for {SILENCE:g} s"
+            why = str(error)[:LONGEST_ANSWER] or f"it said nothing for {SILENCE:g} s"
             self.record("refused", job=peer.job if peer else "", why=why)
             _send(writer, {"error": why})
         except OSError:
@@ -127,7 +129,10 @@ class GroupServer:
             raise ValueError("a stranger: it does not hold the group's secret")
         match hello:
             case {"command": str()}:
-                _send(writer, {"answer": self.command(hello)})
+                try:
+                    _send(writer, {"answer": self.command(hello)})
+                except ConfigError as error:  # of a user: no stranger
+                    _send(writer, {"refused": str(error)[:LONGEST_ANSWER]})
                 return None
             case {"job": str(job), "pool": str(pool), **rest} if not rest:
                 if pool not in self.places.get(job, ()):

@@ -102,7 +102,10 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
     # With restarts, only torch's lines tell why a rank was started again.
     logging.disable(logging.WARNING if int(flags.max_restarts or 0) else logging.ERROR)
     try:
-        main([f"--nproc_per_node={ranks}", *given(flags), script, *arguments])
+        options = given(flags)
+        if not (flags.log_dir or flags.redirects or flags.tee):
+            options.append(f"--log_dir={os.devnull}")  # else torchrun leaves an empty folder in /tmp
+        main([f"--nproc_per_node={ranks}", *options, script, *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:

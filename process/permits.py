@@ -35,6 +35,8 @@ def address_of(server: str) -> str | tuple[str, int]:
 class Connection:
     """A connection to the server of a group. Every error is a GroupError."""
 
+    NAME = "the group at {!r}"  # in errors: mux.py finds it by mux.dir or mux.server
+
     def __init__(self, server: str, hello: Message, secret: str):
         """`hello` says who asks. The secret is for `host:port`: the folder of a Unix socket keeps others out."""
         self.server, address = server, address_of(server)
@@ -52,7 +54,7 @@ class Connection:
         self.answer = self.receive()
 
     def _error(self, text: str) -> GroupError:
-        return GroupError(f"group.server = {self.server!r}: {text}")
+        return GroupError(f"{self.NAME.format(self.server)}: {text}")
 
     def send(self, message: Message) -> None:
         try:
@@ -97,6 +99,8 @@ class Connection:
 
 class Client(Connection):
     """Asks for the permits of one pool of a job, on the pool's first rank."""
+
+    NAME = "group.server = {!r}"
 
     def __init__(self, server: str, job: str, pool: str, secret: str, wait_seconds: float, on_wait: Callable[[], None]):
         """`pool`: train, rollout, or all for ranks that do both. `on_wait` is called every second of a wait."""

@@ -90,7 +90,9 @@ time.sleep(120)
 def start(folder, how: str) -> subprocess.Popen:
     (folder / "script.py").write_text(SCRIPT)
     code = "import sys; from process.launcher import launch, parse; sys.exit(launch('script.py', *parse(sys.argv[1:])))"
+    (folder / "temporary").mkdir()
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
+    environment["TMPDIR"] = str(folder / "temporary")
     command = [sys.executable, "-c", code, "--ranks=2", how]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
@@ -109,6 +111,7 @@ def test_a_failure_is_one_line(tmp_path, how: str, code: int, line: str) -> None
     process = start(tmp_path, how)
     _, said = process.communicate(timeout=120)
     assert process.returncode == code and said.startswith(line) and len(said.splitlines()) == 1, said
+    assert not [*(tmp_path / "temporary").iterdir()]
 
 
 @pytest.mark.slow
