@@ -90,7 +90,7 @@ class Runner:
         attention = StepAttention(kv, decode, inputs, prefill)
         hidden = self.weights(attention.token_ids, attention.positions, attention)
         if n and drafts:
-            self.verify(batcher, drafts, hidden)
+            self.verify(batcher, drafts, hidden[: drafts.num_tokens])
             n, hidden = 0, hidden[drafts.num_tokens :]
         rows.length[:n] += 1
         batcher.count_decoded(n)
@@ -102,7 +102,7 @@ class Runner:
             rows.draw(slice(num_running - n, len(batcher.running)), self.weights.logits(hidden))
 
     def verify(self, batcher: Batcher, drafts: Drafts, hidden: Tensor) -> None:
-        """Draw after each token of a step with drafts, and keep what each row's draft foresaw. [T or more, hidden]"""
+        """Draw after each token of a step with drafts, and keep what each row's draft foresaw. [T, hidden_size]"""
         self.rows.verify(drafts, lambda part: self.weights.logits(hidden[part]))
         moves = batcher.count_verified(drafts.counts, drafts.kept)
         self.memory.copy((move.source, move.target) for move in moves)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import FusedEngine
+from test_drafts import Foresight, assert_same
 from torch.distributed import _symmetric_memory
 
 import parallel
@@ -93,8 +94,12 @@ def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
         assert len({t for s in whole.values() for t in s.token_ids}) > 4
         for i, s in split.items():
             assert s.logprobs == pytest.approx(whole[i].logprobs, abs=1e-4)
-        everyone = parallel.gather_objects(world, split)
-        assert all(other == split for other in everyone), "ranks must agree to the last bit"
+        engine.drafter = Foresight(whole, right=0.8)
+        drafted = generate(engine)
+        assert_same(drafted, whole, 1e-4)
+        assert engine.drafter.accepted > 0
+        everyone = parallel.gather_objects(world, (split, drafted))
+        assert all(other == (split, drafted) for other in everyone), "ranks must agree to the last bit"
 
 
 @pytest.mark.parametrize(
