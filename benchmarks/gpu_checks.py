@@ -3,13 +3,14 @@
 import copy
 import gc
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from gpu_rows import Section, measure_bandwidth, seconds_of
 from torch import Tensor
@@ -39,6 +40,7 @@ MODELS = {
     "1.5B": model_config(1536, 28, 12, 2, 8960, 151936, True),
     "7B": model_config(3584, 28, 28, 4, 18944, 152064, False),
 }
+Rows = Collection[tuple[Sequence, np.ndarray]]
 SMALL = model_config(64, 2, 4, 2, 128, 300, True)  # stands in on a CPU
 GREEDY, PLAIN = SamplingConfig(temperature=0.0), SamplingConfig()
 CUT = SamplingConfig(temperature=0.8, top_k=50, top_p=0.9)
@@ -350,6 +352,7 @@ def section_engine(s: Section) -> None:
         for own in (model, half) if s.on_gpu else (model,):
             parts.append(partial(check_paths, s, name, own, sampling, count))
     parts += [lambda: check_bf16(s, half, count), lambda: check_pressure(s, model, count), lambda: check_stop(s, model)]
+    parts += [lambda: check_drafts(s, model, count)]
     parts += [
         lambda: check_families(s, vocab),
         lambda: check_memory(s, half),
@@ -427,6 +430,37 @@ def check_stop(s: Section, model: Model) -> None:
     engine.tokenizer = engine.flights.tokenizer = reads
     sequences[0].stop = (f"<{expected[0][at - 1]}><{expected[0][at]}>",)
     same(s, "stop text", tokens_of(drain(engine, sequences)), expected | {0: expected[0][: at + 1]})
+
+
+class Foresight:
+    """Knows the responses; every third of its drafts begins with a wrong token, every third ends with one."""
+
+    def __init__(self, responses: dict[int, tuple[int, ...]]):
+        self.responses, self.accepted = responses, 0
+
+    def propose(self, rows: Rows) -> list[list[int]]:
+        drafts = [[*self.responses[q.prompt_index][len(text) : len(text) + 7]] for q, text in rows]
+        for (q, text), draft in zip(rows, drafts, strict=True):
+            if draft and (kind := (q.prompt_index + len(text)) % 3):
+                draft[0 if kind == 1 else -1] ^= 1
+        return drafts
+
+    def learn(self, outcome: Iterable[tuple[Sequence, int, int]]) -> None:
+        self.accepted += sum(accepted for *_, accepted in outcome)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """The seconds of a step do not matter here."""
+
+
+def check_drafts(s: Section, model: Model, count: int) -> None:
+    """Rows that verify drafts, in eager steps among those by graphs, draw what they draw without."""
+    vocab = model.shape.vocab_size
+    expected = tokens_of(drain(make_engine(model, PLAIN), make_sequences(count, vocab)))
+    engine = make_engine(model, PLAIN)
+    engine.drafter = drafter = Foresight(expected)
+    mine = tokens_of(drain(engine, make_sequences(count, vocab)))
+    more = f", {drafter.accepted} drafted, {engine.stats.decode_steps} steps"
+    same(s, "drafts", mine, expected, more, good=drafter.accepted > 0)
 
 
 def check_new_weights(s: Section, model: Model, c: dict, count: int, layout: str) -> None:

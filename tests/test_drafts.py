@@ -144,17 +144,18 @@ def test_drafts_in_vain_leave_the_books_as_they_were(model, kind: type[Engine], 
 
 @kinds
 def test_counters_count_drafts(model, kind: type[Engine]) -> None:
-    wanted = generate(make_engine(model, kind=kind), make_sequences(4))
-    engine = make_engine(model, kind=kind)
+    sequences = [replace(s, ignore_eos=True) for s in make_sequences(4)]
+    wanted = generate(make_engine(model, kind=kind), copy.deepcopy(sequences))
+    engine = make_engine(model, kind=kind, eos=range(256))
     engine.drafter = right = Foresight(wanted, 7, at_once=True)
-    assert_same(generate(engine, make_sequences(4)), wanted)
+    assert_same(generate(engine, copy.deepcopy(sequences)), wanted)
     steps = -(-(LIMIT - 1) // 8)  # the prefill draws the first token
     stats = engine.stats.take()
     assert (stats.decode_steps, stats.decoded_tokens) == (steps, 4 * (LIMIT - 1))
     assert stats.drafted_tokens == stats.accepted_tokens == 4 * (LIMIT - 1 - steps), "the last is not drafted"
     assert (right.steps, right.computed) == (steps, 4 * (LIMIT - 1))
     engine.drafter = wrong = Foresight(wanted, 7, right=0.0, at_once=True)
-    generate(engine, make_sequences(4))
+    generate(engine, sequences)
     drafted = 4 * sum(min(7, LIMIT - 1 - count) for count in range(1, LIMIT))
     assert (engine.stats.decode_steps, engine.stats.decoded_tokens) == (LIMIT - 1, 4 * (LIMIT - 1))
     assert (engine.stats.drafted_tokens, engine.stats.accepted_tokens) == (drafted, 0)
