@@ -18,6 +18,7 @@ from envs.episodes import Episodes
 from learning import group_advantages, learn, put_groups, told_advantages
 from metrics import Clock, Record, Recorder, peak_memory
 from model import Model, ModelShape, empty_model
+from overlap.drafting import Drafting
 from overlap.endless import Endless
 from overlap.phases import Phases
 from overlap.pools import make_pools
@@ -109,6 +110,7 @@ class Job:
         ends = checkpoint.eos_ids(self.source, self.tokenizer, shape.vocab_size)
         built = build_rollout(laid_out, self.trainer.model, ends, self.tokenizer, world)
         self.tp_groups, self.engine, self.planner = built
+        self.drafting = Drafting(config.drafts, self.engine, world, config.scheduler)
         self.streaming = None
         if config.stream.policy != "off" and world.size > 1:
             parts = self.engine, self.trainer, world, self.tp_groups
@@ -175,7 +177,7 @@ class Job:
         with clock.span("regroup"):
             self.engine.regroup(self.engine.parallel)  # new weights, on all: a rank without work makes no step
         played = self.make_round(clock)
-        with clock.span("rollout"):
+        with clock.span("rollout"), self.drafting(played, plan):
             if streamed:
                 streamed.play(played, referee)
             elif self.phases.part:
@@ -269,6 +271,7 @@ class Job:
             pool=pool,
             judge=judge,
             episodes=self.episodes.take_stats(),
+            drafts=self.drafting.policy.take_stats(),
         )
         reports = parallel.gather_objects(self.world, own)
         self._share_timeouts(report.pool for report in reports)
@@ -414,6 +417,8 @@ def state_of(job: Job) -> Record:
     }
     if job.streaming:
         state["streaming"] = job.streaming.state_dict()
+    if job.config.drafts.sources:
+        state["drafts"] = job.drafting.state_dict()
     if job.endless:
         state["endless"] = job.endless.state_dict()
     if job.pools:  # ranks that only train have no part in these
@@ -430,6 +435,8 @@ def restore(job: Job, saved: Path, state: Record) -> None:
     job.planner.load_state_dict(state["planner"])
     if job.streaming and "streaming" in state:
         job.streaming.load_state_dict(state["streaming"])
+    if "drafts" in state:
+        job.drafting.load_state_dict(state["drafts"])
     job.policy.load_state_dict(state["policy"], job.cursor.prompts)
     check_queue(job.policy, state, job.config.run.steps)
     job.engine.load_weights(job.trainer.model, job.step)

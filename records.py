@@ -11,6 +11,7 @@ from engine.sequence import EngineStats
 from envs.episodes import EpisodeStats
 from loss import ADVANTAGES, LossConfig
 from metrics import RankTrack, Record, quantiles
+from policies.drafts import DraftStats
 from policies.planner import Choice
 from policies.split import Work
 from rewards.gradings import PoolStats
@@ -30,6 +31,7 @@ class RankReport:
     pool: PoolStats
     judge: JudgeStats
     episodes: EpisodeStats
+    drafts: DraftStats
 
 
 def of_replicas(reports: Sequence[RankReport]) -> Sequence[RankReport]:
@@ -90,6 +92,7 @@ def step_record(
         **({**played, "round": {**played["round"], "window_wait": window_wait}} if played else {}),
         "train": train_record(updates),
         "engine": engine_record(reports),
+        **drafts_record(of_replicas(reports)),
         "judge": judge_record([r.judge for r in reports]),
         "memory": {name: sum(r.memory.get(name, 0.0) for r in reports) for name in reports[0].memory},
     }
@@ -114,6 +117,28 @@ def engine_record(reports: Sequence[RankReport]) -> dict[str, int]:
         "decode_steps": max(r.engine.decode_steps for r in reports),
         **{name: max(getattr(r.engine, name) for r in reports) for name in ("peak_pages", "peak_parked_pages")},
         "pages": reports[-1].num_pages,  # the last rank decodes in every run
+    }
+
+
+def drafts_record(replicas: Sequence[RankReport]) -> Record:
+    """Return what was drafted, and kept of it, by source; empty in a step without drafts.
+
+    "row_tokens": that a row drew in a step with drafts; "won_seconds" is an estimate, the sum over replicas.
+    """
+    stats = [r.drafts for r in replicas]
+    if not (steps := sum(s.steps for s in stats)):
+        return {}
+    drafted, accepted = (sum((Counter(getattr(s, name)) for s in stats), Counter()) for name in ("drafted", "accepted"))
+    return {
+        "drafts": {
+            "drafted": sum(r.engine.drafted_tokens for r in replicas),
+            "accepted": sum(r.engine.accepted_tokens for r in replicas),
+            "by_source": {name: {"drafted": drafted[name], "accepted": accepted[name]} for name in sorted(drafted)},
+            "steps": steps,
+            "row_tokens": sum(s.kept for s in stats) / sum(s.rows for s in stats),
+            "won_seconds": sum(s.won_seconds for s in stats),
+            "brought_tokens": sum(s.brought_tokens for s in stats),
+        }
     }
 
 

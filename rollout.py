@@ -7,6 +7,7 @@ rows have ended; on a GPU one step later, while the next step runs (engine/graph
 """
 
 import time
+from collections import abc
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
@@ -268,11 +269,11 @@ class Engine:
         self.flights.land(self.version)
         return self.flights.take()
 
-    def abort(self, ids: Iterable[SampleId]) -> dict[SampleId, int]:
-        """Drop sequences by id, free their pages, parked ones too, and return how many response tokens each had."""
+    def abort(self, ids: Iterable[SampleId]) -> dict[SampleId, abc.Sequence[int]]:
+        """Drop sequences by id, free their pages, parked ones too, and return the response tokens that each had."""
         ids = set(ids)
-        thrown = {sequence.id: len(sequence.token_ids) for sequence in self.export(ids)}
-        return thrown | {sample.id: len(sample.token_ids) for sample in self.flights.take(ids)}
+        thrown = {sequence.id: sequence.token_ids for sequence in self.export(ids)}
+        return thrown | {sample.id: sample.token_ids for sample in self.flights.take(ids)}
 
     def export(self, ids: Iterable[SampleId]) -> list[Sequence]:
         """Take sequences out with all they need to continue, token by token the same, in another engine's `add`."""

@@ -79,11 +79,11 @@ class Round:
         self.prompts: dict[VisitId, Visit] = {}
         self.samples: dict[SampleId, Sample] = {}  # finished on this rank
         self.rewards: dict[SampleId, Reward] = {}  # graded on this rank
-        self.aborted: dict[SampleId, int] = {}  # tokens of the responses that were stopped on this rank
+        self.dropped: dict[SampleId, Sequence[int]] = {}  # tokens of the responses that were stopped on this rank
+        self.aborted: dict[SampleId, int] = {}  # how many each had
         self.iteration = self.windows = self.migrated = 0
         self.decision = Decision()  # after the newest window
-        self.plain = (0, 0, 0.0)  # steps without prefill, the tokens that they drew, their seconds
-        self.prefill_seconds = 0.0
+        self.plain, self.prefill_seconds = (0, 0, 0.0), 0.0  # steps without prefill or drafts, their tokens and seconds
         self.resized: list[dict[str, object]] = []
         self.record: dict[str, object] = {}
         self.audited: dict[SampleId, tuple[int, float]] = {}
@@ -220,8 +220,8 @@ class Round:
         self.placement.remove(decision.abort)
         stopped = self.engine.abort(decision.abort) if decision.abort else {}
         for awaited in self.episodes.withdraw(decision.abort):
-            stopped[awaited.sequence.id] = len(awaited.turn.token_ids) if awaited.turn else 0
-        self.aborted.update(stopped if self.is_first else {})
+            stopped[awaited.sequence.id] = awaited.turn.token_ids if awaited.turn else ()
+        self.dropped.update(stopped if self.is_first else {})
         self._launch(decision.launch)
         if self.config.migrate:
             self.hand_over(self.placement.handovers())
@@ -251,13 +251,13 @@ class Round:
         self.graders.submit(sample.id, prompt.task, text, prompt.answer, row)
 
     def _step(self) -> list[Sample]:
-        stats = self.engine.batcher.stats
-        prefilled, decoded, start = stats.prefilled_tokens, stats.decoded_tokens, time.perf_counter()
+        stats, start = self.engine.batcher.stats, time.perf_counter()
+        prefilled, decoded, drafted = stats.prefilled_tokens, stats.decoded_tokens, stats.drafted_tokens
         samples = self.engine.step()
-        end, stage = time.perf_counter(), "prefill" if stats.prefilled_tokens > prefilled else "decode"
-        if stage == "prefill":
-            self.prefill_seconds += end - start
-        else:
+        end, stage = time.perf_counter(), "verify" if stats.drafted_tokens > drafted else "decode"
+        if stats.prefilled_tokens > prefilled:
+            stage, self.prefill_seconds = "prefill", self.prefill_seconds + end - start
+        elif stage == "decode":
             steps, tokens, seconds = self.plain
             self.plain = steps + 1, tokens + stats.decoded_tokens - decoded, seconds + end - start
         self.clock.add(stage, start, end)
@@ -266,7 +266,7 @@ class Round:
         return samples
 
     def take_decode_times(self) -> tuple[int, int, float]:
-        """Return the steps without prefill since the last call, the tokens that they drew, and their seconds."""
+        """Return the steps without prefill or drafts since the last call, the tokens that they drew, their seconds."""
         taken, self.plain = self.plain, (0, 0, 0.0)
         return taken
 
@@ -332,7 +332,8 @@ class Round:
         told = {id: (parallel.header_of(sample, self.world.rank), self.rewards[id]) for id, sample in mine.items()}
         seen = {id: (s.num_sampled, self.shaped(id)) for id, s in self.samples.items()} if self.plan.audit else {}
         trained: dict[SampleId, tuple[Sample, Reward]] = {}
-        for part, aborted, audited in parallel.gather_objects(self.world, (told, self.aborted, seen)):
+        own = {id: len(tokens) for id, tokens in self.dropped.items()}
+        for part, aborted, audited in parallel.gather_objects(self.world, (told, own, seen)):
             trained |= part
             self.aborted |= aborted
             self.audited |= audited

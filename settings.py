@@ -25,6 +25,7 @@ from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
 from overlap.phases import GroupConfig
 from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
+from policies.drafts import SOURCES, DraftsConfig
 from policies.flow import OverlapConfig, check_overlap
 from policies.memory_plan import ENOUGH, GIB, Changes, Demand, Plan, plans, remedy
 from policies.planner import PlannerConfig, refuse_within_round
@@ -90,6 +91,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    drafts: DraftsConfig = field(default_factory=DraftsConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -358,6 +360,9 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
     if is_main and (device.type == "cpu" or torch.cuda.is_available()):
         rollout_profile(config, shape, sizes, world_size, device)
     check_data(config, tokenizer, dtype, is_main, plays=reports and is_main)
+    if reports and is_main and config.drafts.sources:
+        rounds = "evaluations" if config.scheduler.dynamic_sampling else "long rounds and evaluations"
+        print(f"drafts from {', '.join(config.drafts.sources)}: in {rounds}; where responses race there are none")
     if reports and is_main:
         ranks = "1 rank (--ranks=N checks for N)" if world_size == 1 else f"{world_size} ranks"
         print(f"config, data, graders and model folder are fine for {ranks}")
@@ -375,6 +380,7 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
             f"here: {[n for n in range(1, training + 1) if training % n == 0]}"
         )
     check_scheduler(c.scheduler)
+    check_drafts(c)
     check_stream(c, world_size)
     check_endless(c, world_size, dtype)
     decoding = world_size - c.overlap.train_ranks
@@ -587,6 +593,25 @@ def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
         )
 
 
+def check_drafts(c: Config) -> None:
+    """Refuse sources of drafts that are none, and combinations in which a race or unequal ranks would use them."""
+    given = f"drafts.sources = {toml_text(c.drafts.sources)}"
+    if wrong := [name for name in c.drafts.sources if name not in SOURCES]:
+        raise ConfigError(f"{given}: {wrong[0]!r} is not one of: {', '.join(SOURCES)}")
+    if len({*c.drafts.sources}) < len(c.drafts.sources):
+        raise ConfigError(f"{given} names a source twice; name each once")
+    if not c.drafts.sources:
+        if c.drafts != DraftsConfig():
+            raise ConfigError(f"[drafts] has no effect without drafts.sources; name some of: {', '.join(SOURCES)}")
+        return
+    for setting, is_given, reason in (
+        (f"overlap.depth = {c.overlap.depth:g}", c.overlap.depth, "which groups an endless rollout trains is a race"),
+        ("planner.within_round = true", c.planner.within_round, "ranks that come together know other texts"),
+    ):
+        if is_given:
+            raise ConfigError(f"{given} has no place beside {setting}: {reason}; leave one of them out")
+
+
 def check_group(c: Config, world_size: int) -> None:
     """Refuse combinations that a job in a group has no place for."""
     if not c.group.server and c.group != GroupConfig():
@@ -693,7 +718,7 @@ def check_run_folder(config: Config, resume: bool) -> None:
     except ConfigError as error:
         raise ConfigError(f"--resume: {error}; correct the file, or start another run in a new run.dir") from None
     for key, (value, _) in flatten(config).items():
-        is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream.", "group."))
+        is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream.", "group.", "drafts."))
         is_free &= key != "run.steps" or config.trainer.lr_schedule == "constant"  # a schedule ends with the run
         # Between two batches all sequences leave the engine, and KV of older weights is not kept.
         is_free &= key not in ("run.eval_every", "run.checkpoint_every") or config.overlap.flight != "keep"

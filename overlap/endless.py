@@ -47,7 +47,7 @@ class Endless:
         self._forget(trained)
         r.prompts = {id: visit for id, visit in r.prompts.items() if id not in trained}
         record = {"kind": r.plan.kind, "padded": 0, "queue": stats["buffered"], **r.record, **stats}
-        r.aborted, r.windows, r.migrated = {}, 0, 0
+        r.dropped, r.aborted, r.windows, r.migrated = {}, {}, 0, 0
         return groups, record
 
     def fill(self) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config import option
 from core import SampleId
 from engine.sequence import Sequence as EngineSequence
 from policies.step_times import fit
@@ -33,6 +34,8 @@ REST_STEPS = 16  # steps, at most, in which no source is asked after it was aske
 OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
 REFIT_STEPS = 64
 TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
+
+LAST_EPOCH = -2  # in the names of texts that were trained: those of a newer epoch take their places
 
 Tokens = array  # of "i"
 
@@ -226,6 +229,45 @@ class OldText(Remembered):
 SOURCES: dict[str, type[Source]] = {source.name: source for source in (OldText, Siblings, LastEpoch, OwnText)}
 
 
+@dataclass(frozen=True)
+class DraftsConfig:
+    sources: tuple[str, ...] = option(
+        (),
+        "where drafts come from, in rounds without a race and in evaluations: old (what the sample itself had when it "
+        "was aborted or not trained), siblings (other responses to the prompt), epoch (its responses of the last "
+        "epoch), own (the response itself); none: no drafts. They change no token",
+    )
+    most: int = option(16, "tokens that a response drafts in a step, at most", min=1, max=256)
+    memory_mib: float = option(
+        16.0, "memory for texts of earlier rounds, over all ranks and in a checkpoint; the oldest go first", min=0.0
+    )
+
+
+class Texts:
+    """Texts of earlier rounds by sample, as many as there is room for: the oldest go first."""
+
+    def __init__(self, room: int):
+        """`room`: for tokens."""
+        self.room, self.texts, self.count = room, dict[SampleId, Tokens](), 0
+
+    def put(self, sample: SampleId, text: Sequence[int]) -> None:
+        """Remember a text. Of two, one of which begins the other, the longer stays: the rest may be drawn again."""
+        new = array("i", text)
+        old = self.forget(sample)
+        if old is not None and old[: len(new)] == new:
+            new = old
+        self.texts[sample] = new
+        self.count += len(new)
+        while self.count > self.room:
+            self.forget(next(iter(self.texts)))
+
+    def forget(self, sample: SampleId) -> Tokens | None:
+        """Forget the text of a sample; return it, if there was one."""
+        text = self.texts.pop(sample, None)
+        self.count -= len(text or ())
+        return text
+
+
 # ---- how many ----------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +376,10 @@ class DraftStats:
     drafted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     accepted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     steps: int = 0  # that had drafts
-    won_seconds: float = 0.0  # estimated: steps without drafts would have taken them for the same tokens
+    rows: int = 0  # in these steps
+    kept: int = 0  # tokens that these rows drew
+    won_seconds: float = 0.0  # estimated: steps without drafts would have taken as much longer for the same tokens
+    brought_tokens: int = 0  # of older texts, from other ranks
 
 
 class Known(NamedTuple):
@@ -431,6 +476,8 @@ class DraftPolicy:
         if drafted:
             [plain] = self.costs.seconds(self.num_rows, np.zeros(1))
             self.stats.steps += 1
+            self.stats.rows += self.num_rows
+            self.stats.kept += self.kept
             self.stats.won_seconds += self.kept / self.num_rows * plain - seconds
 
     def take_stats(self) -> DraftStats:

@@ -1,0 +1,148 @@
+"""Drafts in whole runs: they change no token, each source has some that are right, and a resumed run has its texts."""
+
+import json
+import shutil
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ALONE, ROOT, steps_of, train_runs
+
+from checkpoint import list_checkpoints, load_state
+from config import ConfigError, load_config
+from core import SampleId
+from data import load_groups
+from job import Job
+from parallel import World
+from policies.drafts import SOURCES, StepCosts, Texts
+from settings import Config, check_settings
+
+GRADERS = ROOT / "tests" / "graders.py"
+STEPS = 8
+
+
+@pytest.fixture
+def settings(settings, tmp_path: Path) -> Callable[..., list[str]]:
+    """Of a run of three epochs with short and long rounds, whose responses repeat themselves and each other."""
+    rows = [{"prompt": "count " + "up " * (i % 3) + str(i), "answer": str(i)} for i in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(folder: str, sources: tuple[str, ...] = (), **overrides) -> list[str]:
+        values = {
+            "run__steps": STEPS,
+            "run__eval_every": 4,
+            "run__dump_rollouts": "true",
+            "data__train": tmp_path / "prompts.jsonl",
+            "data__eval": tmp_path / "prompts.jsonl",
+            "data__task": f"{GRADERS}:share_of_digits",
+            "scheduler__eta_prompts": 1.5,
+            "scheduler__window_iterations": 2,
+            "sampling__temperature": 0.1,
+            "rollout__max_prompt_tokens": 32,
+            "rollout__max_response_tokens": 48,
+            "drafts__sources": json.dumps(sources),
+        }
+        return settings(folder, **(values | overrides))
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def told_costs(monkeypatch) -> None:
+    """Let drafts not depend on measured seconds."""
+    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
+
+
+def train_with_told_costs(world: World, *runs: list[str]) -> None:
+    """Train on a rank, which is a process of its own."""
+    StepCosts.observe = lambda *_: None
+    train_runs(world, *runs)
+
+
+def drafts_of(folder: Path) -> list[dict]:
+    return [record["drafts"] for record in steps_of(folder) if "drafts" in record]
+
+
+def assert_same_groups(folder: Path, other: Path, steps: range) -> None:
+    for step in steps:
+        ours, theirs = (load_groups(run / "rollouts", step, 512) for run in (folder, other))
+        assert [[s.token_ids for s in g.samples] for g in ours] == [[s.token_ids for s in g.samples] for g in theirs]
+
+
+def test_drafts_of_each_source_change_no_group_and_are_partly_right(settings, run_ranks, tmp_path: Path) -> None:
+    runs = {name: settings(name, (name,)) for name in SOURCES}
+    runs |= {"none": settings("none"), "all": settings("all", (*SOURCES,), scheduler__policy="synchronous")}
+    runs["plain"] = settings("plain", scheduler__policy="synchronous")
+    run_ranks(2, train_with_told_costs, *runs.values())
+    kinds = [record["round"]["kind"] for record in steps_of(tmp_path / "none")]
+    assert {"short", "long"} == {*kinds}
+    for name in SOURCES:
+        assert_same_groups(tmp_path / name, tmp_path / "none", range(1, STEPS + 1))
+        found = drafts_of(tmp_path / name)
+        assert sum(each["accepted"] for each in found) > 0, name
+        for record in steps_of(tmp_path / name):
+            assert "drafts" not in record or record["round"]["kind"] == "long"
+        for told in found:  # by the engine, and by the source
+            assert told["by_source"] == {name: {key: told[key] for key in ("drafted", "accepted")}}
+    assert_same_groups(tmp_path / "all", tmp_path / "plain", range(1, STEPS + 1))
+
+
+def test_a_resumed_run_repeats_the_drafts_of_one_that_went_through(settings, tmp_path: Path) -> None:
+    plan = {"run__checkpoint_every": 2, "run__keep_checkpoints": 9}
+    train_runs(ALONE, settings("whole", (*SOURCES,), **plan))
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    for path in list_checkpoints(tmp_path / "killed")[2:]:
+        shutil.rmtree(path)  # of step 6 and 8
+    train_runs(ALONE, settings("killed", (*SOURCES,), **plan), resume=True)
+    whole, killed = ([load_state(c)["drafts"] for c in list_checkpoints(tmp_path / n)] for n in ("whole", "killed"))
+    assert whole == killed and all(kept for state in whole[:3] for kept in state["texts"])
+    told = [[d | {"won_seconds": 0} for d in drafts_of(tmp_path / name)] for name in ("whole", "killed")]
+    assert told[0] == told[1] and len(told[0]) > 1
+
+
+def test_texts_are_dealt_to_the_ranks_that_resume(settings, run_ranks, tmp_path: Path) -> None:
+    plan = {"run__checkpoint_every": 4, "run__keep_checkpoints": 9}
+    train_runs(ALONE, settings("run", ("old", "epoch"), **plan))
+    before = load_state(list_checkpoints(tmp_path / "run")[0])["drafts"]
+    shutil.rmtree(list_checkpoints(tmp_path / "run")[1])
+    run_ranks(2, holds_its_share, settings("run", ("old", "epoch"), **plan), before["texts"])
+
+
+def holds_its_share(world: World, arguments: list[str], texts: list[list]) -> None:
+    job = Job(load_config(Config, None, arguments), world, resume=True)
+    with job.graders:
+        for kept, told in zip((job.drafting.old, job.drafting.trained), texts, strict=True):
+            assert len(told) > 1 and [*kept.texts] == [SampleId(*id) for id, _ in told[world.rank :: 2]]
+        assert sorted(job.drafting.state_dict()["texts"][0]) == sorted((tuple(id), text) for id, text in texts[0])
+
+
+def test_texts_keep_the_longer_of_two_that_begin_alike_and_let_the_oldest_go() -> None:
+    texts, ids = Texts(room=10), [SampleId(0, p, 0) for p in range(4)]
+    texts.put(ids[0], (1, 2, 3, 4))
+    texts.put(ids[1], (5, 6))
+    texts.put(ids[0], (1, 2))  # stopped earlier than before, but drawn alike
+    assert texts.texts == {ids[1]: array("i", [5, 6]), ids[0]: array("i", [1, 2, 3, 4])} and texts.count == 6
+    texts.put(ids[0], (1, 9))
+    assert texts.texts[ids[0]] == array("i", [1, 9]) and texts.count == 4
+    texts.put(ids[2], range(8))
+    assert [*texts.texts] == [ids[0], ids[2]] and texts.count == 10
+    texts.put(ids[3], range(11))  # more than there is room for
+    assert not texts.texts and not texts.count
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"sources": ("old", "new")}, "'new' is not one of: old, siblings, epoch, own"),
+        ({"sources": ("old", "old")}, "names a source twice"),
+        ({"drafts__most": 4}, "has no effect without drafts.sources"),
+        ({"sources": ("own",), "overlap__depth": 1}, "no place beside overlap.depth = 1"),
+        ({"sources": ("own",), "planner__within_round": "true", "planner__rule": "paper"}, "planner.within_round"),
+    ],
+)
+def test_settings_that_have_no_place_are_refused(settings, arguments: dict, message: str) -> None:
+    config = load_config(Config, None, settings("run", **arguments))
+    with pytest.raises(ConfigError, match=message):
+        check_settings(config, 2, torch.float32)
