@@ -111,10 +111,8 @@ class Job:
         built = build_rollout(laid_out, self.trainer.model, ends, self.tokenizer, world)
         self.tp_groups, self.engine, self.planner = built
         self.drafting = Drafting(config.drafts, self.engine, world, config.scheduler)
-        self.streaming = None
-        if config.stream.policy != "off" and world.size > 1:
-            parts = self.engine, self.trainer, world, self.tp_groups
-            self.streaming = StreamTraining(config.stream, config.reward, *parts)
+        streams, parts = config.stream.policy != "off", (self.engine, self.trainer, world, self.tp_groups)
+        self.streaming = StreamTraining(config.stream, config.reward, *parts) if streams and world.size > 1 else None
         self.cursor = PromptCursor(prompts, config.run.seed)
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
         keep, sharing = config.run.keep_checkpoints, (config.trainer.shard, train_ranks)
