@@ -487,7 +487,7 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
             "env.clock = time has no place beside tensor parallelism: the ranks of a replica would get replies at "
             "different steps; take env.clock = steps"
         )
-    if names and c.env.clock == "time" and c.group.tail_share:
+    if names and c.env.clock == "time" and c.group.server and c.group.tail_share:
         raise ConfigError(
             f"group.tail_share = {c.group.tail_share:g} has no place beside env.clock = time: episodes that wait for "
             "replies would begin again where they move; take env.clock = steps, or group.tail_share = 0"
@@ -614,9 +614,9 @@ def check_drafts(c: Config) -> None:
 
 def check_group(c: Config, world_size: int) -> None:
     """Refuse combinations that a job in a group has no place for."""
-    if not c.group.server and c.group != GroupConfig():
-        raise ConfigError("[group] has no effect without group.server; give the server, or leave the section out")
-    if c.group.server and c.overlap.depth:
+    if not c.group.server:
+        return  # alone the rest of the section has no effect: the same file serves in a group
+    if c.overlap.depth:
         raise ConfigError(
             f"group.server = {c.group.server!r} has no place in an endless rollout (overlap.depth = "
             f"{c.overlap.depth:g}): it leaves no time in which others could have the device; take overlap.depth = 0"

@@ -211,6 +211,14 @@ BENCHMARKS = {
         "{switch_warm_over_cold:.1%} of a cold start, permits {permit_overhead_fraction:.1%} of a job's steps "
         "([table](#several-jobs-on-two-pools))",
     ),
+    "mux_faults": Benchmark(
+        "benchmarks/mux_faults.py",
+        (*RUN, "mux.py", "process/group_*.py", "process/permits.py", "policies/group.py", "overlap/phases.py"),
+        "{faults} faults in a group of three jobs, one of them co-located (ranks and jobs killed and stopped in every "
+        "phase, the server killed and stopped, its socket removed, lines that are no messages, wrong secrets): "
+        "{ended_as_told} ended as they should, {hangs} hangs; all jobs went on to the losses that they have alone, bit "
+        "by bit: {equal:.0%} ([table](mux.md#when-something-ends-or-hangs))",
+    ),
     "mux_sync": Benchmark(
         "benchmarks/mux_sync.py",
         ("overlap/weights.py", "overlap/pools.py", "parallel.py"),

@@ -23,7 +23,7 @@ from config import option
 from metrics import Clock
 from overlap.pools import wait_until, watch
 from parallel import World
-from process.permits import SECRET, Client
+from process.permits import SECRET, Client, GroupError
 
 made = itertools.count()  # of this process: several jobs may share a store
 
@@ -148,10 +148,17 @@ class Phases:
         self.count += 1
         event = f"permit {self.count}, {phase}"
         if self.client and self.world.rank == self.askers[phase]:
-            self.client.request(phase, part)
+            try:
+                self.client.request(phase, part)
+            except GroupError as error:
+                self.store.set("lost", str(error))
+                raise
             self.store.set(event, json.dumps(self.client.ranks))
         else:
-            wait_until(watch(self.world, self.store, event, "signs", f"rank {self.askers[phase]}", self.clock))
+            has_come = watch(self.world, self.store, event, "signs", f"rank {self.askers[phase]}", self.clock)
+            wait_until(lambda: self.store.check(["lost"]) or has_come())
+            if self.store.check(["lost"]):  # or these ranks would wait for the others until their time-out
+                raise GroupError(self.store.get("lost").decode())
         self.ranks = json.loads(self.store.get(event))
 
     def _show_life(self) -> None:

@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import cast
 
 SECRET = "PLAINROLL_GROUP_SECRET"  # in the environment: others can read config files and command lines
@@ -129,8 +130,9 @@ class Client(Connection):
 
     def look(self) -> None:
         """Have `ranks` and `awaited` as the server says by now. Does not wait."""
-        while message := self.next_within(0.0):
-            self._take(message)
+        with suppress(GroupError):  # as in `release`
+            while message := self.next_within(0.0):
+                self._take(message)
 
     def _take(self, message: Message) -> None:
         match message:
@@ -139,4 +141,5 @@ class Client(Connection):
 
     def release(self, ranks: Sequence[int] | None = None) -> None:
         """Give the permit back, or that for some of the pool's ranks. What has not been granted is withdrawn."""
-        self.send({"release": None if ranks is None else [*ranks]})
+        with suppress(GroupError):  # the next request says that the server has gone: others may need this phase's work
+            self.send({"release": None if ranks is None else [*ranks]})

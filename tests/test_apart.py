@@ -25,7 +25,7 @@ from job import Job
 from metrics import Clock, read_records
 from overlap.phases import GroupConfig, Phases
 from parallel import World
-from process.permits import Client
+from process.permits import Client, GroupError
 from settings import Config, check_group
 
 APART = dict(overlap__train_ranks=1)
@@ -252,6 +252,30 @@ def wait_long(world: World, server: str) -> None:
             pass
 
 
+def lose_server(world: World, server: str) -> None:
+    [own] = [part for part in parallel.subsets(world, [[0], [1]]) if part]
+    with Phases(GroupConfig(server, "a"), replace(world, timeout_seconds=20.0), Path(), 1, Clock()) as phases:
+        phases.join(Nothing(), own)
+        with phases("rollout"):
+            pass
+        with pytest.raises(GroupError, match="it has gone; start the group again"), phases("train"):
+            pass
+
+
+def test_a_server_that_goes_ends_the_ranks_that_only_wait_for_others_too(run_ranks, group: Group) -> None:
+    other = group.connect("b", "train")
+    other.request("train")
+
+    def stop() -> None:
+        until(lambda: len(group.came("asks")) == 3)
+        group.stop()
+
+    stops = in_thread(stop)
+    run_ranks(2, lose_server, group.server)
+    stops.join(LONGEST)
+    assert [event["phase"] for event in group.came("begins")] == ["train", "rollout"]
+
+
 def test_a_permit_may_take_longer_than_ranks_wait_for_each_other(run_ranks, group: Group) -> None:
     other = group.connect("b")
     other.request("rollout")
@@ -270,7 +294,6 @@ def test_a_permit_may_take_longer_than_ranks_wait_for_each_other(run_ranks, grou
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (["group.job=a"], r"\[group\] has no effect without group.server"),
         (["group.server=g", "overlap.depth=1", "overlap.bound=4"], "no place in an endless rollout"),
         (["group.tail_share=0.5", "group.server=g"], "no place beside rollout.tensor_parallel = 1: 1 ranks are one"),
         (["group.tail_share=0.5", "group.server=g", "stream.policy=paper"], "beside stream.policy = paper"),
@@ -279,7 +302,8 @@ def test_a_permit_may_take_longer_than_ranks_wait_for_each_other(run_ranks, grou
         (["group.tail_share=0.5", "group.server=g", "trainer.shard=2"], "beside rollout.weights = auto over 2 ranks"),
     ],
 )
-def test_settings_without_a_group_or_a_place_are_refused(given: list[str], reason: str) -> None:
+def test_settings_without_a_place_in_a_group_are_refused(given: list[str], reason: str) -> None:
     config = load_config(Config, None, [f"--{setting}" for setting in given])
     with pytest.raises(ConfigError, match=reason):
         check_group(config, 1)
+    check_group(replace(config, group=replace(config.group, server="")), 1)  # its file serves alone too

@@ -238,8 +238,9 @@ def test_a_server_that_ends_is_one_clear_error(group: Group) -> None:
     group.stop()
     waits.join(LONGEST)
     assert raised == [f"group.server = '{group.server}': it has gone; start the group again with mux.py --resume"]
+    a.release()
     with pytest.raises(GroupError, match="it has gone"):
-        a.release()
+        a.request("train")
     with pytest.raises(GroupError, match="cannot reach it .*start the group with mux.py"):
         group.connect("c")
 
