@@ -17,7 +17,10 @@ def play(name: str, steps: int, first: int, folder: Path, clients: dict[str, Cli
     clients["train"].request("start")
     clients["train"].release()
     for step in range(first, steps + 1):
-        clients["rollout"].request("rollout")
+        if "part" in name:
+            decode_in_parts(name, clients["rollout"], may_die=step > 1 and first == 1)
+        else:
+            clients["rollout"].request("rollout")
         if name == "crashes" and step == 2:
             raise GroupError("as ordered")
         if name == "dies" and step == 2 and not first > 1:
@@ -32,6 +35,20 @@ def play(name: str, steps: int, first: int, folder: Path, clients: dict[str, Cli
         time.sleep(0.3 if name == "slow" else 0.02 if steps > 100 else 0.0)  # a long job outlasts the slow one's start
         if stopped:
             sys.exit(143)
+
+
+def decode_in_parts(name: str, client: Client, may_die: bool) -> None:
+    """Roll out on what is there, and leave the first worker for the tail."""
+    client.request("rollout", part=1)
+    if name == "dies_with_a_part" and may_die and len(client.ranks) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while len(client.ranks) == 1:
+        client.look()
+        time.sleep(0.005)
+    client.release([0])
+    if name == "dies_in_the_tail_of_a_part" and may_die:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
 
 
 def main() -> int:

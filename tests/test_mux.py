@@ -84,6 +84,20 @@ def test_a_job_that_ends_badly_is_named_and_the_others_go_on(files, capsys, name
         assert steps_of("a") == steps_of(name) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("name", ["dies_with_a_part", "dies_in_the_tail_of_a_part"])
+def test_a_job_that_dies_with_a_part_of_its_workers_holds_up_nobody(files, capsys, name: str) -> None:
+    """It waits for the rest of them, or has given it back."""
+    arguments = files("part", name, "other_part", steps=8, rollout_workers=2)
+    assert mux.main(arguments, JOB) == 1
+    assert steps_of("part") == steps_of("other_part") == [*range(1, 9)]
+    assert re.search(f"{name}: ended after step [1-7]: signal 9 ended it; the others go on", capsys.readouterr().out)
+    mine = [event for event in events() if event.get("job") == name and event.get("pool") == "rollout"]
+    had = [event["workers"] for event in mine if "workers" in event]
+    assert len(had[-2]) == 1 and had[-1] == [], "a worker of two when it died"
+    assert mux.main([*arguments, "--resume"], JOB) == 0
+    assert steps_of(name) == [*range(1, 9)]
+
+
 def _main(arguments: list[str], *script: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with open("out", "w") as sys.stdout:
