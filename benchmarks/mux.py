@@ -1,6 +1,6 @@
 """Two jobs that share two pools, really run: one rank that trains and one that decodes, each pinned to a core.
 
-    python benchmarks/mux.py [--quick]
+    python benchmarks/mux.py [--quick] [--tails]
 
 alone        each job by itself on the two cores, a rollout rank and a training rank (solo-disaggregated)
 group        both at once in a co-execution group (mux.py): while one trains, the other decodes
@@ -19,6 +19,10 @@ could begin its first phase: processes, groups, load. On a CPU host and device a
 `permit_overhead_fraction`: seconds in which the single job waits for permits, over those of its steps.
 `trajectories_equal`: losses and gradient norms in the group are those of the job alone, bit by bit.
 `sync_bytes_over_model`: bytes of weights that crossed between the pools in an update, over those of the model.
+
+With --tails both jobs have the same two workers for their rollouts, on which they train too, and responses with a long
+tail. `tails_gain`: throughput with group.tail_share = 0.8 over that with whole rollouts. `worker_seconds_whole` and
+`worker_seconds_parts`: what a rollout keeps others from. `loss_difference`: the largest between the two.
 """
 
 import argparse
@@ -42,6 +46,7 @@ import torch  # noqa: E402
 from metrics import read_records  # noqa: E402
 from parallel import World  # noqa: E402
 from process import launcher  # noqa: E402
+from process.group_timeline import held  # noqa: E402
 from warm_start import WarmStartConfig, make_model  # noqa: E402
 
 JOBS = ("first", "second")
@@ -70,16 +75,21 @@ class Size:
 
 
 FULL, QUICK = Size(10, 2, 6, 352, 256, 4), Size(2, 1, 4, 64, 128, 2)
+TAILS = Size(6, 3, 8, 1024, 128, 2)  # an untrained model ends a response at any token: few are long
+GRADER = """def digits(response, answer, row):  # an untrained model has some, so there is a gradient
+    return min(sum(c.isdigit() for c in response) / 32, 1.0)
+"""
 Records = list[dict[str, Any]]  # of steps.jsonl
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 
-def settings_file(folder: Path, size: Size, name: str, train_ranks: int) -> Path:
+def settings_file(folder: Path, size: Size, name: str, train_ranks: int, tail_share: float = 0.0) -> Path:
     """Write the settings of a job, whose run will be in `folder`; return their file."""
     own = {"run.dir": str(folder / name), "run.steps": size.steps, "run.seed": JOBS.index(name)}
     own |= {"model.path": str(folder.parents[1] / "model"), "overlap.train_ranks": train_ranks}
+    own |= {"reward.also": f"{folder.parents[1] / 'digits.py'}:digits=1", "group.tail_share": tail_share}
     own |= {"scheduler.num_prompts": size.prompts, "rollout.max_response_tokens": size.response_tokens}
     path = folder / f"{name}.toml"
     folder.mkdir(exist_ok=True)
@@ -104,9 +114,11 @@ def play_alone(folder: Path, size: Size, cores: Sequence[int], train_ranks: int)
     return {name: steps_of(folder / name) for name in JOBS}
 
 
-def play_group(folder: Path, size: Size, names: Sequence[str]) -> tuple[dict[str, Records], Records]:
+def play_group(
+    folder: Path, size: Size, names: Sequence[str], train_ranks: int = 1, tail_share: float = 0.0
+) -> tuple[dict[str, Records], Records]:
     """Run jobs in a group; return the records of each, and the events of the group."""
-    files = [str(settings_file(folder, size, name, 1)) for name in names]
+    files = [str(settings_file(folder, size, name, train_ranks, tail_share)) for name in names]
     path = folder / "mux.toml"
     path.write_text(f"mux.dir = {json.dumps(str(folder / 'mux'))}\nmux.jobs = {json.dumps(files)}\n")
     call("mux.py", str(path))
@@ -143,7 +155,14 @@ def cold_seconds(events: Records) -> float:
 
 
 def trajectory(records: Records) -> list[tuple[float, float]]:
-    return [(record["train"]["loss"], record["train"]["grad_norm"]) for record in records]
+    found = [(record["train"]["loss"], record["train"]["grad_norm"]) for record in records]
+    assert len({*found}) == len(found), "equal losses would say nothing"
+    return found
+
+
+def held_seconds(events: Records, steps: int) -> float:
+    """Return the seconds of all workers that a rollout holds, the mean over two jobs."""
+    return sum(span.end - span.start for span in held(events) if span.phase == "rollout") / (2 * steps)
 
 
 def measure(folder: Path, size: Size, cores: Sequence[int]) -> dict[str, float]:
@@ -176,24 +195,45 @@ def measure(folder: Path, size: Size, cores: Sequence[int]) -> dict[str, float]:
     }
 
 
+def measure_tails(folder: Path, size: Size, cores: Sequence[int]) -> dict[str, float]:
+    """Run both jobs in a group, with whole rollouts and with rollouts in parts; return the metrics."""
+    whole, events = play_group(folder / "whole", size, JOBS, 0)
+    parts, its_events = play_group(folder / "parts", size, JOBS, 0, tail_share=0.8)
+    pairs = [pair for name in JOBS for pair in zip(trajectory(whole[name]), trajectory(parts[name]), strict=True)]
+    return {
+        "tails_gain": group_seconds(events, size.steps) / group_seconds(its_events, size.steps),
+        "seconds_whole": group_seconds(events, size.steps),
+        "seconds_parts": group_seconds(its_events, size.steps),
+        "worker_seconds_whole": held_seconds(events, size.steps),
+        "worker_seconds_parts": held_seconds(its_events, size.steps),
+        "loss_difference": max(abs(a[0] - b[0]) for a, b in pairs),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, two steps: under two minutes")
-    size, cores = (QUICK if parser.parse_args().quick else FULL), sorted(os.sched_getaffinity(0))[:2]
+    parser.add_argument("--tails", action="store_true", help="rollouts in parts against whole ones")
+    flags, cores = parser.parse_args(), sorted(os.sched_getaffinity(0))[:2]
+    size, name, way = (TAILS, "mux_tails", measure_tails) if flags.tails else (FULL, "mux", measure)
+    if flags.quick:
+        size = replace(size, steps=2, repeats=1) if flags.tails else QUICK
     if len(cores) < 2:
         sys.exit("two pools need two cores; this process may use one")
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as base:
         shape = WarmStartConfig(steps=0, hidden_size=size.hidden, num_layers=size.layers)
         make_model(shape, "hailstone", Path(base) / "model", World(0, 1, torch.device("cpu")))
+        (Path(base) / "digits.py").write_text(GRADER)
         for repeat in range(size.repeats):
             folder = Path(base) / f"repeat {repeat}"
             folder.mkdir()
-            found.append(measure(folder, size, cores))
-            print({key: round(value, 4) for key, value in found[-1].items()}, flush=True)
-    metrics = {key: round(median(each[key] for each in found), 4) for key in found[0]}
-    metrics["trajectories_equal"] = min(each["trajectories_equal"] for each in found)
-    print(json.dumps({"name": "mux", "steps": size.steps, **metrics}))
+            found.append(way(folder, size, cores))
+            print({key: f"{value:.4g}" for key, value in found[-1].items()}, flush=True)
+    metrics = {key: float(f"{median(each[key] for each in found):.4g}") for key in found[0]}
+    if not flags.tails:
+        metrics["trajectories_equal"] = min(each["trajectories_equal"] for each in found)
+    print(json.dumps({"name": name, "steps": size.steps, **metrics}))
 
 
 if __name__ == "__main__":

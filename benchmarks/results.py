@@ -204,7 +204,7 @@ BENCHMARKS = {
     "mux": Benchmark(
         "benchmarks/mux.py",
         (*ROUND, *TRAINING, *RUN, "mux.py", "process/group_*.py", "process/permits.py", "policies/group.py")
-        + tuple(f"overlap/{name}.py" for name in ("phases", "pools", "weights")),
+        + tuple(f"overlap/{name}.py" for name in ("phases", "pools", "tail", "weights")),
         "two jobs that share a core that trains and a core that decodes: {throughput_over_solo_disaggregated:.2f} x "
         "the throughput of each alone on them (at most {ceiling:.2f}), {throughput_over_colocated:.2f} x that of "
         "co-located jobs; runs with the same losses, bit by bit: {trajectories_equal:.0%}; a warm switch takes "
