@@ -171,7 +171,10 @@ class Drill:
     def strike(self, kind: str, job: str, place: Place, rank: int) -> None:
         """Kill or stop a rank of a job at a place, wait for the job's end."""
         event, phase, seconds = place
-        seen, is_there = 0, False
+        seen, is_there = len(self.rows(job)), False
+        if phase == "start" and self.runs and self.pids(job):  # it comes when the job starts again
+            self.ask("cancel", job)
+            self.until(partial(self._came, job, seen, ("exits", None)))
         while not is_there:
             if len(trajectory(Path(job))) == self.steps[job]:
                 return self.count(f"{job} had too few steps for: {kind}", False)
@@ -179,7 +182,7 @@ class Drill:
             self.go_on(job)
             if not self.until(partial(self._came, job, seen, (event, phase), ("exits", None))):
                 return
-            is_there = self._came(job, seen, (event, phase))
+            is_there = self.runs and self._came(job, seen, (event, phase))
         time.sleep(seconds)
         pids = self.pids(job)
         for pid in pids if kind == "job" else [pids[1 + rank]]:
