@@ -686,8 +686,8 @@ def with_split(c: Config, num_ranks: int, chosen: int = 0) -> Config:
 
 
 # `--resume` takes other values of these: they change no trajectory; only run.steps does, in the last batches of an
-# endless rollout. (Rows stay, whatever names data.graders adds.) The last three lines change it by rounding only; as
-# another number of ranks does, those of the rollout, and group.tail_share, may decide who waits where rows or pages are
+# endless rollout. (Rows stay, whatever names data.graders adds.) The last three lines and group.tail_share change it by
+# rounding only; as another number of ranks does, those of the rollout may decide who waits where rows or pages are
 # short, and so which samples a race trains.
 FREE_TO_CHANGE = (
     *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device_gib")),

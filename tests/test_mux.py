@@ -192,13 +192,16 @@ def test_the_next_job_decodes_beside_the_tail_of_another(
     files, settings, run_ranks, mixed_prompts: Path, tmp_path: Path
 ) -> None:
     """Two real jobs on the same two workers, on which they train too."""
-    own: dict[str, object] = {"run__steps": 3, "run__eval_every": 0, "run__dump_rollouts": "true"}
+    own: dict[str, object] = {"run__eval_every": 0, "run__dump_rollouts": "true"}
     own |= {"data__train": mixed_prompts, "data__task": f"{ROOT}/tests/graders.py:share_of_digits"}
     own |= {"data__eval_prompts": 0, "scheduler__policy": "synchronous", "scheduler__window_iterations": 4}
     own |= {"rollout__stop": json.dumps([*"ABCDEFGH"]), "rollout__max_prompt_tokens": 32}
     own |= {"rollout__max_response_tokens": 96, "trainer__lr": 3e-3}
+    alone: list[list[str]] = []
     for seed, name in enumerate("ab"):
-        write_settings(name, settings(name, run__seed=seed, group__tail_share=0.5, **own))
+        mine = {"run__seed": seed, "run__steps": 3 + 2 * seed}  # the last rounds of b have no tail: nobody waits
+        write_settings(name, settings(name, group__tail_share=0.5, **mine, **own))
+        alone.append(settings(f"alone_{name}", **mine, **own))
     assert mux.main(['--mux.jobs=["a.toml", "b.toml"]', "--mux.dir=mux"], RANKS) == 0
     rows = [row for row in events() if row["event"] in ("begins", "grows", "shrinks", "ends")]
     tails = [(tail, after) for tail, after in pairwise(rows) if tail["event"] == "shrinks"]
@@ -207,7 +210,7 @@ def test_the_next_job_decodes_beside_the_tail_of_another(
         assert after["event"] == "begins" and after["phase"] == "rollout" and after["job"] != tail["job"]
         assert sorted(tail["workers"] + after["workers"]) == ["rollout 0", "train 0"]
     assert any(row["event"] == "grows" for row in rows)
-    run_ranks(2, train_runs, *(settings(f"alone_{name}", run__seed=seed, **own) for seed, name in enumerate("ab")))
+    run_ranks(2, train_runs, *alone)
     for name in "ab":
         folders = Path(name), Path(f"alone_{name}")
         assert tokens_of(folders[0]) == tokens_of(folders[1])
