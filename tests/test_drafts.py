@@ -51,7 +51,7 @@ class Foresight:
         drafts = []
         for s, text in rows:
             known, count = self.texts[s.id], len(text)
-            assert text.dtype == np.int64 and text.tolist() == known[:count]
+            assert text.dtype == np.int64 and text.tolist() == known[:count] and count < len(known), "it has ended"
             length = self.rng.randint(self.shortest, self.longest) if self.rng.random() < self.asked else 0
             draft = (known[count:] + [7] * length)[:length]  # longer than the response
             drafts.append([t if self.rng.random() < self.right else (t + 1) % 256 for t in draft])
@@ -135,6 +135,7 @@ def test_drafts_in_vain_leave_the_books_as_they_were(model, kind: type[Engine], 
         done, others = ([*engine.step()] for engine in engines)
         assert_same({s.id: s for s in others}, {s.id: s for s in done})
         check_invariants(engines[1])
+        assert not engines[1].flights.launched, "a step with a drafter has ended"
         assert engines[0].pages.used == engines[1].pages.used
         assert [s.id for s in engines[0].batcher.admitted] == [s.id for s in engines[1].batcher.admitted]
     assert engines[1].is_idle and engines[0].stats.preemptions > 0 and engines[1].stats.drafted_tokens > 500
