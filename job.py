@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from envs.episodes import Episodes
 from learning import group_advantages, learn, put_groups, told_advantages
 from metrics import Clock, Record, Recorder, peak_memory
 from model import Model, ModelShape, empty_model
+from overlap.ahead import Ahead
 from overlap.drafting import Drafting
 from overlap.endless import Endless
 from overlap.phases import Phases
@@ -43,7 +45,7 @@ from rewards.gradings import PoolStats
 from rewards.judge import open_graders
 from rollout import Engine
 from rounds import Referee, Round
-from scheduler import POLICIES, Race, RoundPolicy
+from scheduler import POLICIES, Race, RoundPolicy, races
 from settings import (
     MODELS,
     Config,
@@ -111,6 +113,7 @@ class Job:
         built = build_rollout(laid_out, self.trainer.model, ends, self.tokenizer, world)
         self.tp_groups, self.engine, self.planner = built
         self.drafting = Drafting(config.drafts, self.engine, world, config.scheduler)
+        self.ahead = Ahead(self.drafting, world, partial(next_plan, self)) if config.drafts.ahead else None
         streams, parts = config.stream.policy != "off", (self.engine, self.trainer, world, self.tp_groups)
         self.streaming = StreamTraining(config.stream, config.reward, *parts) if streams and world.size > 1 else None
         self.cursor = PromptCursor(prompts, config.run.seed)
@@ -176,12 +179,7 @@ class Job:
             self.engine.regroup(self.engine.parallel)  # new weights, on all: a rank without work makes no step
         played = self.make_round(clock)
         with clock.span("rollout"), self.drafting(played, plan):
-            if streamed:
-                streamed.play(played, referee)
-            elif self.phases.part:
-                PartialRound(played, self.phases).play(plan, referee)
-            else:
-                played.play(plan, referee)
+            play_round(self, played, plan, referee, streamed)
         with clock.span("exchange"):
             return played.collect(), played
 
@@ -460,6 +458,25 @@ def open_endless(job: Job, state: dict) -> Endless:
     if state:
         endless.load_state_dict(state["endless"], job.cursor.prompts)
     return endless
+
+
+def play_round(job: Job, played: Round, plan: RoundPlan, referee: Referee, streamed: StreamedRound | None) -> None:
+    """Play a round in the way that the settings ask for. Collective."""
+    if streamed:
+        streamed.play(played, referee)
+    elif job.phases.part:
+        PartialRound(played, job.phases).play(plan, referee)
+    elif job.ahead and referee is job.policy and not races(job.config.scheduler, plan.kind):
+        job.ahead.play(played, plan, referee)
+    else:
+        played.play(plan, referee)
+
+
+def next_plan(job: Job) -> RoundPlan | None:
+    """Return the plan of the round after the open one, which keeps all that it launches, if nothing races in it."""
+    steps_left = job.config.run.steps - job.step - 1
+    plan = job.policy.peek(copy(job.cursor).take, steps_left) if steps_left else None
+    return plan if plan and not races(job.config.scheduler, plan.kind) else None
 
 
 def check_queue(policy: RoundPolicy, state: dict, steps: int) -> None:

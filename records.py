@@ -126,7 +126,8 @@ def drafts_record(replicas: Sequence[RankReport]) -> Record:
     "row_tokens": that a row drew in a step with drafts; "won_seconds" is an estimate, the sum over replicas.
     """
     stats = [r.drafts for r in replicas]
-    if not (steps := sum(s.steps for s in stats)):
+    steps, ahead = sum(s.steps for s in stats), sum(s.ahead_tokens for s in stats)
+    if not steps and not ahead:
         return {}
     drafted, accepted = (sum((Counter(getattr(s, name)) for s in stats), Counter()) for name in ("drafted", "accepted"))
     return {
@@ -135,9 +136,10 @@ def drafts_record(replicas: Sequence[RankReport]) -> Record:
             "accepted": sum(r.engine.accepted_tokens for r in replicas),
             "by_source": {name: {"drafted": drafted[name], "accepted": accepted[name]} for name in sorted(drafted)},
             "steps": steps,
-            "row_tokens": sum(s.kept for s in stats) / sum(s.rows for s in stats),
+            "row_tokens": sum(s.kept for s in stats) / max(sum(s.rows for s in stats), 1),
             "won_seconds": sum(s.won_seconds for s in stats),
             "brought_tokens": sum(s.brought_tokens for s in stats),
+            "ahead_tokens": ahead,
         }
     }
 

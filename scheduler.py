@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -185,6 +186,16 @@ class RoundPolicy(ABC):
         if plan.expected and len(plan.expected) != prompts[0]:
             return f"{len(plan.expected)} expected lengths for {prompts[0]} prompts"
         return ""
+
+    def peek(self, take: Take, steps_left: int) -> RoundPlan:
+        """Return the round after the open one, as it will be if that leaves no prompt to the queue. Changes nothing.
+
+        `take` must be of a copy of the cursor.
+        """
+        race, self._race = self._race, None  # without its responses
+        ahead = deepcopy(self)
+        self._race = race
+        return ahead.begin(take, steps_left)
 
     def observe(self, finished: Sequence[Finished], rewards: Mapping[SampleId, float] | None = None) -> Decision:
         """Return the decision after one window (see `Race.observe`)."""

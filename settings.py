@@ -604,10 +604,26 @@ def check_drafts(c: Config) -> None:
         if c.drafts != DraftsConfig():
             raise ConfigError(f"[drafts] has no effect without drafts.sources; name some of: {', '.join(SOURCES)}")
         return
-    for setting, is_given, reason in (
+    others = [
         (f"overlap.depth = {c.overlap.depth:g}", c.overlap.depth, "which groups an endless rollout trains is a race"),
         ("planner.within_round = true", c.planner.within_round, "ranks that come together know other texts"),
-    ):
+    ]
+    if c.drafts.ahead:
+        given, size = "drafts.ahead = true", c.rollout.tensor_parallel
+        alike = "ranks of a replica would stop at different steps"
+        others += [
+            (
+                f"drafts.sources = {toml_text(c.drafts.sources)}",
+                "old" not in c.drafts.sources,
+                "nobody reads its texts",
+            ),
+            (f"rollout.tensor_parallel = {size}", size > 1, alike),
+            (f"planner.rule = {c.planner.rule}", c.planner.rule != "fixed", alike),
+            (f"stream.policy = {c.stream.policy}", c.stream.policy != "off", "ranks that are free train there"),
+            (f"group.tail_share = {c.group.tail_share:g}", c.group.tail_share, "ranks that are free leave there"),
+            ("scheduler.migrate = true", c.scheduler.migrate, "ranks that are free take sequences from others there"),
+        ]
+    for setting, is_given, reason in others:
         if is_given:
             raise ConfigError(f"{given} has no place beside {setting}: {reason}; leave one of them out")
 

@@ -31,6 +31,7 @@ COLORS = {  # of a trace's spans; those that enclose others are left out
     "prefill": ("#edae49", "prefill"),
     "decode": ("#2a6f97", "decode"),
     "verify": ("#61a5c2", "decode with drafts"),
+    "ahead": ("#a9d6e5", "draw the next round's drafts"),
     "idle": ("#d1495b", "idle: nothing left to decode"),
     "window_wait": ("#f2a6ae", "wait at a window's end"),
     "hand_over": ("#6a4c93", "hand-over, exchange"),

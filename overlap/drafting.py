@@ -22,7 +22,7 @@ from policies.drafts import LAST_EPOCH, DraftPolicy, DraftsConfig, Known, Texts,
 from policies.placement import Placement
 from rollout import Engine
 from rounds import Round
-from scheduler import SchedulerConfig
+from scheduler import SchedulerConfig, races
 
 TOKEN_BYTES = 4
 
@@ -44,7 +44,7 @@ class Drafting:
             return
         is_evaluation = plan.prompts[0].epoch < 0
         try:
-            if is_evaluation or (plan.kind == "long" and not self.scheduler.dynamic_sampling):
+            if is_evaluation or not races(self.scheduler, plan.kind):
                 with played.clock.span("drafts"):
                     self._begin(plan)
                 self.engine.drafter = self.policy

@@ -32,7 +32,7 @@ PRIOR = 8.0  # tokens that a rate is worth before the first
 TRIAL_STEPS, TRIAL_ROWS = 16, 8  # steps between two trials; rows that take part
 REST_STEPS = 16  # steps, at most, in which no source is asked after it was asked in vain
 OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
-REFIT_STEPS = 64
+REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
 TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
 
 LAST_EPOCH = -2  # in the names of texts that were trained: those of a newer epoch take their places
@@ -238,6 +238,11 @@ class DraftsConfig:
         "epoch), own (the response itself); none: no drafts. They change no token",
     )
     most: int = option(16, "tokens that a response drafts in a step, at most", min=1, max=256)
+    ahead: bool = option(
+        False,
+        "replicas with nothing left to decode draw the next round's responses, which are its `old` texts then; only "
+        "where nothing races in both rounds, as with scheduler.policy = synchronous",
+    )
     memory_mib: float = option(
         16.0, "memory for texts of earlier rounds, over all ranks and in a checkpoint; the oldest go first", min=0.0
     )
@@ -320,27 +325,24 @@ class StepCosts:
     def __init__(self) -> None:
         self.kinds: dict[tuple[int, int], list[float]] = {}  # by the bits of rows and drafted: their means, and when
         self.count = 0
-        self.weights = [
-            16.0,
-            1.0,
-            0.0,
-            1.0,
-        ]  # of a step, a row, a step with drafts, a drafted token; only ratios matter
+        # Of a step, a row, a step with drafts, a drafted token; before the first fit only their ratios matter.
+        self.weights = [16.0, 1.0, 0.0, 1.0]
 
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         self.count += 1
         new = (rows, drafted, seconds)
         *means, seen, _ = self.kinds.get(key := (rows.bit_length(), drafted.bit_length()), [*new, 0, 0])
-        new = rows, drafted, min(seconds, 3 * means[2])  # something else took the processor
-        share = 1 / min(seen + 1, 16)
+        new = rows, drafted, min(seconds, 2 * means[2])  # something else may have taken the processor:
+        share = 1 / 4 if seconds < means[2] else 1 / 32  # so a lower quantile
         self.kinds[key] = [*(m + share * (x - m) for m, x in zip(means, new, strict=True)), seen + 1, self.count]
 
     def refit(self) -> None:
         self.kinds = {key: kind for key, kind in self.kinds.items() if kind[-1] > self.count - OLD_STEPS}
-        points = [(1.0, rows, float(drafted > 0), drafted) for rows, drafted, *_ in self.kinds.values()]
+        known = [kind for kind in self.kinds.values() if kind[3] >= SEEN]
+        points = [(1.0, rows, float(drafted > 0), drafted) for rows, drafted, *_ in known]
         if not points:
             return
-        seconds = [kind[2] for kind in self.kinds.values()]
+        seconds = [kind[2] for kind in known]
         if any(drafted for *_, drafted in points):
             self.weights = fit(points, seconds)
         else:  # a drafted token costs as much as a row, as far as anybody knows
@@ -380,6 +382,7 @@ class DraftStats:
     kept: int = 0  # tokens that these rows drew
     won_seconds: float = 0.0  # estimated: steps without drafts would have taken as much longer for the same tokens
     brought_tokens: int = 0  # of older texts, from other ranks
+    ahead_tokens: int = 0  # of the next round's responses, drawn by replicas that had nothing else to do
 
 
 class Known(NamedTuple):

@@ -14,9 +14,11 @@ from checkpoint import list_checkpoints, load_state
 from config import ConfigError, load_config
 from core import SampleId
 from data import load_groups
+from engine.sequence import Sequence
 from job import Job
 from parallel import World
 from policies.drafts import SOURCES, StepCosts, Texts
+from rollout import Engine
 from settings import Config, check_settings
 
 GRADERS = ROOT / "tests" / "graders.py"
@@ -87,6 +89,33 @@ def test_drafts_of_each_source_change_no_group_and_are_partly_right(settings, ru
         for told in found:  # by the engine, and by the source
             assert told["by_source"] == {name: {key: told[key] for key in ("drafted", "accepted")}}
     assert_same_groups(tmp_path / "all", tmp_path / "plain", range(1, STEPS + 1))
+
+
+def test_replicas_that_run_dry_draw_the_drafts_of_the_next_round_and_hold_nobody_up(
+    settings, run_ranks, tmp_path: Path
+) -> None:
+    plan = {"scheduler__policy": "synchronous", "run__steps": 4, "scheduler__window_iterations": 1, "data__eval": ""}
+    plan |= {"data__eval_prompts": 0}
+    run_ranks(2, train_with_a_tail, settings("ahead", ("old",), **plan, drafts__ahead="true"), settings("none", **plan))
+    assert_same_groups(tmp_path / "ahead", tmp_path / "none", range(1, 5))
+    found = drafts_of(tmp_path / "ahead")
+    assert all(told["ahead_tokens"] > 0 for told in found[:3]) and len(found) == 4
+    assert found[3]["ahead_tokens"] == 0, "after the last round there is none"
+    assert not found[0]["accepted"] and all(told["accepted"] > 0.3 * told["ahead_tokens"] > 0 for told in found[1:3])
+    windows = [[r["round"]["windows"] for r in steps_of(tmp_path / name)] for name in ("ahead", "none")]
+    assert all(ours <= theirs for ours, theirs in zip(*windows, strict=True))
+
+
+def train_with_a_tail(world: World, *runs: list[str]) -> None:
+    """Train on a rank; one replica has the longest responses of each round."""
+    add = Engine.add
+
+    def add_with_length(engine: Engine, sequence: Sequence) -> None:
+        sequence.max_new_tokens = 48 if engine.parallel.replica == 0 else 8
+        add(engine, sequence)
+
+    Engine.add = add_with_length
+    train_with_told_costs(world, *runs)
 
 
 def test_a_resumed_run_repeats_the_drafts_of_one_that_went_through(settings, tmp_path: Path) -> None:

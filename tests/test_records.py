@@ -46,7 +46,7 @@ def report(rank: int, rollout: float) -> RankReport:
     if rank % 2 == 0:
         engine = replace(engine, decode_steps=10 + rank, decoded_tokens=100, preemptions=3, peak_pages=rank)
         engine = replace(engine, drafted_tokens=8 + rank, accepted_tokens=6)
-    stats = DraftStats({"old": 8, "own": rank}, {"old": 6}, 1 + rank, 10, 25, 0.5, 100) if rank < 3 else DraftStats()
+    stats = DraftStats({"old": 8, "own": rank}, {"old": 6}, 1 + rank, 10, 25, 0.5, 100, 7) if rank < 3 else DraftStats()
     return RankReport(
         engine, 2, 64, seconds, ([], []), {"host_mib": 10.0}, PoolStats(graded=1), JudgeStats(), EpisodeStats(), stats
     )
