@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -242,6 +243,23 @@ def test_a_period_has_four_short_rounds_and_a_long_one() -> None:
         short = plan.kind == "short"
         assert (len(plan.prompts), plan.num_responses) == ((10, 5) if short else (8, 4)) or plan is story.plans[-1]
         assert short or (stats.aborted == stats.wasted_tokens == 0)
+
+
+@pytest.mark.parametrize("name", ["tail_batching", "synchronous"])
+def test_a_peek_from_a_long_round_is_the_next_round_and_changes_nothing(name: str) -> None:
+    config = SchedulerConfig(policy=name, num_prompts=4, num_responses=2)
+    policy, cursor, toy, steps, seen = POLICIES[name](config), PromptCursor(PROMPTS, 0), Toy(0), 12, 0
+    for step in range(steps):
+        plan, peeked = policy.begin(cursor.take, steps - step), None
+        if plan.kind == "long" and step + 1 < steps:
+            before = cursor.state_dict(), [*policy.queue], policy.rounds, policy.race
+            peeked = policy.peek(copy(cursor).take, steps - step - 1)
+            assert before == (cursor.state_dict(), policy.queue, policy.rounds, policy.race)
+        policy.close(toy.play(plan, policy.observe, step))
+        if peeked:
+            assert deepcopy(policy).begin(copy(cursor).take, steps - step - 1) == peeked
+            seen += 1
+    assert seen
 
 
 def test_launched_numbers_are_not_off_by_a_rounding_error() -> None:
