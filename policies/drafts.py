@@ -257,6 +257,8 @@ class Texts:
 
     def put(self, sample: SampleId, text: Sequence[int]) -> None:
         """Remember a text. Of two, one of which begins the other, the longer stays: the rest may be drawn again."""
+        if not text:
+            return
         new = array("i", text)
         old = self.forget(sample)
         if old is not None and old[: len(new)] == new:

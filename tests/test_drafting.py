@@ -106,6 +106,26 @@ def test_replicas_that_run_dry_draw_the_drafts_of_the_next_round_and_hold_nobody
     assert all(ours <= theirs for ours, theirs in zip(*windows, strict=True))
 
 
+def test_ranks_of_a_replica_draft_alike_by_what_the_first_has_measured(settings, run_ranks, tmp_path: Path) -> None:
+    plan = {"scheduler__policy": "synchronous", "run__steps": 4, "run__timeout_seconds": 120, "data__eval": ""}
+    plan |= {"data__eval_prompts": 0, "rollout__tensor_parallel": 2}
+    run_ranks(2, train_with_own_costs, settings("drafts", (*SOURCES,), **plan), settings("none", **plan))
+    assert_same_groups(tmp_path / "drafts", tmp_path / "none", range(1, 5))
+    assert sum(told["accepted"] for told in drafts_of(tmp_path / "drafts")) > 0
+
+
+def train_with_own_costs(world: World, *runs: list[str]) -> None:
+    """Train on a rank for which rows cost more than for the others."""
+    fit = StepCosts.refit
+
+    def refit(costs: StepCosts) -> None:
+        fit(costs)
+        costs.weights[1] *= 1 + 50 * world.rank
+
+    StepCosts.refit = refit
+    train_with_told_costs(world, *runs)
+
+
 def train_with_a_tail(world: World, *runs: list[str]) -> None:
     """Train on a rank; one replica has the longest responses of each round."""
     add = Engine.add
@@ -152,6 +172,7 @@ def test_texts_keep_the_longer_of_two_that_begin_alike_and_let_the_oldest_go() -
     texts.put(ids[0], (1, 2, 3, 4))
     texts.put(ids[1], (5, 6))
     texts.put(ids[0], (1, 2))  # stopped earlier than before, but drawn alike
+    texts.put(ids[2], ())  # it had not begun
     assert texts.texts == {ids[1]: array("i", [5, 6]), ids[0]: array("i", [1, 2, 3, 4])} and texts.count == 6
     texts.put(ids[0], (1, 9))
     assert texts.texts[ids[0]] == array("i", [1, 9]) and texts.count == 4
