@@ -121,7 +121,7 @@ class Source:
     """Drafts what followed the newest place in a corpus where the last tokens of a row have stood."""
 
     name: str
-    prior = 0.5  # rate of acceptance before anything is known
+    prior = 0.3  # rate of acceptance before anything is known
     grows = False  # the corpus has the texts of rows under way
 
     def __init__(self, grams: Grams, number: int):
@@ -327,8 +327,8 @@ class StepCosts:
     def __init__(self) -> None:
         self.kinds: dict[tuple[int, int], list[float]] = {}  # by the bits of rows and drafted: their means, and when
         self.count = 0
-        # Of a step, a row, a step with drafts, a drafted token; before the first fit only their ratios matter.
-        self.weights = [16.0, 1.0, 0.0, 1.0]
+        # Of a step, a token, a step with drafts; before the first fit only their ratios mean anything.
+        self.weights, self.is_fitted = [16.0, 1.0, 0.0], False
 
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         self.count += 1
@@ -341,19 +341,15 @@ class StepCosts:
     def refit(self) -> None:
         self.kinds = {key: kind for key, kind in self.kinds.items() if kind[-1] > self.count - OLD_STEPS}
         known = [kind for kind in self.kinds.values() if kind[3] >= SEEN]
-        points = [(1.0, rows, float(drafted > 0), drafted) for rows, drafted, *_ in known]
-        if not points:
-            return
-        seconds = [kind[2] for kind in known]
-        if any(drafted for *_, drafted in points):
-            self.weights = fit(points, seconds)
-        else:  # a drafted token costs as much as a row, as far as anybody knows
-            start, row = fit([point[:2] for point in points], seconds)
-            self.weights = [start, row, 0.0, row]
+        if len({round(rows).bit_length() for rows, *_ in known}) > 1:  # else nobody can tell start and tokens apart
+            points = [(1.0, rows + drafted, float(drafted > 0)) for rows, drafted, *_ in known]
+            count = 2 + any(drafted for _, drafted, *_ in known)  # before any, drafts cost nothing but their tokens
+            weights = fit([point[:count] for point in points], [kind[2] for kind in known])
+            self.weights, self.is_fitted = [*weights, 0.0][:3], True
 
     def seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
-        start, row, drafts, token = self.weights
-        return start + row * rows + drafts * (drafted > 0) + token * drafted
+        start, token, drafts = self.weights
+        return start + token * (rows + drafted) + drafts * (drafted > 0)
 
 
 def choose(reach: np.ndarray, rows: int, seconds: np.ndarray) -> np.ndarray:
@@ -392,7 +388,7 @@ class Known(NamedTuple):
 
     right: list[list[float]]  # [sources, bins]
     wrong: list[list[float]]
-    weights: list[float]
+    weights: list[float]  # of the costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +442,7 @@ class DraftPolicy:
     def propose(self, rows: Sequence[tuple[EngineSequence, np.ndarray]]) -> Sequence[Sequence[int]]:
         """Return the tokens that may follow in each row: none where a draft does not pay."""
         self.steps, self.num_rows, self.kept = self.steps + 1, len(rows), len(rows)
-        tries = self.steps % TRIAL_STEPS == 0 or (self.steps < TRIAL_STEPS and not self.steps & (self.steps - 1))
+        tries = is_due(self.steps, TRIAL_STEPS)
         asked = self._worth_asking(len(rows)) if not self.idle else []
         self.idle = max(self.idle - 1, 0)
         drafts: list[Sequence[int]] = [()] * len(rows)
@@ -476,14 +472,14 @@ class DraftPolicy:
         """Take in the seconds of a step without prefill that has computed so many tokens."""
         drafted = tokens - self.num_rows
         self.costs.observe(self.num_rows, drafted, seconds)
-        if self.is_alone and self.costs.count % REFIT_STEPS == 0:
+        if self.is_alone and is_due(self.costs.count, REFIT_STEPS):
             self.costs.refit()
         if drafted:
             [plain] = self.costs.seconds(self.num_rows, np.zeros(1))
             self.stats.steps += 1
             self.stats.rows += self.num_rows
             self.stats.kept += self.kept
-            self.stats.won_seconds += self.kept / self.num_rows * plain - seconds
+            self.stats.won_seconds += (self.kept / self.num_rows * plain - seconds) * self.costs.is_fitted
 
     def take_stats(self) -> DraftStats:
         taken, self.stats = self.stats, DraftStats()
@@ -493,8 +489,8 @@ class DraftPolicy:
 
     def _worth_asking(self, num_rows: int) -> list[Source]:
         """Return the sources that are right often enough, at their best, to pay for another token of the step."""
-        start, row, _, token = self.costs.weights
-        least = token * num_rows / (start + row * num_rows)
+        start, token, _ = self.costs.weights
+        least = token * num_rows / (start + token * num_rows)
         return [source for source, best in zip(self.sources, self.rates.best) if best > least]
 
     def _known(self, sequence: EngineSequence, tokens: np.ndarray) -> Row:
@@ -545,6 +541,11 @@ class DraftPolicy:
             for source in self.sources
             if (match := source.propose(row))
         ]
+
+
+def is_due(count: int, every: int) -> bool:
+    """Whether the number is a multiple, or a power of two before the first."""
+    return count % every == 0 or (count < every and not count & (count - 1))
 
 
 def following(row: Row, match: Match, count: int) -> Tokens:
