@@ -341,7 +341,7 @@ class StepCosts:
     def refit(self) -> None:
         self.kinds = {key: kind for key, kind in self.kinds.items() if kind[-1] > self.count - OLD_STEPS}
         known = [kind for kind in self.kinds.values() if kind[3] >= SEEN]
-        if len({round(rows).bit_length() for rows, *_ in known}) > 1:  # else nobody can tell start and tokens apart
+        if len({round(rows).bit_length() for rows, *_ in known}) > 3:  # else noise could make tokens seem free
             points = [(1.0, rows + drafted, float(drafted > 0)) for rows, drafted, *_ in known]
             count = 2 + any(drafted for _, drafted, *_ in known)  # before any, drafts cost nothing but their tokens
             weights = fit([point[:count] for point in points], [kind[2] for kind in known])
