@@ -234,7 +234,7 @@ def test_rates_follow_the_length_of_the_agreement_and_forget() -> None:
 def test_costs_are_fitted_to_kinds_of_steps_however_rare_and_to_no_outlier() -> None:
     costs, rng = StepCosts(), Random(8)
     for i in range(3000):
-        rows = 1 if i > 500 else 64
+        rows = 1 if i > 500 else rng.choice((8, 16, 64))
         drafted = rng.choice((0, 10, 100)) if i % 20 == 0 else 0
         noise = 50.0 if i % 97 == 0 and i else 1.0
         costs.observe(rows, drafted, noise * seconds_of(rows, drafted))
