@@ -9,15 +9,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from config import option
 from engine import kernels
+from engine.kernels import GOLDEN, MIX1, MIX2, signed
 
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele 2014)
 _MASK = (1 << 64) - 1
-BLOCK = 128  # tokens summed together when a large vocabulary is searched
 COLDEST = 1e-30  # a smaller temperature would overflow fp32 logits
 
 
@@ -43,14 +41,9 @@ class SamplingConfig:
         return bool(self.top_k or self.top_p < 1.0 or self.min_p)
 
 
-def _signed(x: int) -> int:
-    x &= _MASK
-    return x - (1 << 64) if x >> 63 else x
-
-
 def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * _MIX1) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX2) & _MASK
+    x = ((x ^ (x >> 30)) * MIX1) & _MASK
+    x = ((x ^ (x >> 27)) * MIX2) & _MASK
     return x ^ (x >> 31)
 
 
@@ -58,23 +51,8 @@ def sample_key(*parts: int) -> int:
     """Return a signed 64-bit key for (seed, epoch, prompt index, response index): the stream of one sample."""
     key = 0
     for part in parts:
-        key = _mix((key + _GOLDEN + part) & _MASK)
-    return _signed(key)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts are arithmetic; the hash needs logical shifts
-
-
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Return one uniform in [0, 1) per row, a pure function of (key, position). [n] int64 -> [n] float64
-
-    So a token depends neither on the rest of the batch nor on engine or order.
-    """
-    x = keys + (positions + 1) * _signed(_GOLDEN)
-    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
-    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
-    return _shift(x ^ _shift(x, 31), 11).double() * 2.0**-53
+        key = _mix((key + GOLDEN + part) & _MASK)
+    return signed(key)
 
 
 def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
@@ -100,47 +78,19 @@ def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
 def sample(
     logits: Tensor, keys: Tensor | None, positions: Tensor | None, config: SamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row. [n, V], [n] int64, [n] int64 -> tokens [n] int64, log-probs [n] float32
+    """Draw one token per row by a race. [n, V], [n] int64, [n] int64 -> tokens [n] int64, log-probs [n] float32
 
-    keys: of the samples (`sample_key`); positions: of the tokens to draw in their responses. Greedy (temperature 0)
-    draws from a point mass: it needs neither, and its log-probs are 0.
+    keys: of the samples (`sample_key`); positions: of the tokens to draw in their responses. A token is a pure function
+    of its distribution, key and position: it depends neither on the rest of the batch nor on engine or order. Greedy
+    (temperature 0) draws from a point mass: it needs neither key nor position, and its log-probs are 0.
     """
     if config.temperature == 0.0:
         tokens = logits.argmax(-1)
         return tokens, torch.zeros(tokens.shape, device=logits.device)
     assert keys is not None and positions is not None, "only greedy decoding needs no keys"
-    return sample_inverse_cdf(logits, uniforms(keys, positions), config)
-
-
-def sample_inverse_cdf(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Draw the tokens at which the CDFs reach the uniforms. [n, V], [n] float64 -> tokens [n], log-probs [n]"""
-    if logits.is_cuda and not config.truncates:
-        return kernels.sample_inverse_cdf(logits, uniform, config.scale)
-    logprobs = filter_logits(logits, config).log_softmax(-1)  # [n, V]
-    tokens = _draw(logprobs.exp(), uniform[:, None])  # [n, 1]
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
-
-
-def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the tokens at which the CDFs reach the uniforms. [n, V], [n, 1] -> [n, 1] int64"""
-    n, vocab = probs.shape
-    if vocab <= 64 * BLOCK:
-        cdf = probs.cumsum(-1, dtype=torch.float64)
-        return _invert(cdf, uniform * cdf[:, -1:])
-    # First the block, then the token in it: several times faster for 32 rows of a 150k vocabulary.
-    blocks = F.pad(probs, (0, -vocab % BLOCK)).view(n, -1, BLOCK)
-    cdf = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-    target = uniform * cdf[:, -1:]
-    block = _invert(cdf, target)
-    inside = blocks[torch.arange(n, device=probs.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
-    return block * BLOCK + _invert(inside, target - F.pad(cdf, (1, 0)).gather(1, block))
-
-
-def _invert(cdf: Tensor, target: Tensor) -> Tensor:
-    """Return the first index whose CDF exceeds the target, at most the last with mass. [n, m], [n, 1] -> [n, 1]"""
-    total = cdf[:, -1:]
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)  # of NaN: any token
+    if config.truncates:
+        return kernels.race(filter_logits(logits, config), keys, positions, 1.0)
+    return kernels.race(logits, keys, positions, config.scale)
 
 
 def score(

@@ -250,7 +250,7 @@ def decode_case(s: Section, name: str, engine: Engine, rows: int, context: int, 
 KINDS = {  # part of a kernel's name -> what it is for
     **dict.fromkeys(("_paged_decode", "_merge_splits"), "attention"),
     **dict.fromkeys(("nvjet", "gemm", "cutlass", "gemv", "splitk"), "matrix products"),
-    **dict.fromkeys(("_tile_masses", "_pick_token"), "sampling"),
+    **dict.fromkeys(("_block_masses", "_race"), "sampling"),
     **dict.fromkeys(("memcpy", "memset"), "copies"),
     "_rms_norm": "norms",
     "_rope_and_write": "rope and KV write",

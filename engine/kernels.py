@@ -21,13 +21,16 @@ try:
     INTERPRETED = knobs.runtime.interpret  # as of now, when the kernels below are decorated
     HAS_TRITON = True
 except ImportError:  # CPU builds of torch come without it: the kernels only have to parse
-    triton = tl = type("Absent", (), {"jit": staticmethod(lambda function: function), "constexpr": object})
+    triton = tl = type("Absent", (), {"jit": staticmethod(lambda function: function), "constexpr": int})
     HAS_TRITON = INTERPRETED = False
 
 MIN_PART = 128  # keys of one split, at least: a shorter part costs more to write and merge than it saves
 MAX_PART = 2048  # keys of one split, at most, while splits last: one long row must not hold up a whole batch
 CANDIDATES = 1024  # likeliest tokens that hold top_p of the mass nearly always
 MAX_SPLITS = 64  # the merge holds all splits of a head in registers
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64 (Steele 2014)
+NUMBERS = 1 << 20  # of that generator for each position of a response
+_GOLDEN, _MIX1, _MIX2, _NUMBERS = map(tl.constexpr, (GOLDEN, MIX1, MIX2, NUMBERS))  # for kernels
 
 
 def use_triton(x: Tensor) -> bool:
@@ -291,66 +294,107 @@ def silu_mul_torch(gate_up: Tensor, num_blocks: int = 1) -> Tensor:
     return (F.silu(gate) * up).flatten(1)
 
 
-@triton.jit
-def _tile_masses(logits, peaks, masses, row_length, vocab, temperature, BLOCK: tl.constexpr):
-    """One program: the largest logit of one tile of one row, and the tile's softmax sum relative to it."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = tile * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_length + i, mask=i < vocab, other=float("-inf")).to(tl.float32) / temperature
-    peak = tl.max(x, 0)
-    mass = tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), 0)  # banned tokens may fill a tile
-    tl.store(peaks + row * tl.num_programs(1) + tile, peak)
-    tl.store(masses + row * tl.num_programs(1) + tile, mass)
+def uniforms(keys: Tensor, positions: Tensor, count: int) -> Tensor:
+    """Return numbers in (0, 1), each a pure function of (key, position, place). [n] int64 x 2 -> [n, count] float64
+
+    They are outputs of splitmix64 with the key as its seed, the first `count` of each position's.
+    """
+    x = keys + (positions * NUMBERS + 1) * signed(GOLDEN)
+    x = x[:, None] + torch.arange(count, device=keys.device) * signed(GOLDEN)
+    x = (x ^ _shift(x, 30)) * signed(MIX1)
+    x = (x ^ _shift(x, 27)) * signed(MIX2)
+    return (_shift(x ^ _shift(x, 31), 12).double() + 0.5) * 2.0**-52
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts are arithmetic; the hash needs logical shifts
+
+
+def signed(x: int) -> int:
+    """Return the int64 with the bits of an unsigned one."""
+    return x - (1 << 64) if x >> 63 else x
+
+
+def block_size(vocab: int) -> int:
+    """Return how many tokens make a block of a race: about as many as there are blocks, a power of 2."""
+    return 1 << vocab.bit_length() // 2
 
 
 @triton.jit
-def _pick_token(logits, peaks, masses, uniforms, tokens, logprobs, row_length, vocab, temperature, tiles,
-                TILES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One program: one row. Find the tile in which the CDF exceeds the uniform, then the token inside that tile."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.arange(0, TILES)
-    tile_peak = tl.load(peaks + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
-    peak = tl.max(tile_peak, 0)
-    mass = tl.load(masses + row * tiles + tile, mask=tile < tiles, other=0.0) * tl.exp(tile_peak - peak)
-    cdf = tl.cumsum(mass.to(tl.float64), 0)
-    total = tl.max(cdf, 0)
-    target = tl.load(uniforms + row) * total
-    # Rounding may leave no tile, or no token of the tile, above the target: then it is the last that has any mass.
-    chosen = tl.minimum(tl.sum((cdf <= target).to(tl.int32), 0), tl.max(tl.where(mass > 0, tile, 0), 0))
-    i = chosen * BLOCK + tl.arange(0, BLOCK)
+def _race_time(key, position, place):
+    """Return the exponential variable of a place in a race, -log of `uniforms`. float64"""
+    x = key.to(tl.uint64) + (position.to(tl.uint64) * _NUMBERS + place.to(tl.uint64) + 1) * _GOLDEN
+    x = (x ^ (x >> 30)) * _MIX1
+    x = (x ^ (x >> 27)) * _MIX2
+    return -tl.log((((x ^ (x >> 31)) >> 12).to(tl.float64) + 0.5) * 2.0**-52)
+
+
+@triton.jit
+def _block_masses(logits, peaks, masses, row_length, vocab, temperature, blocks,
+                  BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One program: the largest logit of each of some blocks of a row, and the block's softmax sum relative to it."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(logits + row * row_length + i, mask=i < vocab, other=float("-inf")).to(tl.float32) / temperature
-    prob = tl.exp(x - peak)
-    above = tl.max(tl.where(tile < chosen, cdf, 0.0), 0) + tl.cumsum(prob.to(tl.float64), 0) > target
-    token = tl.minimum(tl.min(tl.where(above & (prob > 0), i, vocab), 0), tl.max(tl.where(prob > 0, i, 0), 0))
-    tl.store(tokens + row, token.to(tl.int64))
-    tl.store(logprobs + row, tl.sum(tl.where(i == token, x, 0.0), 0) - peak - tl.log(total.to(tl.float32)))
+    peak = tl.max(x, 1)
+    mass = tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)[:, None]), 1)  # a block may be banned
+    tl.store(peaks + row * blocks + block, peak, mask=block < blocks)
+    tl.store(masses + row * blocks + block, mass, mask=block < blocks)
 
 
-def sample_inverse_cdf(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw as `sampling.sample` does without top-k and top-p, up to rounding at the edges of the CDF. temperature > 0
+@triton.jit
+def _race(logits, peaks, masses, keys, positions, tokens, logprobs, row_length, vocab, temperature, blocks,
+          BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One program: one row. A race of its blocks, then of the tokens in the first block."""
+    row, block, offset = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+    key, position = tl.load(keys + row), tl.load(positions + row)
+    block_peak = tl.load(peaks + row * blocks + block, mask=block < blocks, other=float("-inf"))
+    peak = tl.max(block_peak, 0)
+    mass = tl.load(masses + row * blocks + block, mask=block < blocks, other=0.0) * tl.exp(block_peak - peak)
+    first = tl.argmax(mass / _race_time(key, position, block), 0)
+    i = first * BLOCK + offset
+    x = tl.load(logits + row * row_length + i, mask=i < vocab, other=float("-inf")).to(tl.float32) / temperature
+    inside = tl.argmax(tl.exp(x - peak) / _race_time(key, position, blocks + offset), 0)
+    tl.store(tokens + row, (first * BLOCK + inside).to(tl.int64))
+    tl.store(logprobs + row, tl.sum(tl.where(offset == inside, x, 0.0), 0) - peak - tl.log(tl.sum(mass, 0)))
 
-    logits [n, V], uniforms [n] float64 -> tokens [n] int64, log-probs [n] float32
+
+def race(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Draw the token that is first in a race at rates softmax(logits / temperature). temperature > 0
+
+    logits [n, V], keys [n] int64, positions [n] int64 -> tokens [n] int64, log-probs [n] float32
+
+    A token that runs at rate p arrives at time -log(uniform) / p, so it is the first with probability p (Gumbel's trick
+    in other words), and a change of the rates changes few winners. The race has two levels: blocks run at the sums of
+    their tokens' rates, then the tokens of the first block run. So about 2 * sqrt(V) numbers are hashed and not V.
     """
     if not use_triton(logits):
-        return sample_inverse_cdf_torch(logits, uniforms, temperature)
+        return race_torch(logits, keys, positions, temperature)
     n, vocab = logits.shape
-    assert logits.stride(1) == uniforms.stride(0) == 1 and uniforms.dtype == torch.float64, uniforms.dtype
-    block = min(4096, triton.next_power_of_2(vocab))
-    tiles, sizes = triton.cdiv(vocab, block), (logits.stride(0), vocab, temperature)
-    peaks, masses = logits.new_empty(2, n, tiles, dtype=torch.float32)
+    assert logits.stride(1) == keys.stride(0) == positions.stride(0) == 1 and keys.dtype == torch.int64, keys.dtype
+    size = block_size(vocab)
+    blocks, together = triton.cdiv(vocab, size), max(1, 4096 // size)
+    peaks, masses = logits.new_empty(2, n, blocks, dtype=torch.float32)
     tokens, logprobs = logits.new_empty(n, dtype=torch.int64), logits.new_empty(n, dtype=torch.float32)
-    _tile_masses[(n, tiles)](logits, peaks, masses, *sizes, BLOCK=block)
-    args = (logits, peaks, masses, uniforms, tokens, logprobs, *sizes, tiles)
-    _pick_token[(n,)](*args, TILES=triton.next_power_of_2(tiles), BLOCK=block, num_warps=8)
+    sizes = logits.stride(0), vocab, temperature, blocks
+    _block_masses[(n, triton.cdiv(blocks, together))](logits, peaks, masses, *sizes, BLOCKS=together, BLOCK=size)
+    args = (logits, peaks, masses, keys, positions, tokens, logprobs, *sizes)
+    _race[(n,)](*args, BLOCKS=triton.next_power_of_2(blocks), BLOCK=size)
     return tokens, logprobs
 
 
-def sample_inverse_cdf_torch(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1:]
-    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cdf, target, right=True)
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+def race_torch(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
+    logprobs = logits.log_softmax(-1)
+    n, vocab = logprobs.shape
+    size = block_size(vocab)
+    rates = F.pad(logprobs.exp(), (0, -vocab % size)).view(n, -1, size)
+    blocks = rates.shape[1]
+    times = -uniforms(keys, positions, blocks + size).log()  # at rate 1; first of the blocks, then inside a block
+    first = (rates.sum(-1) / times[:, :blocks]).argmax(-1)
+    inside = (rates[torch.arange(n, device=logits.device), first] / times[:, blocks:]).argmax(-1)
+    tokens = first * size + inside
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
 @triton.jit

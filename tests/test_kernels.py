@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from sampling import SamplingConfig, sample_inverse_cdf
+from sampling import SamplingConfig, sample, sample_key
 
 NATIVE = kernels.HAS_TRITON and torch.cuda.is_available() and not kernels.INTERPRETED
 DEVICE = torch.device("cuda" if NATIVE else "cpu")
@@ -294,37 +294,24 @@ def test_rope_and_write_equals_loops(case: tuple, normalised: bool, dtype: torch
 @both
 @dtypes
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("vocab", [3, 100, 9000])
-def test_sampling_equals_the_cdf(vocab: int, temperature: float, dtype: torch.dtype, runner: str) -> None:
-    rng = Random(vocab)
-    uniforms = [0.0, 1 - 2**-53, 0.5, 0.5, 0.3, 0.1, 0.6, 0.95]  # the last three: first, second and third tile
-    logits = randn(rng, len(uniforms), vocab, dtype=dtype) * 4
+@pytest.mark.parametrize("vocab", [1, 3, 100, 9000])
+def test_a_race_draws_by_its_rule(vocab: int, temperature: float, dtype: torch.dtype, runner: str) -> None:
+    """tests/test_sampling.py has the twin's distribution."""
+    rng, rows = Random(vocab), 40
+    logits = randn(rng, rows, vocab, dtype=dtype) * 4
     logits[3, vocab // 2] = 60.0  # one token takes all
-    if vocab > 4096:
-        logits[:5, :4096] = -torch.inf  # a whole tile is banned; the first row asks for the first token
-        logits[1:3, 8192:] = -torch.inf  # the second for the last
-    u = torch.tensor(uniforms, dtype=torch.float64, device=DEVICE)
-    tokens, logprobs = pick("sample_inverse_cdf", runner)(strided(logits), u, temperature)
+    logits[:5, : vocab // 2] = -torch.inf  # whole blocks are banned
+    logits[1:3, vocab // 2 + 1 :] = -torch.inf  # all but one token
+    keys = torch.tensor([sample_key(1, row) for row in range(rows)], device=DEVICE)
+    positions = torch.arange(rows, device=DEVICE) * 40
+    tokens, logprobs = pick("race", runner)(strided(logits), keys, positions, temperature)
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
     exact = (logits.double() / temperature).log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), exact.gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=1e-5)
-    cdf, probs = exact.exp().cumsum(-1), exact.exp()
-    above = cdf.gather(1, tokens[:, None])[:, 0]
-    below = above - probs.gather(1, tokens[:, None])[:, 0]
-    assert (below - 1e-6 <= u).all() and (u <= above + 1e-6).all() and logprobs.isfinite().all()
-    assert tokens[0] == (probs[0] > 0).nonzero()[0]
-    if runner == "torch":
-        config = SamplingConfig(temperature=temperature)
-        assert all(
-            torch.equal(a, b) for a, b in zip((tokens, logprobs), sample_inverse_cdf(logits, u, config), strict=True)
-        )
-
-
-@both
-def test_sampling_at_the_edges_of_equal_tokens(runner: str) -> None:
-    u = torch.tensor([0.0, 0.25, 0.5 - 1e-10, 0.5, 1 - 2**-53, 1.0], dtype=torch.float64, device=DEVICE)
-    tokens, _ = pick("sample_inverse_cdf", runner)(torch.zeros(6, 8192, device=DEVICE), u, 1.0)
-    assert tokens.tolist() == [0, 2048, 4095, 4096, 8191, 8191]
+    assert (tokens[1:4] == vocab // 2).all()
+    drawn = sample(logits, keys, positions, SamplingConfig(temperature=temperature))
+    assert torch.equal(tokens, drawn[0])  # ties, which rounding may turn, are rare
+    torch.testing.assert_close(logprobs, drawn[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif("triton" not in RUNNERS, reason="the twin is the sort itself")
@@ -344,9 +331,9 @@ def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> No
     for mine, other, row, p in zip(least, theirs, logits, probs, strict=True):
         edge = p[row > min(mine, other)].sum()  # they differ only where rounding moves this sum across top_p
         assert torch.equal(mine, other) or abs(edge - top_p) < 1e-5
-    uniforms = torch.rand(20, dtype=torch.float64, device=DEVICE)
+    keys = torch.arange(20, device=DEVICE)
     kept = (logits.masked_fill(logits < threshold, -torch.inf) for threshold in (least, theirs))
-    mine, other = (sample_inverse_cdf(rest, uniforms, SamplingConfig())[0] for rest in kept)
+    mine, other = (sample(rest, keys, keys, SamplingConfig())[0] for rest in kept)
     assert torch.equal(mine, other)
 
 
@@ -414,7 +401,7 @@ def test_compiles_for_an_h100(
     monkeypatch.setattr(kernels, "use_triton", lambda x: True)
     found: list = []
     monkeypatch.setattr(Compiled, "found", found)
-    names = "_paged_decode _merge_splits _rms_norm _rope_and_write _silu_mul _tile_masses _pick_token _least_in_nucleus"
+    names = "_paged_decode _merge_splits _rms_norm _rope_and_write _silu_mul _block_masses _race _least_in_nucleus"
     for name in names.split():
         monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name)))
     args, _ = decode_case([40, 500], 4, groups, size, 16, dtype, Random(4))
@@ -424,7 +411,7 @@ def test_compiles_for_an_h100(
     kernels.rope_and_write(x, table, table, args[4], args[3], args[1], args[2], 4 * groups, 4, *norms)
     kernels.add_rms_norm(x, x, x[0], 1e-6)
     kernels.silu_mul(x, 2)
-    kernels.sample_inverse_cdf(x, torch.zeros(2, dtype=torch.float64), 1.0)
+    kernels.race(x, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 1.0)
     kernels.least_in_nucleus(x.float(), 0.9)
     assert len(found) == 8
     for name, made in found:
@@ -439,14 +426,14 @@ def test_a_captured_step_follows_its_inputs() -> None:
     rng, dtype = Random(5), torch.bfloat16
     (q, k_pages, v_pages, table, lengths), _ = decode_case([300, 7, 0, 64], 2, 7, 64, 32, dtype, rng)
     x, residual, qkv = (randn(rng, 4, size, dtype=dtype) for size in (1024, 1024, 18 * 64))
-    positions, uniforms = lengths - 1, torch.rand(4, dtype=torch.float64, device=DEVICE)
+    positions, keys = lengths - 1, torch.arange(4, device=DEVICE)
     cos, sin = torch.rand(2, 512, 32, device=DEVICE)
 
     def step() -> tuple[Tensor, ...]:
         query = kernels.rope_and_write(qkv, cos, sin, positions, table, k_pages, v_pages, 14, 2)
         attended = kernels.paged_decode(query, k_pages, v_pages, table, lengths)
         normed = kernels.add_rms_norm(x, residual, x[0], 1e-6)
-        drawn = kernels.sample_inverse_cdf(normed[0], uniforms, 0.7)
+        drawn = kernels.race(normed[0], keys, positions, 0.7)
         return attended, *normed, kernels.silu_mul(x, 2), *drawn, kernels.least_in_nucleus(normed[0].float(), 0.7)
 
     step()  # compile
