@@ -52,15 +52,20 @@ BLOCK = 128  # tokens summed together when a CDF is searched
 
 
 def by_inverse(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The token at which the CDF reaches a uniform number: first its block, then the token inside."""
-    logprobs = logits.log_softmax(-1)
-    blocks = F.pad(logprobs.exp(), (0, -logits.shape[1] % BLOCK)).view(len(logits), -1, BLOCK)
-    cdf = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-    target = uniforms(keys, positions, 1) * cdf[:, -1:]
-    block = torch.searchsorted(cdf, target)
-    inside = blocks[torch.arange(len(logits)), block[:, 0]].cumsum(-1, dtype=torch.float64)
-    place = torch.searchsorted(inside, target - F.pad(cdf, (1, 0)).gather(1, block)).clamp_(max=BLOCK - 1)
-    tokens = (block * BLOCK + place).clamp_(max=logits.shape[1] - 1)
+    """The token at which the CDF reaches a uniform number; in a large vocabulary first its block of tokens."""
+    logprobs, (rows, vocab) = logits.log_softmax(-1), logits.shape
+    probs, u = logprobs.exp(), uniforms(keys, positions, 1)
+    if vocab <= 64 * BLOCK:
+        cdf = probs.cumsum(-1, dtype=torch.float64)
+        tokens = torch.searchsorted(cdf, u * cdf[:, -1:])
+    else:
+        blocks = F.pad(probs, (0, -vocab % BLOCK)).view(rows, -1, BLOCK)
+        cdf = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+        block = torch.searchsorted(cdf, u * cdf[:, -1:])
+        inside = blocks[torch.arange(rows), block[:, 0]].cumsum(-1, dtype=torch.float64)
+        rest = u * cdf[:, -1:] - F.pad(cdf, (1, 0)).gather(1, block)
+        tokens = block * BLOCK + torch.searchsorted(inside, rest).clamp_(max=BLOCK - 1)
+    tokens.clamp_(max=vocab - 1)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 
@@ -168,19 +173,19 @@ def logits_of(run: Path, updates: int, last: int, count: int) -> Tensor:
 
 def agreement_by_lag(quick: bool) -> list[dict[str, float]]:
     """Return how often draws differ between the weights of the last round and older ones."""
-    last, lags, repeats = (2, (1,), 1) if quick else (LAST + 1, LAGS, 20)
+    last, lags, repeats = (3, (1,), 1) if quick else (LAST + 1, LAGS, 10)
     with tempfile.TemporaryDirectory() as folder:
         few = ("--warm_start.steps=20", "--scheduler.num_prompts=4", "--rollout.max_response_tokens=64")
         run_default_task(Path(folder), last, *(few if quick else ()))
-        of = {lag: logits_of(Path(folder) / "run", last - 1 - lag, last, 16) for lag in (0, *lags) if lag < last - 1}
-    return [{"lag": lag} | differing((of[lag], of[0]) for _ in range(repeats)) for lag in lags if lag in of]
+        of = {lag: logits_of(Path(folder) / "run", last - 1 - lag, last, 16) for lag in (0, *lags)}
+    return [{"lag": lag} | differing((of[lag], of[0]) for _ in range(repeats)) for lag in lags]
 
 
 def agreement_by_vocabulary(quick: bool) -> list[dict[str, float]]:
     """Return how often draws differ where noise disturbs made-up logits."""
     rows = []
     for vocab in VOCABS[:1] if quick else VOCABS:
-        repeats = 1 if quick else max(40, 2_000_000 // vocab)
+        repeats = 1 if quick else max(10, 1_500_000 // vocab)
         pairs = ((x, x + NOISE * torch.randn(x.shape)) for x in (made_up(64, vocab) for _ in range(repeats)))
         rows.append({"vocab": vocab} | differing(pairs))
     return rows

@@ -172,6 +172,12 @@ BENCHMARKS = {
         "{ratio_generate_longtail:.1f} x `generate` in static batches and {ratio_generate_batch_longtail:.1f} x "
         "`generate_batch` ([all of it](../benchmarks/results/engine_cpu.md))",
     ),
+    "draw": Benchmark(
+        "benchmarks/draw.py",
+        ("sampling.py", "engine/kernels.py", "benchmarks/engine.py"),
+        "tokens drawn by a race: weights one update older draw another token in {lags[0][race]:.2%} of all contexts, by "
+        "inverse CDF in {lags[0][inverse]:.2%}; a decode step is at most {longer_max:.1%} longer ([tables](#draws))",
+    ),
     "profile_decode": Benchmark("benchmarks/profile_decode.py", (*ENGINE, "benchmarks/engine.py")),
     "faults": Benchmark(
         "benchmarks/faults.py",
