@@ -175,8 +175,9 @@ BENCHMARKS = {
     "draw": Benchmark(
         "benchmarks/draw.py",
         ("sampling.py", "engine/kernels.py", "benchmarks/engine.py"),
-        "tokens drawn by a race: weights one update older draw another token in {lags[0][race]:.2%} of all contexts, by "
-        "inverse CDF in {lags[0][inverse]:.2%}; a decode step is at most {longer_max:.1%} longer ([tables](#draws))",
+        "tokens drawn by a race: weights one update older draw another token in {lags[0][race]:.2%} of all contexts, "
+        "by inverse CDF in {lags[0][inverse]:.2%}; a decode step is at most {longer_max:.1%} longer "
+        "([tables](#draws))",
     ),
     "profile_decode": Benchmark("benchmarks/profile_decode.py", (*ENGINE, "benchmarks/engine.py")),
     "faults": Benchmark(

@@ -177,7 +177,9 @@ def test_windows_and_audits_change_no_trajectory(settings, tmp_path):
 
 
 def test_dynamic_sampling_does_not_depend_on_how_fast_graders_are(settings, run_ranks, tmp_path):
-    overrides = RACE | dict(data__task=f"{GRADERS}:has_many_digits", scheduler__dynamic_sampling="true")
+    overrides = RACE | dict(
+        data__task=f"{GRADERS}:has_many_digits", scheduler__dynamic_sampling="true", scheduler__max_draws=16
+    )
     assert train.main(settings("ranks1", **overrides)) == 0
     run_ranks(2, train_runs, settings("ranks2", **overrides))
     for record in steps_of(tmp_path / "ranks1"):

@@ -106,7 +106,7 @@ def check_exact(model: Model, s: EngineSequence, done: Sample, opening: Sequence
         assert [*done.logprobs[end : turn.start]] == [0.0] * (turn.start - end)
         assert [*done.token_ids[turn.start : turn.stop]] == drawn[turn.start : turn.stop].tolist()
         own = torch.tensor(done.logprobs[turn.start : turn.stop])
-        torch.testing.assert_close(own, logprobs[turn.start : turn.stop], rtol=0, atol=1e-5)
+        torch.testing.assert_close(own, logprobs[turn.start : turn.stop], rtol=0, atol=2e-5)
         end = turn.stop
     assert end == count
 
@@ -220,7 +220,7 @@ def test_new_weights_read_no_parked_pages(model: Model, kind: type[Engine], flig
     engine, episodes = make(model, kind), make_episodes(has_turns=True)
 
     def disturb(engine: Engine) -> None:
-        if next(steps) != 20:
+        if parked or next(steps) < 20 or len(engine.batcher.parked) < 2:
             return
         parked.append(len(engine.batcher.parked))
         if flight == "recompute":
@@ -238,7 +238,7 @@ def test_new_weights_read_no_parked_pages(model: Model, kind: type[Engine], flig
 
     parked, mixed = list[int](), set[SampleId]()
     done = play(engine, episodes, disturb=disturb, delays=lambda: rng.randrange(8))
-    assert parked[0] > 1
+    assert parked, "no two turns end close to each other"
     versions = set()
     for s in episodes:
         d, first = done[s.id], len(s.prompt_ids)
