@@ -114,6 +114,16 @@ BENCHMARKS = {
         "no token older than {max_lag} updates, {samples_lost} samples lost; seconds until the default task is learnt, "
         "synchronous over in turns, {seconds_to_score_ratio:.2f} ([tables](#asynchronous-training))",
     ),
+    "drafts": Benchmark(
+        "benchmarks/drafts.py",
+        (*ROUND, "policies/drafts.py", "overlap/drafting.py", "overlap/ahead.py", *RUN, "configs/tiny.toml")
+        + ("configs/relay.toml", "simulation/drafts.py"),
+        "responses drafted from older weights' texts, long rounds of tail batching on the default task: "
+        "{long_round_row_steps_ratio:.2f} of the row steps and {long_round_engine_steps_ratio:.2f} of the engine "
+        "steps, {long_round_speedup:.2f} x as fast, whole steps {step_speedup:.2f} x; a source that is always wrong "
+        "costs {worst_source_cost:.1%}; samples with the same tokens: {tokens_equal:.0%}; an H100's synchronous "
+        "rollouts, simulated with the same rates, {long_round_speedup_simulated:.1f} x ([page](drafts.md))",
+    ),
     "slow_environments": Benchmark(
         "benchmarks/slow_environments.py",
         (*ROUND, "environments.py", "envs/episodes.py", "envs/pool.py", "envs/latency.py"),
