@@ -378,7 +378,7 @@ class Mux:
         """Print a line for each job that has taken a step, or says how its start goes on."""
         for name, job in self.jobs.items():
             record = job.newest_record()
-            if "reward" in record and record["step"] != self.shown.get(name):
+            if isinstance(record.get("reward"), (int, float)) and record["step"] != self.shown.get(name):
                 self.shown[name] = record["step"]
                 phase, waited = self.phase.get(name, "waits"), self.waited[name]
                 self.say(

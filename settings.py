@@ -607,16 +607,14 @@ def check_drafts(c: Config) -> None:
     others = [
         (f"overlap.depth = {c.overlap.depth:g}", c.overlap.depth, "which groups an endless rollout trains is a race"),
         ("planner.within_round = true", c.planner.within_round, "ranks that come together know other texts"),
+        ("overlap.train_ranks", c.overlap.train_ranks, "ranks that only train have no part in the exchange of texts"),
     ]
     if c.drafts.ahead:
+        if "old" not in c.drafts.sources:
+            raise ConfigError(f"drafts.ahead = true: nobody reads its texts with {given}; add old to them")
         given, size = "drafts.ahead = true", c.rollout.tensor_parallel
         alike = "ranks of a replica would stop at different steps"
         others += [
-            (
-                f"drafts.sources = {toml_text(c.drafts.sources)}",
-                "old" not in c.drafts.sources,
-                "nobody reads its texts",
-            ),
             (f"rollout.tensor_parallel = {size}", size > 1, alike),
             (f"planner.rule = {c.planner.rule}", c.planner.rule != "fixed", alike),
             (f"stream.policy = {c.stream.policy}", c.stream.policy != "off", "ranks that are free train there"),

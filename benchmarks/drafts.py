@@ -4,7 +4,7 @@
 
 Jobs are trained as train.py trains them, and each round that has drafts is played twice, in turns first: with them,
 and without. Both draw the same tokens, which is counted. Row steps are tokens that rows have drawn in steps of their
-own, rather than with others as drafts; engine steps are those of the rank that took most.
+own, rather than with others as drafts, without those drawn ahead; engine steps are those of the rank that took most.
 
 tail batching   the default task with its warm-started model; drafted are its long rounds
 synchronous     the same; all rounds are drafted, and a rank that is done draws the next round's prompts ahead
@@ -127,7 +127,8 @@ class Wrong(Source):
 
 def measured(side: Side, job: Job, play: Callable[[], list[Group]]) -> dict[SampleId, Sequence[int]]:
     """Play a round, timed; return the tokens of its samples that this rank has drawn. Collective."""
-    ahead = job.drafting.policy.stats.ahead_tokens
+    stats = job.drafting.policy.stats
+    others = stats.ahead_tokens - stats.ahead_accepted  # row steps of the next round's drafts, which hold up nobody
     before = replace(job.engine.stats)
     parallel.barrier(job.world)
     start = time.perf_counter()
@@ -136,8 +137,8 @@ def measured(side: Side, job: Job, play: Callable[[], list[Group]]) -> dict[Samp
     steps, drawn, accepted = (
         getattr(now, name) - getattr(before, name) for name in ("decode_steps", "decoded_tokens", "accepted_tokens")
     )
-    ahead = job.drafting.policy.stats.ahead_tokens - ahead
-    everyone = parallel.gather_objects(job.world, (seconds, drawn - accepted - ahead, steps))
+    others = stats.ahead_tokens - stats.ahead_accepted - others
+    everyone = parallel.gather_objects(job.world, (seconds, drawn - accepted - others, steps))
     side.seconds.append(max(part[0] for part in everyone))
     side.row_steps.append(sum(part[1] for part in everyone))
     side.engine_steps.append(max(part[2] for part in everyone))

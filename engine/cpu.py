@@ -68,9 +68,9 @@ class BatchedPages(Pages):
         self.dense -= len(freed)
         return moves
 
-    def park(self, holder: Holder, parked: Holder) -> None:
-        parked.pages = [self.PARKED] * len(holder.pages)  # the holder's own are released with its row
-        self.used += len(holder.pages)
+    def park(self, holder: Holder, parked: Holder, count: int) -> None:
+        parked.pages = [self.PARKED] * count  # the holder's own are released with its row
+        self.used += count
 
     def resume(self, parked: Holder, holder: Holder) -> None:
         count = len(parked.pages)

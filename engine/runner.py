@@ -120,7 +120,7 @@ class Runner:
     def park(self, sequence: Sequence, parked: Parked) -> None:
         """Keep what is in the pages of a sequence, if they do not stay."""
         if not self.pages.shares:
-            parked.kv = self.memory.kv[:, :, sequence.pages]
+            parked.kv = self.memory.kv[:, :, sequence.pages[: len(parked.pages)]]
 
     def close(self, removed: Removed, num_running: int) -> None:
         """Move pages and rows to the holes of sequences that have left `num_running` others."""

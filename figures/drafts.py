@@ -3,6 +3,7 @@
 The left part is a drawing; the others show the stored run of benchmarks/drafts.py.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -70,6 +71,7 @@ def draw_sources(axes: Axes, run: dict) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     plt.style.use(HERE / "plainroll.mplstyle")
     if not DATA.exists():
         sys.exit(f"{DATA}: missing; python benchmarks/results.py run drafts")

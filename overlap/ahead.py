@@ -67,8 +67,10 @@ class Ahead:
 
     def _draw(self, r: Round, texts: dict[SampleId, Sequence[int]]) -> None:
         """Draw until all replicas that have responses of the round have ended their window."""
+        accepted = r.engine.stats.accepted_tokens
         while not r.engine.is_idle and self.store.add("ended", 0) < self.expected:
             start = perf_counter()
             texts |= {sample.id: sample.token_ids for sample in r.engine.step()}
             r.clock.add("ahead", start, perf_counter())
             r.rewards.update(r.graders.poll())
+        self.drafting.policy.stats.ahead_accepted += r.engine.stats.accepted_tokens - accepted

@@ -33,8 +33,9 @@ class Drafting:
     def __init__(self, config: DraftsConfig, engine: Engine, world: World, scheduler: SchedulerConfig):
         self.config, self.engine, self.world, self.scheduler = config, engine, world, scheduler
         self.policy = DraftPolicy(config.sources, config.most)
-        room = int(config.memory_mib * 2**20 / TOKEN_BYTES / world.size)
-        self.old, self.trained = Texts(room), Texts(room if "epoch" in config.sources else 0)
+        kept = [name in config.sources for name in ("old", "epoch")]
+        room = int(config.memory_mib * 2**20 / TOKEN_BYTES / world.size / max(sum(kept), 1))
+        self.old, self.trained = (Texts(room * is_kept) for is_kept in kept)
 
     @contextmanager
     def __call__(self, played: Round, plan: RoundPlan) -> Iterator[None]:

@@ -380,6 +380,7 @@ class DraftStats:
     kept: int = 0  # tokens that these rows drew
     won_seconds: float = 0.0  # estimated: steps without drafts would have taken as much longer for the same tokens
     brought_tokens: int = 0  # of older texts, from other ranks
+    ahead_accepted: int = 0  # drafted, of these
     ahead_tokens: int = 0  # of the next round's responses, drawn by replicas that had nothing else to do
 
 

@@ -77,15 +77,18 @@ class JobRun:
         """Return the record of its newest step, or an empty one."""
         lines = _tail(self.folder / "steps.jsonl").split(b"\n")[:-1]
         with suppress(ValueError):  # no job ends the others by what lies in its folder
-            return dict(json.loads(lines[-1]) if lines else {})
+            record = json.loads(lines[-1]) if lines else {}
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                return record
         return {}
 
     def newest_line(self) -> str:
         """Return the newest whole line that it has printed since its start, if any."""
-        with open(self.folder / "console.log", "rb") as console:
+        with suppress(OSError), open(self.folder / "console.log", "rb") as console:
             console.seek(self.printed)
             *lines, _ = console.read(TAIL).decode(errors="replace").split("\n")
-        return lines[-1] if lines else ""
+            return lines[-1] if lines else ""
+        return ""
 
     def last_words(self) -> str:
         """Return the line of its newest error."""

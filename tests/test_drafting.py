@@ -189,6 +189,7 @@ def test_texts_keep_the_longer_of_two_that_begin_alike_and_let_the_oldest_go() -
         ({"sources": ("old", "old")}, "names a source twice"),
         ({"drafts__most": 4}, "has no effect without drafts.sources"),
         ({"sources": ("own",), "overlap__depth": 1}, "no place beside overlap.depth = 1"),
+        ({"sources": ("own",), "overlap__train_ranks": 1}, "have no part in the exchange of texts"),
         ({"sources": ("own",), "planner__within_round": "true", "planner__rule": "paper"}, "planner.within_round"),
     ],
 )

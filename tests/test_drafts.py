@@ -15,13 +15,14 @@ from test_turns import make as make_player
 from test_turns import make_episodes, play
 
 from core import Sample, SampleId
-from engine.sequence import Sequence
+from engine.sequence import Sequence, continued
 from model import Model
 from rollout import Engine
 from sampling import SamplingConfig
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
 Samples = abc.Mapping[SampleId, Sample]
+READS = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids), all_special_tokens=[])
 Outcome = abc.Sequence[tuple[Sequence, int, int]]
 
 
@@ -54,7 +55,7 @@ class Foresight:
             assert text.dtype == np.int64 and text.tolist() == known[:count] and count < len(known), "it has ended"
             length = self.rng.randint(self.shortest, self.longest) if self.rng.random() < self.asked else 0
             draft = (known[count:] + [7] * length)[:length]  # longer than the response
-            drafts.append([t if self.rng.random() < self.right else (t + 1) % 256 for t in draft])
+            drafts.append([t if self.rng.random() < self.right else (t + 1) % 100 for t in draft])
         return drafts
 
     def learn(self, outcome: Outcome) -> None:
@@ -65,6 +66,12 @@ class Foresight:
     def observe(self, tokens: int, seconds: float) -> None:
         assert tokens > 0 < seconds
         self.steps, self.computed = self.steps + 1, self.computed + tokens
+
+
+def play_turn(engine: Engine, sequence: Sequence) -> list[Sample]:
+    """Return the sample of a sequence whose pages are kept."""
+    engine.add(sequence)
+    return [sample for _ in iter(lambda: engine.is_idle, True) for sample in engine.step()]
 
 
 def assert_same(found: Samples, wanted: Samples, tolerance: float = 2e-5) -> None:
@@ -188,7 +195,6 @@ def test_drafts_keep_the_budget_of_a_step_and_chunks_go_first(model, kind: type[
 @pytest.mark.parametrize("right", [1.0, 0.8])
 def test_a_stop_text_inside_a_draft_ends_the_response_there(model, kind: type[Engine], right: float) -> None:
     wanted = generate(make_engine(model, kind=kind), make_sequences(6))
-    reads = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids), all_special_tokens=[])
 
     def stopping() -> list[Sequence]:
         sequences = make_sequences(6)
@@ -200,7 +206,7 @@ def test_a_stop_text_inside_a_draft_ends_the_response_there(model, kind: type[En
 
     engines = [make_engine(model, kind=kind) for _ in range(2)]
     for engine in engines:
-        engine.tokenizer = engine.flights.tokenizer = reads
+        engine.tokenizer = engine.flights.tokenizer = READS
     engines[1].drafter = Foresight(wanted, 7, right, at_once=True)
     plain, drafted = (generate(engine, stopping()) for engine in engines)
     assert_same(drafted, plain)
@@ -208,6 +214,24 @@ def test_a_stop_text_inside_a_draft_ends_the_response_there(model, kind: type[En
     assert [s.finish_reason for _, s in sorted(plain.items())] == ["stop"] * 5 + ["length"]
     assert engines[1].stats.decoded_tokens == engines[0].stats.decoded_tokens
     assert engines[1].stats.decode_steps < LIMIT - 1
+
+
+@kinds
+@pytest.mark.parametrize("seed", range(4))
+def test_a_turn_that_a_stop_text_cuts_inside_a_draft_parks_no_more_than_itself(model, kind: type, seed: int) -> None:
+    first = make_sequences(1, seed=seed)[0]
+    [known] = generate(make_engine(model, kind=kind), [copy.deepcopy(first)]).values()
+    first.has_turns, first.stop = True, (f"<{known.token_ids[2]}>",)
+    seconds = []
+    for drafter in (None, Foresight({first.id: known}, 16, at_once=True)):
+        engine = make_engine(model, kind=kind)
+        engine.tokenizer = engine.flights.tokenizer = READS
+        engine.drafter = drafter
+        [turn] = play_turn(engine, copy.deepcopy(first))
+        engine.drafter = None
+        seconds += play_turn(engine, replace(continued(copy.deepcopy(first), turn, [5]), stop=()))
+        assert engine.stats.resumed_tokens > 0
+    assert_same({first.id: seconds[1]}, {first.id: seconds[0]})
 
 
 @kinds
