@@ -34,7 +34,7 @@ from policies.split import SplitTimes, Work
 from policies.step_times import FittedTimes, Profile, SizeProfile, read_profile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
-from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, races, window
+from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, window
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
 from simulation.drafts import DraftingReplica, DraftsConfig, check_drafts, drafts_record
 from simulation.episodes import EpisodeReplica, Episodes, EpisodesConfig, check_episodes, episodes_record, skip_idle
@@ -138,7 +138,7 @@ class SimulatedRound:
         costs = [self.run.costs_at(i, tp) for i in range(self.run.config.decoding_gpus // tp)]
         given = [(each, each.pages, c.page_size, c.max_running, c.shared_prompts) for each in costs]
         episodes, drafts = self.run.episodes, self.run.config.drafts
-        if drafts.most and not races(self.run.config.scheduler, self.plan.kind):
+        if drafts.most and self.plan.kind == "long":
             seeds = [f"drafts {c.seed} {self.step} {i}" for i in range(len(given))]
             return [DraftingReplica(drafts, Random(seed), *each) for seed, each in zip(seeds, given, strict=True)]
         return [EpisodeReplica(episodes, *each) if episodes else Replica(*each) for each in given]

@@ -256,7 +256,7 @@ class Batcher:
     def park(self, sequence: Sequence, parked: Parked) -> None:
         """Keep the pages of a sequence whose turn has ended; it is to be removed after this."""
         self.parked[sequence.id] = parked
-        self.pages.park(sequence, parked, pages_needed(parked.num_tokens, self.pages.page_size))
+        self.pages.park(sequence, parked)
 
     def forget(self, ids: Iterable[SampleId]) -> None:
         """Free what is parked of these sequences: they will be computed again."""

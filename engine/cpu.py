@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.drafts import Drafts
-from engine.pages import Holder, PageMove, Pages, compact, cut
+from engine.pages import Holder, PageMove, Pages, compact, cut, pages_needed
+from engine.sequence import Parked
 
 LOG2_E = math.log2(math.e)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
@@ -68,7 +69,9 @@ class BatchedPages(Pages):
         self.dense -= len(freed)
         return moves
 
-    def park(self, holder: Holder, parked: Holder, count: int) -> None:
+    def park(self, holder: Holder, parked: Holder) -> None:
+        assert isinstance(parked, Parked)
+        count = pages_needed(parked.num_tokens, self.page_size)  # a draft may have filled more, behind a stop text
         parked.pages = [self.PARKED] * count  # the holder's own are released with its row
         self.used += count
 

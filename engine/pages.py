@@ -177,9 +177,9 @@ class Pages:
                 self.used -= 1
         return []
 
-    def park(self, holder: Holder, parked: Holder, count: int) -> None:
-        """Have `parked` keep the first `count` pages of a holder that leaves its row."""
-        parked.pages, holder.pages = holder.pages[:count], holder.pages[count:]
+    def park(self, holder: Holder, parked: Holder) -> None:
+        """Have `parked` keep the pages of a holder that leaves its row."""
+        parked.pages, holder.pages = holder.pages, []
 
     def resume(self, parked: Holder, holder: Holder) -> None:
         """Give a new holder the pages that were parked."""

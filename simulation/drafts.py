@@ -22,9 +22,7 @@ from simulation.costs import Costs
 
 @dataclass(frozen=True)
 class DraftsConfig:
-    most: int = option(
-        0, "tokens that a row drafts in a step of a round without a race, at most; 0: none", min=0, max=256
-    )
+    most: int = option(0, "tokens that a row drafts in a step of a round without a race, at most; 0: none", min=0)
     agreement: float = option(
         0.996, "chance that weights which are one update older draw the same token", above=0.0, max=1.0
     )
