@@ -188,3 +188,12 @@ def settings(tiny_folder: Path, tmp_path: Path):
 
 def steps_of(folder: Path) -> list[dict]:
     return [record for record in read_records(folder / "steps.jsonl") if record["step"] > 0]
+
+
+@pytest.fixture
+def model(tiny_model: Model) -> Model:
+    """Large weights: every token depends on the whole context."""
+    with torch.no_grad():
+        for weight in tiny_model.parameters():
+            weight.mul_(5 if weight.dim() > 1 else 1)
+    return tiny_model

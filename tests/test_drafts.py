@@ -16,7 +16,6 @@ from test_turns import make_episodes, play
 
 from core import Sample, SampleId
 from engine.sequence import Sequence, continued
-from model import Model
 from rollout import Engine
 from sampling import SamplingConfig
 
@@ -24,15 +23,6 @@ kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
 Samples = abc.Mapping[SampleId, Sample]
 READS = SimpleNamespace(decode=lambda ids, **_: "".join(f"<{i}>" for i in ids), all_special_tokens=[])
 Outcome = abc.Sequence[tuple[Sequence, int, int]]
-
-
-@pytest.fixture
-def model(tiny_model: Model) -> Model:
-    """Large weights: every token depends on the whole context."""
-    with torch.no_grad():
-        for weight in tiny_model.parameters():
-            weight.mul_(5 if weight.dim() > 1 else 1)
-    return tiny_model
 
 
 class Foresight:

@@ -40,15 +40,6 @@ LIMIT = 90  # tokens of a transcript
 Replies = Callable[[SampleId, int], Sequence[int]]
 
 
-@pytest.fixture
-def model(tiny_model: Model) -> Model:
-    """Large weights: every token depends on the whole context."""
-    with torch.no_grad():
-        for weight in tiny_model.parameters():
-            weight.mul_(5 if weight.dim() > 1 else 1)
-    return tiny_model
-
-
 def reply_to(id: SampleId, turn: int) -> list[int]:
     """The environment of these tests: replies of 1 to 12 tokens, for 6 turns at most."""
     rng = Random(f"{id} {turn}")
