@@ -125,7 +125,9 @@ def trl_arguments(config: Any, ranks: int, micro_batch: int = 32) -> dict[str, A
 def trl_worker(spec_path: Path) -> None:
     """Train on the spec's rows and write one JSON line per step. Runs in TRL's environment, on every rank.
 
-    Rows may hold `lengths`, tokens of each response, and `texts`, what graders get instead of it.
+    Rows may hold `lengths`, tokens of each response, and `texts`, what graders get instead of it. After every
+    `pause_every` steps the model is saved beside the spec as model-STEP, with a file `ready` when it is whole; a file
+    `answer` lets the training go on, or `stop`.
     """
     import torch
     import transformers
@@ -167,8 +169,17 @@ def trl_worker(spec_path: Path) -> None:
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.start = time.perf_counter()
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.seconds = time.perf_counter() - self.start
+            if not (every := spec.get("pause_every")) or state.global_step % every:
+                return
+            folder = spec_path.with_name(f"model-{state.global_step}")
+            trainer.save_model(str(folder))
+            trainer.accelerator.wait_for_everyone()
+            (folder / "ready").touch()
+            while not (answer := folder / "answer").exists():
+                time.sleep(0.2)
+            control.should_training_stop = answer.read_text(encoding="utf-8") == "stop"
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if state.is_world_process_zero and "reward" in logs:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -219,6 +220,91 @@ def test_step_time_that_grows_in_one_kind_of_round_is_seen(soak: ModuleType) -> 
         return [{"step": s, "round": {"kind": kind}, "seconds": {"step": seconds[kind](s)}} for s, kind in steps]
 
     assert soak.step_time_slope(records(0.0)) < 0.001 < 0.04 < soak.step_time_slope(records(0.05))
+
+
+@pytest.fixture
+def time_to_score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    """The benchmark, with a store and entries of its own."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for module in load("time_to_score"):
+        monkeypatch.setattr(module, "STORE", tmp_path / "store.json")
+        yield module
+
+
+def scored(entry: str, seed: int, seconds: float, reached: bool = True, wall: int = 60) -> dict:
+    """A run of the first task, as it is kept."""
+    curve = [{"step": 0, "seconds": 0.0, "samples": 0, "score": 0.5}]
+    own = {"task": "hailstone", "entry": entry, "seed": seed, "score": 0.8, "settings": [], "reached": reached}
+    return own | {"seconds": seconds, "samples": 2560, "step": 10, "wall": wall, "load": 0.0, "curve": curve}
+
+
+def test_a_run_ends_at_the_first_evaluation_with_the_score(time_to_score: ModuleType) -> None:
+    task = time_to_score.Task("configs/tiny.toml", 0.8, steps=30, seconds=100.0)
+    steps = [{"step": i, "seconds": {"step": 2.5}, "samples": 256} for i in range(1, 21)]
+    records = [{"step": 0, "eval": {"avg@4": 0.9}}, *steps[:10]]
+    records[-1]["eval"] = {"avg@4": 0.7}
+    curve = time_to_score.curve_of([*records, *steps[10:]])
+    assert curve[1] == {"step": 10, "seconds": 25.0, "samples": 2560, "score": 0.7} and len(curve) == 2
+    assert not time_to_score.is_over(curve[:1], task), "before the first step nothing has been learnt"
+    assert not time_to_score.is_over(curve, task) and time_to_score.is_over([curve[1] | {"score": 0.8}], task)
+    assert time_to_score.is_over([curve[1] | {"step": 30}], task)
+    assert time_to_score.is_over([curve[1] | {"seconds": 100.0}], task)
+
+
+def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    made = {name: time_to_score.Entry(name, name, (), ("hailstone",), "plainroll") for name in ("sync", "fast", "lame")}
+    made["trl"] = time_to_score.Entry("trl", "TRL", (), ("hailstone",), "trl")
+    runs = [("sync", 0, 100.0), ("sync", 1, 150.0), ("sync", 2, 120.0), ("fast", 0, 50.0), ("fast", 1, 60.0)]
+    for name, seed, seconds in [*runs, ("fast", 2, 40.0), ("trl", 0, 500.0)]:
+        time_to_score.keep(scored(name, seed, seconds), "abc", {"a.py": "1"}, made)
+    time_to_score.keep(scored("lame", 0, 10.0, reached=False), "abc", {"a.py": "2"}, made)
+    data = json.loads(time_to_score.STORE.read_text())
+    result = data["result"]
+    assert data["measured"] == {"a.py": "several"} and data == time_to_score.sealed(data)
+    assert [row["entry"] for row in result["board"]] == ["fast", "sync", "trl", "lame"]
+    assert result["best"] == "fast" and result["seconds_ratio_best_over_sync"] == 2.4
+    assert result["seconds_ratio_trl_over_best"] == 10.0, "of the seed that both have"
+    assert result["board"][3] | {"median": None, "reached": 0, "samples": None} == result["board"][3]
+    assert len(result["missing"]) == 4 and "hailstone, TRL, seed 1" in result["missing"]
+    time_to_score.keep(scored("lame", 0, 10.0), "abc", {"a.py": "1"}, made)
+    data = json.loads(time_to_score.STORE.read_text())
+    assert len(data["result"]["runs"]) == 8 and len(data["codes"]) == 1, "a run takes the place of the one before it"
+    time_to_score.show(data["result"], "another")
+    assert "8 of 8 runs are of other code" in capsys.readouterr().out
+    made["fast"] = time_to_score.Entry("fast", "fast", ("trainer.lr=1",), ("hailstone",), "plainroll")
+    assert not any(time_to_score.is_current(r, made) for r in data["result"]["runs"] if r["entry"] == "fast")
+    run = time_to_score.Asked("hailstone", made["fast"], 0)
+    assert time_to_score.expected(run, [scored("sync", 0, 1.0, wall=7)], made) == 7
+
+
+def test_entries_are_files(time_to_score: ModuleType, tmp_path: Path) -> None:
+    entries = time_to_score.read_entries()
+    assert {"sync", "eta_prompts", "eta_both", "rollpacker", "async", "drafts", "trl"} <= entries.keys()
+    assert entries["eta_prompts"].settings[-1] == "scheduler.eta_responses=1.0" and entries["trl"].tasks == (
+        "hailstone",
+    )
+    for text, problem in {
+        "[trainer]\nlr = 1": "needs a title",
+        "title = 'a'\nseeds = 2": "unknown key seeds",
+        "title = 'a'\n[trainer]\nspeed = 2": "unknown key trainer.speed",
+        "title = 'a'\ntasks = ['chess']": "there are hailstone",
+        "title = ": "not valid TOML",
+    }.items():
+        (tmp_path / "own.toml").write_text(text)
+        with pytest.raises(time_to_score.ConfigError, match=problem):
+            time_to_score.read_entry(tmp_path / "own.toml")
+
+
+@pytest.mark.slow
+def test_a_run_to_a_score_is_a_run_of_train_py(time_to_score: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_to_score, "NAME", f"test_{os.getpid()}")
+    task = time_to_score.Task("configs/tiny.toml", 0.0, steps=4, seconds=1000.0)
+    run = time_to_score.Asked("hailstone", time_to_score.read_entries()["sync"], 0)
+    try:
+        row = time_to_score.play(run, task, time_to_score.QUICK)
+    finally:
+        shutil.rmtree(ROOT / "runs" / time_to_score.NAME, ignore_errors=True)
+    assert row["reached"] and row["step"] == 2 and row["samples"] == 2 * 4 * 8 and 0 < row["seconds"] < row["wall"]
 
 
 # ---- results -----------------------------------------------------------------------------------------------------

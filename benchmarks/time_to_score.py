@@ -1,0 +1,513 @@
+"""Seconds until a model has learnt a task: each way to train begins with the same model and stops at a held-out score.
+
+    python benchmarks/time_to_score.py                           all runs that are missing, hours
+    python benchmarks/time_to_score.py --task hailstone --entry sync eta_both --seed 0 1
+    python benchmarks/time_to_score.py --limit-minutes 30        begins no run that would probably end later
+    python benchmarks/time_to_score.py --again --entry sync      once more, though they are there
+    python benchmarks/time_to_score.py --list                    what there is and what is missing; runs nothing
+    python benchmarks/time_to_score.py --quick                   a few steps of each; keeps nothing
+
+An entry is a file of configs/scores/: settings over those of the task's config, with a `title`. A new file is a new row
+of the table. `tasks` names the tasks that an entry can do, if not all; `program = "trl"` is TRL's GRPOTrainer, with
+what the task's config says.
+
+A run has 2 ranks of one thread and is evaluated every 10 steps. Its seconds are those of its steps: rollout, rewards,
+training and new weights; start, warm start and evaluations do not count. It ends at the first evaluation with the
+score, or at a limit. All runs of a seed begin with one model, and the held-out responses are drawn alike.
+
+Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
+what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
+the best of our entries is on the first task, by medians; `seconds_ratio_trl_over_best`: and as TRL.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import trl
+from results import RESULTS, committed, fingerprints, machine, sealed
+
+from checkpoint import load_tokenizer
+from config import ConfigError, load_config
+from data import PromptCursor, load_prompts
+from metrics import read_records
+from settings import Config, model_source
+
+NAME = "time_to_score"
+STORE = ROOT / RESULTS / f"{NAME}.json"
+ENTRIES = ROOT / "configs" / "scores"
+SEEDS, RANKS, EVERY = 3, 2, 10  # runs of an entry; ranks of a run; steps between evaluations
+BASE = "sync"
+LOOK_SECONDS = 0.2
+FIRST_GUESS = {"plainroll": 180.0, "trl": 1500.0}  # seconds of a run, before any is known
+QUICK = (
+    *("run.eval_every=2", "data.eval_prompts=16", "warm_start.steps=20"),
+    *("scheduler.num_prompts=4", "rollout.max_response_tokens=64"),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    config: str
+    score: float  # held-out avg@4
+    steps: int  # a run that has not reached the score by then has failed,
+    seconds: float  # or by then
+
+
+TASKS = {
+    "hailstone": Task("configs/tiny.toml", 0.80, 300, 2400.0),
+    "relay": Task("configs/relay.toml", 0.95, 200, 1200.0),
+    "guess": Task("configs/guess.toml", 0.60, 300, 1200.0),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A way to train: a file of configs/scores/."""
+
+    name: str
+    title: str
+    settings: tuple[str, ...]  # section.key=value
+    tasks: tuple[str, ...]
+    program: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A run."""
+
+    task: str
+    entry: Entry
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.task, self.entry.name, self.seed
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.entry.title}, seed {self.seed}"
+
+
+# ---- entries -----------------------------------------------------------------------------------------------------
+
+
+def read_entry(path: Path) -> Entry:
+    """Return an entry. Raises ConfigError for a file that is none."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
+    told = {"tasks": [*TASKS], "program": "plainroll"} | {n: v for n, v in values.items() if n not in sections}
+    if unknown := told.keys() - {"title", "tasks", "program"}:
+        raise ConfigError(f"{path}: unknown key {min(unknown)}; an entry has title, tasks, program, and sections")
+    if not isinstance(told.get("title"), str):
+        raise ConfigError(f'{path}: an entry needs a title, as title = "eta on both"')
+    if told["program"] not in FIRST_GUESS:
+        raise ConfigError(f"{path}: program = {told['program']!r}; possible: {', '.join(FIRST_GUESS)}")
+    if unknown := {*told["tasks"]} - TASKS.keys():
+        raise ConfigError(f"{path}: tasks has {min(unknown)!r}; there are {', '.join(TASKS)}")
+    keys = (
+        f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for section, inner in sections.items()
+        for key, value in inner.items()
+    )
+    entry = Entry(path.stem, told["title"], tuple(keys), tuple(told["tasks"]), told["program"])
+    for task in entry.tasks:
+        try:
+            load_config(Config, str(ROOT / TASKS[task].config), [f"--{key}" for key in entry.settings])
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    return entry
+
+
+def read_entries() -> dict[str, Entry]:
+    return {path.stem: read_entry(path) for path in sorted(ENTRIES.glob("*.toml"))}
+
+
+def all_runs(
+    entries: Iterable[Entry], tasks: Iterable[str] = TASKS, seeds: Iterable[int] = range(SEEDS)
+) -> list[Asked]:
+    """Return the runs, TRL's last: entries take turns, so that they share the machine's moods."""
+    of = [entry for entry in entries]
+    runs = [Asked(task, entry, seed) for task in tasks for seed in seeds for entry in of if task in entry.tasks]
+    order = [*TASKS]
+    return sorted(runs, key=lambda run: (order.index(run.task), run.entry.program != "plainroll", run.seed))
+
+
+# ---- one run -----------------------------------------------------------------------------------------------------
+
+
+def train_command(task: Task, seed: int, folder: Path, *settings: str, script: str = "train.py") -> list[str]:
+    own = f"run.seed={seed}", f"warm_start.seed={seed}", f"run.dir={folder}", "run.checkpoint_every=0"
+    keys = (f"--{key}" for key in (*own, *settings))
+    return [sys.executable, script, f"--ranks={RANKS}", "--config", task.config, *keys]
+
+
+def follow(command: list[str], log: Path, look: Callable[[], bool], **environment: str) -> None:
+    """Run a command until it ends, or `look` says that it may end. Raises RuntimeError when it fails."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    is_over = False
+    with open(log, "a") as file, subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file) as process:
+        try:
+            while process.poll() is None:
+                time.sleep(LOOK_SECONDS)
+                if not is_over and (is_over := look()):
+                    process.terminate()  # it ends after its step
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode and not is_over:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
+
+
+def records_of(folder: Path) -> list[dict]:
+    path = folder / "steps.jsonl"
+    return read_records(path) if path.exists() else []
+
+
+def curve_of(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the evaluations: step, seconds and samples of the steps until then, score."""
+    points, seconds, samples = [], 0.0, 0
+    for record in records:
+        if record["step"]:
+            seconds, samples = seconds + record["seconds"]["step"], samples + record["samples"]
+        if record.get("eval"):
+            point = {"step": record["step"], "seconds": round(seconds, 2), "samples": samples}
+            points.append(point | {"score": round(record["eval"]["avg@4"], 4)})
+    return points
+
+
+def is_over(curve: Sequence[Mapping[str, Any]], task: Task) -> bool:
+    """Return whether a run has the score, or is at a limit."""
+    last = curve[-1] if curve else {"step": 0, "seconds": 0.0, "score": -math.inf}
+    return last["step"] > 0 and (
+        last["score"] >= task.score or last["step"] >= task.steps or last["seconds"] >= task.seconds
+    )
+
+
+def say(point: Mapping[str, Any]) -> None:
+    print(f"    step {point['step']:4}   {point['seconds']:8.1f} s   score {point['score']:.3f}", flush=True)
+
+
+def play_ours(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> list[dict[str, Any]]:
+    """Train by train.py; return the curve."""
+    settings = [f"run.eval_every={EVERY}", f"run.steps={task.steps}", *more, *run.entry.settings]
+    if "planner.rule=predict" in settings:
+        follow(
+            train_command(task, run.seed, folder, *settings, script="profiler.py"), folder / "log.txt", lambda: False
+        )
+    told: list[dict] = []
+
+    def look() -> bool:
+        curve = curve_of(records_of(folder))
+        for point in curve[len(told) :]:
+            say(point)
+        told[:] = curve
+        return is_over(curve, task)
+
+    follow(train_command(task, run.seed, folder, *settings), folder / "log.txt", look)
+    look()
+    return told
+
+
+def evaluated(model: Path, run: Asked, task: Task, folder: Path) -> dict[str, Any]:
+    """Return the evaluation of a model folder, as a run of train.py has it."""
+    folder.mkdir(parents=True)
+    command = train_command(task, run.seed, folder, "run.steps=0", f"model.path={model}")
+    follow(command, folder / "log.txt", lambda: False)
+    return records_of(folder)[0]["eval"]
+
+
+def play_trl(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> list[dict[str, Any]]:
+    """Train by TRL, which waits while its model is evaluated; return the curve."""
+    start = folder / "start"
+    start.mkdir()
+    follow(train_command(task, run.seed, start, "run.steps=0", *more), folder / "log.txt", lambda: False)
+    evals = {0: records_of(start)[0]["eval"]}
+    own = [f"--{key}" for key in (f"warm_start.seed={run.seed}", *more)]
+    config = load_config(Config, str(ROOT / task.config), own)
+    model = model_source(config).absolute()
+    prompts, _ = load_prompts(config.data, load_tokenizer(model), config.rollout.max_prompt_tokens)
+    taken = PromptCursor(prompts, run.seed).take(task.steps * config.scheduler.num_prompts)
+    rows = [{"prompt": v.prompt.text, "answer": v.prompt.answer, "task": v.prompt.task} for v in taken]
+    arguments = trl.trl_arguments(config, RANKS) | {"max_steps": task.steps, "seed": run.seed}
+    spec = {"model": str(model), "rows": rows, "arguments": arguments, "pause_every": EVERY}
+    (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+    samples = config.scheduler.num_prompts * config.scheduler.num_responses
+
+    def curve() -> list[dict[str, Any]]:
+        zero = {"step": 0, "eval": evals[0]}
+        return curve_of([zero, *({**r, "samples": samples, "eval": evals.get(r["step"])} for r in records_of(folder))])
+
+    def look() -> bool:
+        step = max(evals) + EVERY
+        saved = folder / f"model-{step}"
+        if (saved / "ready").exists():
+            evals[step] = evaluated(saved, run, task, saved / "eval")
+            last = {"step": step, "seconds": curve()[-1]["seconds"], "score": evals[step]["avg@4"]}
+            say(last)
+            (saved / "answer.new").write_text("stop" if is_over([last], task) else "go on", encoding="utf-8")
+            (saved / "answer.new").rename(saved / "answer")
+        return False
+
+    say(curve()[0])
+    launch = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"
+    command = [trl.trl_python(), *launch, trl.__file__, "--trl-worker", str(folder / "spec.json")]
+    follow(command, folder / "log.txt", look, HF_HUB_OFFLINE="1")
+    return curve()
+
+
+def play(run: Asked, task: Task, more: Sequence[str] = ()) -> dict[str, Any]:
+    """Train until the score or a limit; return what is kept of it."""
+    folder = ROOT / "runs" / NAME / f"{run.task}-{run.entry.name}-{run.seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    begin, load = time.time(), machine()["load"]
+    curve = (play_trl if run.entry.program == "trl" else play_ours)(run, task, folder, more)
+    reached = next((point for point in curve if point["step"] and point["score"] >= task.score), None)
+    last = reached or curve[-1]
+    return {
+        **{"task": run.task, "entry": run.entry.name, "seed": run.seed, "score": task.score},
+        **{"settings": list(run.entry.settings), "reached": reached is not None},
+        **{name: last[name] for name in ("seconds", "samples", "step")},
+        **{"wall": round(time.time() - begin), "load": load, "curve": curve},
+    }
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------
+
+
+def load_store() -> dict[str, Any]:
+    empty: dict[str, Any] = {"seconds": 0, "codes": {}, "result": {"runs": []}}
+    return json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else empty
+
+
+def is_current(row: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+    """Return whether a kept run is of the entry and the task as they are."""
+    entry, task = entries.get(row["entry"]), TASKS.get(row["task"])
+    return bool(
+        entry
+        and task
+        and row["task"] in entry.tasks
+        and row["settings"] == [*entry.settings]
+        and row["score"] == task.score
+    )
+
+
+def code_of(measured: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def common(codes: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the fingerprint of each file; `several` where runs are of more than one version of it."""
+    known = [*codes]
+    files = dict.fromkeys(file for code in known for file in code)
+    return {f: min(seen) if len(seen := {code.get(f, "missing") for code in known}) == 1 else "several" for f in files}
+
+
+def keep(row: dict[str, Any], commit: str, measured: dict[str, str], entries: Mapping[str, Entry]) -> None:
+    """Write a run to the store, and the summary of all that is there."""
+    data = load_store()
+    row = row | {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()), "code": code_of(measured)}
+    others = [r for r in data["result"]["runs"] if any(r[k] != row[k] for k in ("task", "entry", "seed"))]
+    rows = [*(r for r in others if is_current(r, entries)), row]
+    codes = data["codes"] | {row["code"]: measured}
+    codes = {code: files for code, files in codes.items() if code in {r["code"] for r in rows}}
+    kept = {
+        **{"command": f"python benchmarks/{NAME}.py", "commit": commit, "date": row["date"]},
+        **{"seconds": sum(r["wall"] for r in rows), "machine": machine(), "measured": common(codes.values())},
+        **{"codes": codes, "result": summary(rows, entries), "output": []},
+    }
+    new = STORE.with_suffix(".new")
+    new.write_text(json.dumps(sealed(kept), indent=1) + "\n", encoding="utf-8")
+    new.replace(STORE)
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------
+
+
+def seconds_of(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Return the seconds to the score by seed; infinite for a run that did not reach it."""
+    return {row["seed"]: row["seconds"] if row["reached"] else math.inf for row in rows}
+
+
+def finite(value: float, digits: int = 1) -> float | None:
+    return round(value, digits) if math.isfinite(value) else None
+
+
+def ratio(slow: Mapping[int, float], fast: Mapping[int, float]) -> float | None:
+    """Return the ratio of the medians over the seeds that both have; None where there is none."""
+    if not (seeds := slow.keys() & fast.keys()):
+        return None
+    above, below = (statistics.median(side[seed] for seed in seeds) for side in (slow, fast))
+    return finite(above / below, 2) if math.isfinite(below) else None
+
+
+def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
+    """Return the table, the fastest first."""
+    table = []
+    for task, name in dict.fromkeys((row["task"], row["entry"]) for row in rows):
+        mine, base = ([row for row in rows if (row["task"], row["entry"]) == (task, each)] for each in (name, BASE))
+        seconds, reached = seconds_of(mine), [row for row in mine if row["reached"]]
+        middle = statistics.median(seconds.values())
+        table.append(
+            {
+                **{"task": task, "entry": name, "title": entries[name].title, "score": TASKS[task].score},
+                **{"median": finite(middle), "least": finite(min(seconds.values()))},
+                **{"most": finite(max(seconds.values())), "reached": len(reached), "seeds": len(mine)},
+                "samples": round(statistics.median(r["samples"] for r in reached)) if math.isfinite(middle) else None,
+                "faster": ratio(seconds_of(base), seconds),
+                "commits": ", ".join(sorted({row["commit"][:7] for row in mine})),
+            }
+        )
+    order = [*TASKS]
+    return sorted(table, key=lambda row: (order.index(row["task"]), row["median"] or math.inf))
+
+
+def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], task: str) -> dict[str, Any]:
+    """Return the best of our entries among those with the most seeds, and its ratios."""
+    runs: dict[str, dict[int, float]] = {}
+    for name in entries:
+        if found := [row for row in rows if (row["task"], row["entry"]) == (task, name)]:
+            runs[name] = seconds_of(found)
+    ours = {name: seconds for name, seconds in runs.items() if entries[name].program == "plainroll"}
+    most = max(map(len, ours.values()), default=0)
+    middle = {name: statistics.median(seconds.values()) for name, seconds in ours.items() if len(seconds) == most}
+    best = min(middle, key=middle.__getitem__, default="")
+    trls = [seconds for name, seconds in runs.items() if entries[name].program == "trl"]
+    return {
+        "best": entries[best].title if best else None,
+        "seconds_ratio_best_over_sync": ratio(runs.get(BASE, {}), runs.get(best, {})),
+        "seconds_ratio_trl_over_best": ratio(trls[0] if trls else {}, runs.get(best, {})),
+    }
+
+
+def summary(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """Return the result: table, ratios, what is missing, and the runs themselves."""
+    there = {(row["task"], row["entry"], row["seed"]) for row in rows}
+    tasks = [{"task": task, "score": TASKS[task].score, **best_of(rows, entries, task)} for task in TASKS]
+    return {
+        "name": NAME,
+        **{key: value for key, value in tasks[0].items() if key != "task"},
+        "tasks": tasks,
+        "board": board(rows, entries),
+        "missing": [str(run) for run in all_runs(entries.values()) if run.key not in there],
+        "runs": list(rows),
+    }
+
+
+def show(result: Mapping[str, Any], now: str) -> None:
+    print(f"\n{'':12}{'':32}seconds to the score      range        samples   reached   times as fast")
+    for row in result["board"]:
+        shown = {k: "-" if row[k] is None else row[k] for k in ("median", "least", "most", "samples", "faster")}
+        print(
+            f"{row['task']:12}{row['title']:32}{shown['median']:>12}{shown['least']:>15} .. {shown['most']:<10}"
+            f"{shown['samples']:>8}{row['reached']:>7} of {row['seeds']}{shown['faster']:>10}"
+        )
+    other = sum(row.get("code", now) != now for row in result["runs"])
+    print(f"missing: {', '.join(result['missing']) or 'nothing'}")
+    if other:
+        print(f"{other} of {len(result['runs'])} runs are of other code: --again runs them once more")
+
+
+# ---- command line ------------------------------------------------------------------------------------------------
+
+
+def expected(run: Asked, rows: Iterable[Mapping[str, Any]], entries: Mapping[str, Entry]) -> float:
+    """Return the seconds that a run will probably take: as long as others of its entry, task or program."""
+    same = [r for r in rows if r["entry"] in entries and entries[r["entry"]].program == run.entry.program]
+    for names in (("task", "entry"), ("task",), ()):
+        own = {"task": run.task, "entry": run.entry.name}
+        if walls := [row["wall"] for row in same if all(row[name] == own[name] for name in names)]:
+            return statistics.median(walls)
+    return FIRST_GUESS[run.entry.program]
+
+
+def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
+    """Play what is asked for and not there, and keep each run."""
+    begin, asked = time.time(), all_runs((entries[name] for name in arguments.entry), arguments.task, arguments.seed)
+    there = {(r["task"], r["entry"], r["seed"]) for r in load_store()["result"]["runs"] if is_current(r, entries)}
+    todo = [run for run in asked if arguments.again or run.key not in there]
+    print(f"{len(todo)} runs to do, {len(asked) - len(todo)} of {len(asked)} are there")
+    for i, run in enumerate(todo):
+        rows = load_store()["result"]["runs"]
+        seconds = [expected(other, rows, entries) for other in todo[i:]]
+        now = time.time() - begin
+        if arguments.limit_minutes and now + seconds[0] > 60 * arguments.limit_minutes:
+            print(
+                f"{run} would take about {seconds[0] / 60:.1f} min: over --limit-minutes; {len(seconds)} runs are left"
+            )
+            break
+        left = f"about {seconds[0] / 60:.1f} min, all that is left {sum(seconds) / 60:.0f} min"
+        print(f"[{i + 1} of {len(todo)}] {run}: {left}", flush=True)
+        measured = fingerprints(NAME)
+        commit = committed([*measured, *(str(path.relative_to(ROOT)) for path in ENTRIES.glob("*.toml"))])
+        row = play(run, TASKS[run.task])
+        if fingerprints(NAME) != measured:
+            raise RuntimeError("what it measures changed while it ran, nothing is kept of this run")
+        keep(row, commit, measured, entries)
+        print(f"    {'reached' if row['reached'] else 'not reached'}: {row['seconds']:.1f} s of steps, {row['wall']} s")
+
+
+def play_quick(entries: dict[str, Entry]) -> dict[str, Any]:
+    """Play two steps of each of our entries on the first task, with a score that any model has."""
+    task = Task(TASKS["hailstone"].config, 0.0, 2, 60.0)
+    rows = []
+    for run in all_runs((e for e in entries.values() if e.program == "plainroll"), ["hailstone"], [0]):
+        print(run, flush=True)
+        rows.append(play(run, task, QUICK) | {"commit": "quick"})
+    return summary(rows, entries)
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    entries = read_entries()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=[*TASKS])
+    parser.add_argument("--entry", nargs="+", choices=entries, default=[*entries])
+    parser.add_argument("--seed", nargs="+", type=int, choices=range(SEEDS), default=[*range(SEEDS)])
+    parser.add_argument("--again", action="store_true", help="run what is there too")
+    parser.add_argument("--limit-minutes", type=float, help="begin no run that would probably end later")
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--quick", action="store_true", help="under 2 minutes: two steps of each entry, without TRL")
+    arguments = parser.parse_args()
+    now = code_of(fingerprints(NAME))
+    try:
+        if arguments.quick:
+            result = play_quick(entries)
+        else:
+            if not arguments.list:
+                play_all(arguments, entries)
+            result = summary([r for r in load_store()["result"]["runs"] if is_current(r, entries)], entries)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped: what has ended is kept; the same command goes on", file=sys.stderr)
+        return 130
+    show(result, now)
+    if STORE.exists() and not arguments.quick:
+        subprocess.run([sys.executable, ROOT / "figures" / f"{NAME}.py"], check=True)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
