@@ -53,9 +53,10 @@ class PackedAttention:
             done = end
         self.inverse = inverse.to(self.device)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+        """`window`: newest tokens that a token attends to, itself included; 0: all."""
         if self.varlen and q.dtype != torch.float32:
-            return self.varlen(q, k, v)
+            return self.varlen(q, k, v, window)
         if not self.batches:
             self._pad()
         groups = q.shape[1] // k.shape[1]
@@ -66,7 +67,9 @@ class PackedAttention:
                 x.index_select(0, rows.flatten()).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
             )
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # [n, H, L, D]
+            narrow = 0 < window < shape[1]
+            mask = _causal_mask(shape[1], shape[1], window, q.device) if narrow else None
+            out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=not narrow)  # [n, H, L, D]
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.inverse)
 
@@ -83,16 +86,23 @@ class VarlenAttention:
         self.longest = [max(lengths) for lengths in self.lengths]
         self.bounds = [upload([*accumulate(lengths, initial=0)], device, torch.int32) for lengths in self.lengths]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         if q.is_cuda and q.dtype != torch.float32:
-            return _flash_varlen()(q, k, v, *self.bounds, *self.longest)
+            return _flash_varlen()(q, k, v, *self.bounds, *self.longest, window_size=(window - 1, 0))
         groups, parts = q.shape[1] // k.shape[1], []
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         for query, key, value in zip(q.split(self.lengths[0]), k.split(self.lengths[1]), v.split(self.lengths[1])):
-            mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
+            mask = _causal_mask(len(query), len(key), window, q.device)
             query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))  # heads first
             parts.append(F.scaled_dot_product_attention(query, key, value, mask)[0].transpose(0, 1))
         return torch.cat(parts)
+
+
+def _causal_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """Return which keys each query attends to, the queries being the last of the keys. [queries, keys] bool"""
+    behind = num_keys - num_queries
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(behind)
+    return mask.triu(behind - window + 1) if window else mask
 
 
 @cache
@@ -101,4 +111,4 @@ def _flash_varlen() -> Callable[..., Any]:
 
     # Several query heads share a head of keys: torch 2.11 takes them so, later ones must be told.
     told: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return partial(varlen_attn, window_size=(-1, 0), **told)
+    return partial(varlen_attn, **told)

@@ -54,11 +54,15 @@ class ModelShape:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    windows: tuple[int, ...] = ()  # of each layer: newest tokens that a token attends to, itself included; 0: all
 
     @property
     def mlp_blocks(self) -> int:
         """Blocks in which gate and up rows alternate: one for each of up to 8 tensor-parallel ranks."""
         return math.gcd(self.intermediate_size, 8)
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""One decoder for rollout and training: the Qwen2/2.5, Qwen3 and Llama families.
+"""One decoder for rollout and training: the Qwen2/2.5, Qwen3, Llama and Mistral families.
 
 Tokens come packed, [T], without padding; attention is a callable, so training, prefill and decode differ only in
 what they pass. Projections are fused (q|k|v and gate|up); `hf_tensors` names their parts as Hugging Face does.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -20,28 +20,46 @@ from core import ModelShape
 from engine import kernels
 from parallel import World
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,D], k [T,K,D], v [T,K,D]) -> [T,H,D]
+# (layer, q [T, H, D], k [T, K, D], v [T, K, D], newest tokens to attend to or 0 for all) -> [T, H, D]
+Attend = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 Reduce = Callable[[Tensor], Tensor]
 # A name of Hugging Face, a view of our weight, and the shape there. The view has the elements in Hugging Face's order,
 # but may have more dimensions: reshape one to the other.
 HFTensor = tuple[str, Tensor, tuple[int, ...]]
 
 
-# From a config, with which biases and norms a family has.
-FAMILIES: dict[str, Callable[[dict], dict[str, bool]]] = {
-    "qwen2": lambda c: dict(qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False),
-    "qwen3": lambda c: _attention_bias(c) | dict(mlp_bias=False, qk_norm=True),
+# From a config, with which biases and norms a family has, and which layers attend to how much.
+FAMILIES: dict[str, Callable[[dict], dict[str, Any]]] = {
+    "qwen2": lambda c: dict(qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False) | _late_windows(c),
+    "qwen3": lambda c: _attention_bias(c) | dict(mlp_bias=False, qk_norm=True) | _late_windows(c),
     "llama": lambda c: _attention_bias(c) | dict(mlp_bias=c.get("mlp_bias", False), qk_norm=False),
+    "mistral": lambda c: _attention_bias({}) | dict(mlp_bias=False, qk_norm=False) | _windows(c),
 }
+MAX_POSITIONS = {"llama": 2048, "mistral": 131072}  # where a config does not say; others: 32768
 
 
 def _attention_bias(c: dict) -> dict[str, bool]:
     return dict.fromkeys(("qkv_bias", "out_bias"), c.get("attention_bias", False))
 
 
+def _windows(c: dict, kinds: Sequence[str] = ()) -> dict[str, tuple[int, ...]]:
+    """`kinds` of the layers; none: all have a window."""
+    window = c.get("sliding_window", 4096) or 0
+    kinds = kinds or [SLIDING] * c["num_hidden_layers"]
+    return {"windows": tuple(window * (kind == SLIDING) for kind in kinds) if window else ()}
+
+
+def _late_windows(c: dict) -> dict[str, tuple[int, ...]]:
+    """Of Qwen: the first layers attend to all, as many as the config says."""
+    layers = c["num_hidden_layers"]
+    default = [SLIDING if i >= c.get("max_window_layers", 28) else "full_attention" for i in range(layers)]
+    return _windows(c, c.get("layer_types") or default) if c.get("use_sliding_window") else {}
+
+
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
 LARGEST, MOST_LAYERS = 2**31 - 1, 1000
+SLIDING = "sliding_attention"  # a kind of layer
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -55,13 +73,18 @@ def parse_shape(c: dict, where: str) -> ModelShape:
     given = [k for k in OPTIONAL_SIZES if c.get(k) is not None]
     if bad := [f"{k} = {c[k]!r}" for k in (*SIZES, *given) if type(c[k]) is not int or not 0 < c[k] <= LARGEST]:
         raise ConfigError(f"{where}: {', '.join(bad)}: sizes are whole numbers over 0 and at most {LARGEST}")
+    if isinstance(kinds := c.get("layer_types"), list) and len(kinds) != c["num_hidden_layers"]:
+        raise ConfigError(f"{where}: layer_types has {len(kinds)} entries for {c['num_hidden_layers']} layers")
     if c["num_hidden_layers"] > MOST_LAYERS:
         raise ConfigError(f"{where}: num_hidden_layers = {c['num_hidden_layers']} is too many: at most {MOST_LAYERS}")
     kinds, full = c.get("layer_types") or [], "plainroll attends to the full context"
+    slides = family in ("qwen2", "qwen3")
+    known = {"full_attention", SLIDING} if slides and c.get("use_sliding_window") else {"full_attention"}
     for key, is_bad, remedy in (
         ("quantization_config", bool(c.get("quantization_config")), "take the unquantised folder"),
-        ("use_sliding_window", bool(c.get("use_sliding_window")), full),
-        ("layer_types", not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds), full),
+        ("use_sliding_window", bool(c.get("use_sliding_window")) and not slides, full),
+        ("layer_types", not isinstance(kinds, list) or any(kind not in known for kind in kinds), full),
+        ("max_window_layers", type(c.get("max_window_layers", 0)) is not int, "it is a number of layers"),
         ("hidden_act", c.get("hidden_act", "silu") != "silu", "plainroll has silu"),
     ):
         if is_bad:
@@ -84,7 +107,7 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=_max_positions(c),
+        max_positions=_max_positions(c, rope),
         norm_eps=eps,
         rope=rope,
         tied=bool(c.get("tie_word_embeddings")),
@@ -110,16 +133,22 @@ def _parse_rope(c: dict, where: str) -> dict:
         raise ConfigError(f"{where}: partial_rotary_factor = {partial!r} is not supported; plainroll rotates all")
     _, needs = ROPE_TYPES[kind]
     if ORIGINAL in needs:
-        rope[ORIGINAL] = c[ORIGINAL] if ORIGINAL in c else rope.get(ORIGINAL, _max_positions(c))
+        rope[ORIGINAL] = c[ORIGINAL] if ORIGINAL in c else rope.get(ORIGINAL, _own_positions(c))
     if missing := [key for key in needs if key not in rope]:
         raise ConfigError(f"{where}: rope_type = {kind!r} needs {', '.join(missing)} in its rope parameters")
-    for key in ("rope_theta", *needs):
+    given = [key for key in YARN if kind == "yarn" and rope.get(key) is not None]
+    for key in ("rope_theta", *needs, *given):
         _check_number(where, key, rope[key])
     return rope
 
 
-def _max_positions(c: dict) -> int:
-    return c.get("max_position_embeddings") or (2048 if c["model_type"] == "llama" else 32768)
+def _max_positions(c: dict, rope: dict) -> int:
+    stretched = rope[ORIGINAL] * rope["factor"] if rope["rope_type"] == "yarn" else 0
+    return max(_own_positions(c), int(stretched))
+
+
+def _own_positions(c: dict) -> int:
+    return c.get("max_position_embeddings") or MAX_POSITIONS.get(c["model_type"], 32768)
 
 
 def _check_number(where: str, key: str, value: object) -> None:
@@ -135,10 +164,43 @@ def _rope_llama3(inv_freq: Tensor, rope: dict) -> Tensor:
     return keep * inv_freq + (1 - keep) * inv_freq / rope["factor"]
 
 
+def _rope_yarn(inv_freq: Tensor, rope: dict) -> Tensor:
+    """As llama3, but the blend goes by the place of a wave among all. (YaRN, arXiv 2309.00071, section 3.2)"""
+    half, (fast, slow) = len(inv_freq), (rope.get(key) or turns for key, turns in (("beta_fast", 32), ("beta_slow", 1)))
+
+    def place(turns: float) -> float:  # of the wave that turns so often within the original context
+        return half * math.log(rope[ORIGINAL] / (turns * 2 * math.pi)) / math.log(rope["rope_theta"])
+
+    low, high = place(fast), place(slow)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    stretch = (torch.arange(half, device=inv_freq.device) - low) / (high - low or 0.001)
+    return torch.lerp(inv_freq, inv_freq / rope["factor"], stretch.clamp(0, 1))
+
+
+YARN = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")  # parameters that it may have
+
+
+def _yarn_scale(rope: dict) -> float:
+    """Return what queries and keys are multiplied by: longer contexts make attention softer. (section 3.4)"""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    if given := rope.get("attention_factor"):
+        return given
+    one, other = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
+    return scale(one) / scale(other) if one and other else scale(1.0)
+
+
 # The frequencies of a type, and the parameters that they need.
 ROPE_TYPES: dict[str, tuple[Callable[[Tensor, dict], Tensor], tuple[str, ...]]] = {
     "default": (lambda inv_freq, rope: inv_freq, ()),
     "linear": (lambda inv_freq, rope: inv_freq / rope["factor"], ("factor",)),
+    # Beyond `max_position_embeddings`, where plainroll does not go, they would change with the length of the sequence.
+    "dynamic": (lambda inv_freq, rope: inv_freq, ("factor",)),
+    "yarn": (_rope_yarn, ("factor", ORIGINAL)),
     "llama3": (_rope_llama3, ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)),
 }
 
@@ -149,7 +211,8 @@ def rope_table(shape: ModelShape, num_positions: int, device: torch.device) -> t
     frequencies, _ = ROPE_TYPES[shape.rope["rope_type"]]
     inv_freq = frequencies(1.0 / shape.rope["rope_theta"] ** exponent, shape.rope)
     angles = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * inv_freq
-    return angles.cos(), angles.sin()
+    scale = _yarn_scale(shape.rope) if shape.rope["rope_type"] == "yarn" else 1.0
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -283,7 +346,7 @@ def run_layer(
         q, k = qk.split_with_sizes((groups, 1), 2)
         qk = torch.cat((rms_norm(q, w.q_norm, eps, inference), rms_norm(k, w.k_norm, eps, inference)), 2)
     q, k = apply_rope(qk, cos, sin).split_with_sizes((groups, 1), 2)
-    attended = attend(index, q.flatten(1, 2), k[:, :, 0], v[:, :, 0])  # [T, H, D]
+    attended = attend(index, q.flatten(1, 2), k[:, :, 0], v[:, :, 0], s.window(index))  # [T, H, D]
     x = x + reduce(linear(attended.flatten(1), w.out, w.out_bias))
     normed = rms_norm(x, w.post_norm, eps, inference)
     gate_up = linear(normed, w.gate_up, w.gate_up_bias)

@@ -92,6 +92,12 @@ def _page_bias(page_size: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(filled.shape, dtype=dtype).masked_fill_(~filled, -torch.inf)
 
 
+@cache
+def _late_bias(page_size: int, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores of a page whose first 0, 1 .. `page_size` places are behind a window."""
+    return _page_bias(page_size, dtype).flip(0, 1)
+
+
 def decode_by_page(q: Tensor, k_pages: Tensor, v_pages: Tensor, owner: Tensor | None, bias: Tensor) -> Tensor:
     """CPU decode attention without a gather: each page is one batch element, pages are merged by their softmax sums.
 
@@ -150,13 +156,20 @@ class PageAttention:
         self.used, self.extra, self.n = used, int(are_others), n
         self.owner = None if is_simple else torch.from_numpy(owner)
         places = int(filled.max())  # young pages are not read whole
-        bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), :places]
-        self.bias = bias.repeat_interleave(kv.shape[3], 0)[:, None]  # [P * K, 1, places]
 
-    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        def bias(window: int) -> Tensor:
+            bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), :places]
+            if window:
+                late = (position[owner] + 1 - window - pages.start[:used]).clip(0, page_size)
+                bias = bias + _late_bias(page_size, kv.dtype)[torch.from_numpy(late), :places]
+            return bias.repeat_interleave(kv.shape[3], 0)[:, None]  # [P * K, 1, places]
+
+        self.bias = cache(bias)  # of layers with a window, and of those without
+
+    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, window: int = 0) -> Tensor:
         """q [n, H, D]; k_pages and v_pages [pages, K, page, D] -> [n, H, D]"""
         q = F.pad(q, (0, 0, 0, 0, 0, self.extra)) if self.extra else q
-        return decode_by_page(q, k_pages[: self.used], v_pages[: self.used], self.owner, self.bias)[: self.n]
+        return decode_by_page(q, k_pages[: self.used], v_pages[: self.used], self.owner, self.bias(window))[: self.n]
 
 
 class DraftAttention:
@@ -195,18 +208,26 @@ class DraftAttention:
         filled = (length[rows][owner, None] + 1 + place - pages.start[mine, None]).clip(0, page_size)  # [P, width]
         is_simple = len(mine) == len(rows) and bool((owner == np.arange(len(rows))).all())
         self.owner = None if is_simple else torch.from_numpy(owner)
-        bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), : int(filled.max())]  # [P, width, places]
-        self.bias = bias[:, None, :, None].expand(-1, num_kv, -1, groups, -1).flatten(2, 3).flatten(0, 1)
+        places = int(filled.max())
+
+        def bias(window: int) -> Tensor:
+            bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), :places]  # [P, width, places]
+            if window:
+                late = (length[rows][owner, None] + 1 + place - window - pages.start[mine, None]).clip(0, page_size)
+                bias = bias + _late_bias(page_size, kv.dtype)[torch.from_numpy(late), :places]
+            return bias[:, None, :, None].expand(-1, num_kv, -1, groups, -1).flatten(2, 3).flatten(0, 1)
+
+        self.bias = cache(bias)
         self.size = len(rows), num_kv * width * groups
 
-    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, window: int = 0) -> Tensor:
         """q [T, H, D]; k_pages and v_pages [pages, K, page, D] -> [T, H, D]"""
         u, (num_heads, size) = self.num_plain, q.shape[1:]
         heads = q[u:].reshape(len(self.unpad), -1)  # [tokens * K, G * D]
         padded = heads.index_select(0, self.pad).view(*self.size, size)  # [m, K * width * G, D]
-        out = decode_by_page(padded, k_pages[self.pages], v_pages[self.pages], self.owner, self.bias)
+        out = decode_by_page(padded, k_pages[self.pages], v_pages[self.pages], self.owner, self.bias(window))
         out = out.view(len(self.pad), -1).index_select(0, self.unpad).view(-1, num_heads, size)
-        return torch.cat((self.plain(q[:u], k_pages, v_pages), out)) if self.plain else out
+        return torch.cat((self.plain(q[:u], k_pages, v_pages, window), out)) if self.plain else out
 
 
 # ---- between the ranks of one machine ----------------------------------------------------------------------------

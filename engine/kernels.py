@@ -45,13 +45,14 @@ def _part_length(length, splits, MIN_PART: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _paged_decode(q, k_pages, v_pages, table, lengths, out, lse, scale, q_row, q_head, table_row, kv_page, kv_head,
-                  G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, MIN_PART: tl.constexpr,
+                  WINDOW, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, MIN_PART: tl.constexpr,
                   BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """One program: the G query heads of one KV head of one row, over one part of the row's keys."""
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
-    part = _part_length(length, tl.num_programs(2), MIN_PART, BLOCK_N)
-    begin = split * part
+    first = tl.maximum(length - WINDOW, 0)
+    part = _part_length(length - first, tl.num_programs(2), MIN_PART, BLOCK_N)
+    begin = first + split * part
     if (split > 0) & (begin >= length):  # the merge ignores this split; split 0 stays to give zeros for padding
         return
     end = tl.minimum(begin + part, length)
@@ -81,11 +82,11 @@ def _paged_decode(q, k_pages, v_pages, table, lengths, out, lse, scale, q_row, q
 
 
 @triton.jit
-def _merge_splits(parts, lse, lengths, out, D: tl.constexpr, SPLITS: tl.constexpr, MIN_PART: tl.constexpr,
+def _merge_splits(parts, lse, lengths, out, WINDOW, D: tl.constexpr, SPLITS: tl.constexpr, MIN_PART: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """One program: one query head of one row, its splits weighted by their share of the softmax sum."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length = tl.load(lengths + row).to(tl.int32)
+    length = tl.minimum(tl.load(lengths + row).to(tl.int32), WINDOW)
     split, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     live = split * _part_length(length, SPLITS, MIN_PART, BLOCK_N) < length
     slot = (row * tl.num_programs(1) + head) * SPLITS + split
@@ -107,15 +108,16 @@ def _num_splits(n: int, num_kv: int, context: int, device: torch.device) -> int:
 
 
 def paged_decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor,
-                 out: Tensor | None = None) -> Tensor:  # fmt: skip
+                 out: Tensor | None = None, window: int = 0) -> Tensor:  # fmt: skip
     """Attention of one new token per row over that row's pages. -> [n, H, D] like q
 
     q [n, H, D], head j * G + g reads KV head j; k_pages, v_pages [pages, K, page, D] of one layer, page a power of two;
     table [n, max_pages] int; lengths [n] int, keys of each row, the new one included. A row of length 0 is padding: it
-    gives zeros and reads nothing. Entries of `table` beyond a row's length are never followed.
+    gives zeros and reads nothing. Entries of `table` beyond a row's length are never followed. `window`: a row reads
+    its newest keys only, so many; 0: all.
     """
     if not use_triton(q):
-        return paged_decode_torch(q, k_pages, v_pages, table, lengths, out)
+        return paged_decode_torch(q, k_pages, v_pages, table, lengths, out, window)
     (n, num_heads, size), (num_kv, page) = q.shape, k_pages.shape[1:3]
     out = q.new_empty(q.shape) if out is None else out
     assert page & (page - 1) == 0 and num_heads % num_kv == 0, f"page {page}, {num_heads} heads over {num_kv}"
@@ -125,28 +127,32 @@ def paged_decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, len
     # values: 5 stages, since the load of the table takes every other one. About 3 programs fit an SM.
     block_d, block_g = max(16, triton.next_power_of_2(size)), max(16, triton.next_power_of_2(num_heads // num_kv))
     block_n = max(16, min(64, 32768 // (block_d * q.element_size() ** 2)))
-    splits = _num_splits(n, num_kv, table.shape[1] * page, q.device)
+    context = table.shape[1] * page  # keys that a row may have
+    window = min(window or context, context)
+    splits = _num_splits(n, num_kv, window, q.device)
     scale = size**-0.5 * 1.4426950408889634  # log2(e): the kernels take powers of two
     parts = q.new_empty(n, num_heads, splits, size, dtype=torch.float32) if splits > 1 else out
     lse = q.new_empty(n, num_heads, splits, dtype=torch.float32) if splits > 1 else None
     sizes = {"D": size, "MIN_PART": MIN_PART, "BLOCK_D": block_d, "BLOCK_N": block_n}
     _paged_decode[(n, num_kv, splits)](
         q, k_pages, v_pages, table, lengths, parts, lse, scale, q.stride(0), q.stride(1), table.stride(0),
-        k_pages.stride(0), k_pages.stride(1), G=num_heads // num_kv, PAGE=page, BLOCK_G=block_g, **sizes,
+        k_pages.stride(0), k_pages.stride(1), window, G=num_heads // num_kv, PAGE=page, BLOCK_G=block_g, **sizes,
         num_warps=4, num_stages=5 if block_g == 16 else 3)  # fmt: skip
     if splits > 1:
         warps = max(1, min(8, splits * block_d // 512))
-        _merge_splits[(n, num_heads)](parts, lse, lengths, out, SPLITS=splits, **sizes, num_warps=warps)
+        _merge_splits[(n, num_heads)](parts, lse, lengths, out, window, SPLITS=splits, **sizes, num_warps=warps)
     return out
 
 
 def paged_decode_torch(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor,
-                       out: Tensor | None = None) -> Tensor:  # fmt: skip
+                       out: Tensor | None = None, window: int = 0) -> Tensor:  # fmt: skip
     page, size = k_pages.shape[2:]
     if not lengths.is_cuda:  # where reading a length waits for nothing
         table = table[:, : max(-(-int(lengths.max()) // page), 1)]
-    inside = torch.arange(table.shape[1] * page, device=q.device) < lengths[:, None]  # [n, L]
+    place = torch.arange(table.shape[1] * page, device=q.device)
+    inside = place < lengths[:, None]  # [n, L]
     pages = table.masked_fill(~inside[:, ::page], 0).long()
+    inside = inside & (place >= lengths[:, None] - window) if window else inside
     key, value = (x[pages].transpose(2, 3).flatten(1, 2).float() for x in (k_pages, v_pages))  # [n, L, K, D]
     value = value.masked_fill(~inside[:, :, None, None], 0.0)  # 0 * NaN from an unused place would be NaN
     scores = torch.einsum("nkgd,nlkd->nkgl", q.float().view(len(q), k_pages.shape[1], -1, size), key) * size**-0.5

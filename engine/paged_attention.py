@@ -34,12 +34,14 @@ class ChunkAttention:
             self.varlen = VarlenAttention([c.end - c.start for c in chunks], ends, device)
         self.packed = None if continues else PackedAttention(ends, device)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
         """q [T, H, D] and k, v [T, K, D] of the chunks' tokens, already written to their pages -> [T, H, D]"""
         if self.packed:
-            return self.packed(layer, q, k, v)
+            return self.packed(layer, q, k, v, window)
         key, value = (kv[self.key_pages, :, self.key_offsets] for kv in (k_pages, v_pages))
-        return self.varlen(q, key, value)
+        return self.varlen(q, key, value, window)
 
 
 class StepAttention:
@@ -62,14 +64,14 @@ class StepAttention:
         self.token_ids, self.positions, self.pages = inputs[0] if len(inputs) == 1 else map(torch.cat, zip(*inputs))
         self.offset = self.positions % kv.shape[4]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """q [T, H, D], k and v [T, K, D] -> [T, H, D]"""
         k_pages, v_pages = self.kv[layer, 0], self.kv[layer, 1]
         k_pages[self.pages, :, self.offset] = k
         v_pages[self.pages, :, self.offset] = v
         if not self.prefill:
             assert self.decode, "a step computes something"
-            return self.decode(q, k_pages, v_pages)
+            return self.decode(q, k_pages, v_pages, window)
         n = self.n
-        parts = [self.decode(q[:n], k_pages, v_pages)] if self.decode else []
-        return torch.cat((*parts, self.prefill(layer, q[n:], k[n:], v[n:], k_pages, v_pages)))
+        parts = [self.decode(q[:n], k_pages, v_pages, window)] if self.decode else []
+        return torch.cat((*parts, self.prefill(layer, q[n:], k[n:], v[n:], window, k_pages, v_pages)))

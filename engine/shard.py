@@ -140,11 +140,11 @@ class Shard:
         split, reduce, eps = self.split, self.parallel.reduce, self.shape.norm_eps
         counts = split.groups * split.num_kv_heads, split.num_kv_heads
         lengths, x, residual = (positions + 1).int(), self._embed(token_ids), None
-        for w, (k_pages, v_pages) in zip(self.layers, kv_pages, strict=True):
+        for index, (w, (k_pages, v_pages)) in enumerate(zip(self.layers, kv_pages, strict=True)):
             normed, residual = kernels.add_rms_norm(x, residual, w.input_norm, eps)
             qkv, places = linear(normed, w.qkv, w.qkv_bias), (positions, table, k_pages, v_pages)
             q = kernels.rope_and_write(qkv, cos, sin, *places, *counts, w.q_norm, w.k_norm, eps)
-            attended = kernels.paged_decode(q, k_pages, v_pages, table, lengths)  # [n, H, D]
+            attended = kernels.paged_decode(q, k_pages, v_pages, table, lengths, window=self.shape.window(index))
             x = reduce(linear(attended.flatten(1), w.out, w.out_bias))
             normed, residual = kernels.add_rms_norm(x, residual, w.post_norm, eps)
             activated = kernels.silu_mul(linear(normed, w.gate_up, w.gate_up_bias), split.mlp_blocks)

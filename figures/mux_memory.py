@@ -23,7 +23,7 @@ GPUS = 8
 
 def planned(size: str, trains: bool) -> Plan:
     (hidden, middle, layers, heads, kv_heads, tied), tensor_parallel = SIZES[size]
-    flags = {"tied": tied, "qkv_bias": True, "out_bias": False, "mlp_bias": False, "qk_norm": False}
+    flags: dict[str, Any] = {"tied": tied, "qkv_bias": True, "out_bias": False, "mlp_bias": False, "qk_norm": False}
     shape = ModelShape(152064, hidden, middle, layers, heads, kv_heads, 128, 32768, 1e-6, {}, **flags)
     cache = Cache(layers, kv_heads, 128, 2, page_size=64, max_running=256, longest=8192)
     part: dict[str, Any] = {"trains": trains, "decodes": not trains, "shard": GPUS, "num_ranks": GPUS}

@@ -19,10 +19,11 @@ HEADS = [(4, 4), (4, 2), (6, 2), (3, 1)]  # query heads, key/value heads
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 
-def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_one(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0) -> Tensor:
     """The last `len(q)` positions of one sequence attend causally, head by head. q [n, H, D], k and v [L, K, D]"""
     groups, past = q.shape[1] // k.shape[1], len(k) - len(q)
-    future = torch.arange(len(k)) > torch.arange(len(q))[:, None] + past
+    ago = torch.arange(len(q))[:, None] + past - torch.arange(len(k))
+    future = (ago < 0) | (ago >= (window or len(k)))
     heads = []
     for h in range(q.shape[1]):
         scores = q[:, h] @ k[:, h // groups].T / q.shape[2] ** 0.5
@@ -30,8 +31,10 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(heads, 1)
 
 
-def attend_each(lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([attend_one(*part) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)])
+def attend_each(lengths: list[int], q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tensor:
+    return torch.cat(
+        [attend_one(*part, window=window) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
+    )
 
 
 def random_lengths(rng: Random) -> list[int]:
@@ -49,17 +52,17 @@ def test_packed_equals_one_sequence_at_a_time(seed: int, dtype: torch.dtype) -> 
     rng = Random(seed)
     lengths, (num_heads, num_kv), size = random_lengths(rng), HEADS[seed % len(HEADS)], rng.choice((2, 8, 16))
     generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
+    total, window = sum(lengths), rng.choice((0, 0, 1, 7, 40))
     shapes = [(total, heads, size) for heads in (num_heads, num_kv, num_kv, num_heads)]
     *qkv, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     exact = [x.clone().requires_grad_() for x in qkv]
-    (attend_each(lengths, *exact) * weight).sum().backward()
+    (attend_each(lengths, *exact, window=window) * weight).sum().backward()
     ours = [x.to(dtype).requires_grad_() for x in qkv]
-    out = PackedAttention(lengths, CPU)(0, *ours)
+    out = PackedAttention(lengths, CPU)(0, ours[0], ours[1], ours[2], window)
     (out * weight.to(dtype)).sum().backward()
     assert out.shape == (total, num_heads, size) and out.dtype == dtype
     close = {"rtol": 0, "atol": TOLERANCE[dtype] * 10}
-    torch.testing.assert_close(out.double(), attend_each(lengths, *qkv), **close)
+    torch.testing.assert_close(out.double(), attend_each(lengths, *qkv, window=window), **close)
     for mine, theirs in zip(ours, exact, strict=True):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)
 
@@ -159,17 +162,21 @@ def test_chunks_attend_to_what_came_before_them(page: int) -> None:
         sizes = [c.end - c.start for c in chunks]
         q = torch.randn(sum(sizes), num_heads, 8, dtype=torch.float64)
         k, v = (torch.cat([x[c.start :] for x, c in zip(kv, chunks, strict=True)]) for kv in (keys, values))
-        parts = zip(attention(0, q, k, v, k_pages, v_pages).split(sizes), q.split(sizes), keys, values, strict=True)
-        for out, query, key, value in parts:
-            torch.testing.assert_close(out, attend_one(query, key, value), rtol=0, atol=1e-12)
+        for window in (0, 5):
+            outputs = attention(0, q, k, v, window, k_pages, v_pages).split(sizes)
+            for out, *part in zip(outputs, q.split(sizes), keys, values, strict=True):
+                torch.testing.assert_close(out, attend_one(*part, window=window), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_gpu_gets_no_copy_of_keys_for_each_query_head(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_gpu_gets_no_copy_of_keys_for_each_query_head(
+    monkeypatch: pytest.MonkeyPatch, is_told: bool, window: int
+) -> None:
     """Recorded calls: torch 2.11 takes fewer heads of keys as they are, later ones have an argument for it."""
 
     def earlier(q, k, v, *bounds, window_size):
-        assert k.shape == v.shape == (7, 2, 8) and window_size == (-1, 0)
+        assert k.shape == v.shape == (7, 2, 8) and window_size == (window - 1, 0)
         assert [bounds[0].tolist(), bounds[1].tolist(), *bounds[2:]] == [[0, 3, 5], [0, 4, 7], 3, 4]
         return q
 
@@ -182,5 +189,5 @@ def test_a_gpu_gets_no_copy_of_keys_for_each_query_head(monkeypatch: pytest.Monk
     attend = VarlenAttention([3, 2], [4, 3], CPU)
     with FakeTensorMode():
         q, k, v = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((5, 4, 8), *[(7, 2, 8)] * 2))
-        assert attend(q, k, v) is q
+        assert attend(q, k, v, window) is q
     attention._flash_varlen.cache_clear()

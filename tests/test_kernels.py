@@ -94,7 +94,15 @@ def shuffled_table(lengths: list[int], page: int, rng: Random, spare: int = 2) -
 
 
 def decode_case(
-    lengths: list[int], heads: int, groups: int, size: int, page: int, dtype: torch.dtype, rng: Random, scale: float = 1
+    lengths: list[int],
+    heads: int,
+    groups: int,
+    size: int,
+    page: int,
+    dtype: torch.dtype,
+    rng: Random,
+    scale: float = 1,
+    window: int = 0,
 ):
     """Return the arguments of `paged_decode` and the exact answer. Every place without a key is NaN."""
     table, num_pages = shuffled_table(lengths, page, rng)
@@ -105,6 +113,7 @@ def decode_case(
         keys, values = randn(rng, 2, length, heads, size, dtype=dtype)
         for t in range(length):
             kv_pages[1, :, table[i, t // page], :, t % page] = torch.stack((keys[t], values[t]))
+        keys, values = keys[-window:], values[-window:]
         for h in range(heads * groups if length else 0):
             scores = keys[:, h // groups].double() @ q[i, h].double() / size**0.5
             exact[i, h] = scores.softmax(0) @ values[:, h // groups].double()
@@ -148,6 +157,16 @@ def test_decode_equals_loops(case: tuple, dtype: torch.dtype, runner: str, monke
     check(out, exact)
     assert around[0].isnan().all() and around[-1].isnan().all()
     assert not out[args[-1] == 0].any()
+
+
+@both
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [1, 16, 37, 200, 1000])
+def test_decode_reads_the_newest_keys(splits: int, window: int, runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_num_splits", lambda *shape: splits)
+    monkeypatch.setattr(kernels, "MIN_PART", 16)
+    args, exact = decode_case([5, 300, 0, 38, 200], 1, 2, 32, 16, torch.float32, Random(window), window=window)
+    check(pick("paged_decode", runner)(*args, window=window), exact)
 
 
 @both

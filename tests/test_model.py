@@ -36,6 +36,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+}
+YARN_MORE = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 2.0}
 SHAPES = {
     "qwen2 gqa 3": {"model_type": "qwen2"},
     "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -52,6 +62,26 @@ SHAPES = {
     "llama3 rope": {"model_type": "llama", "rope_parameters": LLAMA3},
     "linear rope": {"model_type": "llama", "rope_parameters": LINEAR},
     "qwen2 linear rope": {"model_type": "qwen2", "rope_parameters": LINEAR},
+    "yarn": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": YARN},
+    "yarn, exact places, own scales": {"model_type": "llama", "head_dim": 16, "rope_parameters": YARN | YARN_MORE},
+    "yarn, own factor": {"model_type": "llama", "rope_parameters": YARN | {"attention_factor": 1.7}},
+    "dynamic rope, to the limit": {"model_type": "llama", "max_position_embeddings": 64, "rope_parameters": DYNAMIC},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral window": {"model_type": "mistral", "sliding_window": 7, "head_dim": 10, "tie_word_embeddings": True},
+    "mistral window of one": {"model_type": "mistral", "sliding_window": 1},
+    "qwen2 late windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
+    "qwen3 windows by layer": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 23,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 LENGTHS = [5, 64, 1, 23, 23, 40, 2]
 
@@ -105,7 +135,7 @@ def test_every_family_and_rope_type_is_compared():
     assert {c.get("rope_parameters", THETA)["rope_type"] for c in SHAPES.values()} == ROPE_TYPES.keys()
 
 
-@pytest.mark.parametrize("name", ["qwen2 tied", "qwen3 bias", "llama both biases, wide heads"])
+@pytest.mark.parametrize("name", ["qwen2 tied", "qwen3 bias", "llama both biases, wide heads", "mistral window"])
 def test_packed_gradients_equal_transformers(name, tmp_path):
     oracle = make_oracle(SHAPES[name], tmp_path)
     model = load_model(tmp_path, CPU, torch.float32)
@@ -248,13 +278,15 @@ def test_rope_keys_that_compete_mean_what_transformers_takes_them_for(name, tmp_
 def test_absent_keys_mean_what_transformers_takes_for_them(family):
     config = without(SMALL, "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
     shape = parse_shape({"model_type": family, **config}, "here")
-    theirs = AutoConfig.for_model(family, **config, num_key_value_heads=None)
+    kv_heads = 6 if family == "mistral" else None  # whose own default is 8, whatever the heads are
+    theirs = AutoConfig.for_model(family, **config, num_key_value_heads=kv_heads)
     assert shape.head_dim == getattr(theirs, "head_dim", SMALL["hidden_size"] // SMALL["num_attention_heads"])
     assert shape.num_kv_heads == theirs.num_key_value_heads == 6
     assert shape.max_positions == theirs.max_position_embeddings
     assert shape.norm_eps == theirs.rms_norm_eps
     assert shape.rope["rope_theta"] == theirs.rope_parameters["rope_theta"]
     assert shape.tied == theirs.tie_word_embeddings
+    assert shape.window(0) == (getattr(theirs, "sliding_window", None) or 0)
 
 
 # ---- refusals
@@ -267,19 +299,25 @@ def test_absent_keys_mean_what_transformers_takes_for_them(family):
         ({"model_type": None}, "None", "qwen2, qwen3, llama"),
         ({"use_sliding_window": True}, "use_sliding_window = True", "full context"),
         ({"hidden_act": "gelu"}, "'gelu'", "silu"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'", "default, linear, llama3"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'", "default, linear, llama3"),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "'su'", "default, linear, dynamic, yarn, llama3"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'", "default, linear, dynamic, yarn, llama3"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'", "factor"),
+        ({"rope_parameters": {**YARN, "beta_fast": -1}}, "beta_fast = -1", "a number over 0"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": -5}, "-5", "sizes are whole numbers"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "2"}, "'2'", "number of layers"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, "sliding_attention", "full context"),
+        ({"layer_types": ["full_attention"] * 2}, "2 entries", "3 layers"),
         ({"hidden_size": None, "vocab_size": None}, "vocab_size, hidden_size", "complete Hugging Face config.json"),
         # What would otherwise load and compute something else, or stop deep inside with a traceback.
         ({"rope_parameters": {"rope_type": "linear"}}, "factor", "rope"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor", "rope"),
         ({"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "0.5", "partial_rotary_factor"),
-        ({"rope_parameters": THETA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'", "default, linear"),
+        ({"rope_parameters": THETA, "rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su'", "default, linear"),
         ({"rope_parameters": {"full_attention": LINEAR}}, "full_attention", "one rope for all layers"),
         ({"rope_scaling": {**THETA, "sliding_attention": LINEAR}}, "sliding_attention", "one rope for all layers"),
         ({"rope_parameters": LLAMA3, "original_max_position_embeddings": -32}, "-32", "a number over 0"),
         ({"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "0.5", "partial_rotary_factor"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention", "full context"),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "sliding_attention", "full context"),
         ({"layer_types": 3}, "layer_types = 3", "full context"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8", "quantization_config"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_key_value_heads = 4", "num_attention_heads"),

@@ -34,6 +34,7 @@ FAMILIES = {
         "head_dim": 8,
         "tie_word_embeddings": True,
     },
+    "mistral": {"model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6},
     "llama": {
         "model_type": "llama",
         "num_attention_heads": 4,
@@ -103,7 +104,8 @@ def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "family, size, shared", [("qwen2", 4, True), ("qwen3", 4, True), ("llama", 2, True), ("llama", 2, False)]
+    "family, size, shared",
+    [("qwen2", 4, True), ("qwen3", 4, True), ("mistral", 2, True), ("llama", 2, True), ("llama", 2, False)],
 )
 def test_ranks_together_draw_the_tokens_of_one(run_ranks, family, size, shared) -> None:
     run_ranks(4 if size == 4 else 2, same_tokens, size, family, shared)
