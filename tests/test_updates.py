@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import signal
+import time
 from dataclasses import fields, replace
 from functools import partial
 from itertools import count
@@ -230,11 +231,14 @@ def test_a_run_is_a_function_of_its_seed_on_any_number_of_ranks(settings, run_ra
 
 
 def train_and_be_killed(world: World, settings: list[str]) -> None:
-    """Train, and be killed in the first window of the rollout after step 3."""
+    """Train, and be killed in the first window of the rollout after step 3, when there is a checkpoint."""
     decode, windows = Round.decode, count()
+    [folder] = [Path(setting.removeprefix("--run.dir=")) for setting in settings if setting.startswith("--run.dir=")]
 
     def decode_or_die(self: Round, *args, **options):
         if self.engine.version == 3 and next(windows) == 0:
+            while not list_checkpoints(folder):  # a thread writes it
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return decode(self, *args, **options)
 
