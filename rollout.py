@@ -223,15 +223,17 @@ class Engine:
         """
         self._refresh()
         batcher, runner, drafter = self.batcher, self.runner, self.drafter
-        if drafter:
+        drafts, asks = None, drafter is not None and drafter.wants_rows(len(batcher.running))
+        leaving = 0 if asks or not runner.graphs else 1
+        if asks:
             self.flights.land(self.version)
+        is_steady = len(self.flights.launched) == leaving  # a step's seconds are not those of two or of none
         if batcher.waiting:
             runner.start(batcher.admit())
         if batcher.running:
             self._make_room()
         chunks, n = batcher.plan_chunks(), len(batcher.running)
-        drafts = None
-        if drafter and n:
+        if drafter and asks and n:
             drafts = propose(drafter, batcher, runner.rows.drawn, runner.rows.ends, chunks)
         start = time.perf_counter()
         if runner.graphs and n:
@@ -239,10 +241,10 @@ class Engine:
         if chunks or (n and not runner.graphs):
             runner.forward(batcher, chunks, drafts)
         self.flights.take_off(drafts)
-        self.flights.land(self.version, leaving=1 if runner.graphs and not drafter else 0)
+        self.flights.land(self.version, leaving)
         if drafter and drafts:
             drafter.learn(drafts.outcome)
-        if drafter and n and not chunks:
+        if drafter and n and not chunks and is_steady:
             drafter.observe(drafts.num_tokens if drafts else n, time.perf_counter() - start)
         return self.flights.take()
 

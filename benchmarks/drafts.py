@@ -20,6 +20,7 @@ none, with random weights in the shape of a 0.5B model.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -97,7 +98,8 @@ class Result:
 
     def ratio(self, value: str, side: str = "on") -> float:
         """Return what a side took over what the rounds take without drafts."""
-        return sum(getattr(self.sides[side], value)) / sum(getattr(self.sides["off"], value))
+        whole = sum(getattr(self.sides["off"], value))
+        return sum(getattr(self.sides[side], value)) / whole if whole else math.nan  # no round had drafts
 
     @property
     def speedup(self) -> float:
@@ -106,7 +108,7 @@ class Result:
     @property
     def step_speedup(self) -> float:
         saved = sum(self.sides["off"].seconds) - sum(self.sides["on"].seconds)
-        return (self.step_seconds + saved) / self.step_seconds
+        return (self.step_seconds + saved) / self.step_seconds if self.step_seconds else math.nan
 
 
 class Wrong(Source):
@@ -149,6 +151,9 @@ def measured(side: Side, job: Job, play: Callable[[], list[Group]]) -> dict[Samp
 def play_bare(job: Job, plan: RoundPlan, drafter: DraftPolicy | None = None) -> list[Group]:
     """Play a plan that nothing remembers, without drafts or with those of another drafter. Collective."""
     played = job.make_round(Clock())
+    if drafter:
+        drafter.agree(drafter.tell(), is_alone=True)
+        drafter.begin({}, {})
     job.engine.drafter = drafter
     played.play(plan, Race(plan))
     job.engine.drafter = None
@@ -295,6 +300,9 @@ class Told:
     def __init__(self, texts: dict[SampleId, Sequence[int]], count: int):
         self.texts, self.count = texts, count
 
+    def wants_rows(self, num_rows: int) -> bool:
+        return True
+
     def propose(self, rows: Sequence[tuple[EngineSequence, np.ndarray]]) -> list[Sequence[int]]:
         return [self.texts[s.id][len(drawn) : len(drawn) + self.count] for s, drawn in rows]
 
@@ -365,7 +373,7 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
         "step_speedup": round(tail.step_speedup, 2),
         "worst_source_slowdown": round(tail.ratio("seconds", "wrong"), 3),
         "worst_source_cost": round(tail.ratio("seconds", "wrong") - 1, 3),
-        "tokens_equal": sum(r.num_equal for r in results) / sum(r.num_samples for r in results),
+        "tokens_equal": sum(r.num_equal for r in results) / max(sum(r.num_samples for r in results), 1),
         **{name: round(value, 4) for name, value in agreed.items()},
         "verify_8_over_1": {str(n): round(x, 2) for n, x in half.items()},
         "tasks": tasks,

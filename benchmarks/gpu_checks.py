@@ -438,6 +438,9 @@ class Foresight:
     def __init__(self, responses: dict[int, tuple[int, ...]]):
         self.responses, self.accepted = responses, 0
 
+    def wants_rows(self, num_rows: int) -> bool:
+        return True
+
     def propose(self, rows: Rows) -> list[list[int]]:
         drafts = [[*self.responses[q.prompt_index][len(text) : len(text) + 7]] for q, text in rows]
         for (q, text), draft in zip(rows, drafts, strict=True):

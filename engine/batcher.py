@@ -216,6 +216,8 @@ class Batcher:
         self.stats.accepted_tokens += int(kept.sum()) - n
         needed = pages_needed(self.length[:n], self.pages.page_size)
         spare = np.flatnonzero(self.num_pages[:n] > needed)
+        if not len(spare):
+            return []
         self.num_pages[spare] = needed[spare]
         return self._release([self.running[row] for row in spare], needed[spare])
 

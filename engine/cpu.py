@@ -172,6 +172,54 @@ class PageAttention:
         return decode_by_page(q, k_pages[: self.used], v_pages[: self.used], self.owner, self.bias(window))[: self.n]
 
 
+FEW = 384  # pages times tokens: so few are sooner read by all tokens than merged page by page
+
+
+def draft_attention(
+    pages: BatchedPages, table: np.ndarray, length: np.ndarray, kv: Tensor, drafts: Drafts, groups: int
+) -> "DraftAttention | DenseAttention":
+    """Return the attention of a step with drafts; the arguments are those of `DraftAttention`."""
+    is_few = pages.dense * drafts.num_tokens <= FEW
+    return (DenseAttention if is_few else DraftAttention)(pages, table, length, kv, drafts, groups)
+
+
+class DenseAttention:
+    """Attention of few tokens: each attends to all pages in use, and a bias hides those of other rows.
+
+    Half of the operations of `DraftAttention`; its products grow with rows times pages.
+    """
+
+    def __init__(
+        self, pages: BatchedPages, table: np.ndarray, length: np.ndarray, kv: Tensor, drafts: Drafts, groups: int
+    ):
+        """As for `DraftAttention`."""
+        used, page_size = pages.dense, pages.page_size
+        position = length[drafts.row] + drafts.place
+        self.write_pages = torch.from_numpy(table[drafts.row, position // page_size])  # [T]
+        is_own = pages.row[:used] == drafts.row[:, None]  # [T, P]
+        filled = ((position[:, None] + 1 - pages.start[:used]) * is_own).clip(0, page_size)
+        self.used, self.places = used, int(filled.max())  # young pages are not read whole
+
+        def bias(window: int) -> Tensor:
+            bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), : self.places]  # [T, P, places]
+            if window:
+                late = (position[:, None] + 1 - window - pages.start[:used]).clip(0, page_size)
+                bias = bias + _late_bias(page_size, kv.dtype)[torch.from_numpy(late), : self.places]
+            return bias.flatten(1).repeat_interleave(groups, 0)[None]  # the same for all key heads
+
+        self.bias = cache(bias)
+
+    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, window: int = 0) -> Tensor:
+        """q [T, H, D]; k_pages and v_pages [pages, K, page, D] -> [T, H, D]"""
+        (tokens, _, size), num_kv = q.shape, k_pages.shape[1]
+        keys, values = (
+            x[: self.used, :, : self.places].transpose(0, 1).reshape(num_kv, -1, size) for x in (k_pages, v_pages)
+        )  # [K, P * places, D]
+        query = q.view(tokens, num_kv, -1, size).transpose(0, 1).reshape(num_kv, -1, size)  # [K, T * G, D]
+        weights = torch.baddbmm(self.bias(window), query, keys.transpose(1, 2), alpha=size**-0.5).softmax(-1)
+        return torch.bmm(weights, values).view(num_kv, tokens, -1, size).transpose(0, 1).reshape(q.shape)
+
+
 class DraftAttention:
     """Attention of rows in one step, some of which decode their draft too.
 

@@ -19,6 +19,13 @@ from engine.sequence import Chunk, Sequence
 class Drafter(Protocol):
     """Who expects tokens. The ranks of a replica have a drafter each, and these must propose alike."""
 
+    def wants_rows(self, num_rows: int) -> bool:
+        """Whether to `propose` in the next step, of about so many rows. Asked before each step.
+
+        Where not, the host does not wait for the tokens of the step before.
+        """
+        ...
+
     def propose(self, rows: abc.Sequence[tuple[Sequence, np.ndarray]]) -> abc.Sequence[abc.Sequence[int]]:
         """Return for each running sequence the tokens that may follow, perhaps none.
 
@@ -31,7 +38,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Be told of each step without prefill: tokens computed, newest ones and drafts; wall seconds."""
+        """Be told of steps without prefill: tokens computed, newest ones and drafts; wall seconds."""
         ...
 
 
@@ -69,11 +76,11 @@ class Drafts:
 
     def settle(self, drawn: np.ndarray) -> np.ndarray:
         """Find which of the drawn tokens [T] are kept. Return each row's newest among them, as places in T. [n]"""
-        here = np.arange(len(drawn))
-        is_right = np.append(drawn[:-1] == self.tokens[1:], False) & (self.place < self.counts[self.row])
-        first_wrong = np.minimum.reduceat(np.where(is_right, len(drawn), here), self.start)
-        newest = np.empty_like(first_wrong)
-        newest[self.order] = first_wrong
+        is_wrong = np.ones(len(drawn), bool)  # as is the last of each row, behind which nothing was foreseen
+        np.logical_or(drawn[:-1] != self.tokens[1:], self.place[1:] == 0, out=is_wrong[:-1])
+        wrong = is_wrong.nonzero()[0]
+        newest = np.empty_like(self.order)
+        newest[self.order] = wrong[wrong.searchsorted(self.start)]
         self.kept = self.place[newest] + 1
         return newest
 
@@ -87,20 +94,26 @@ class Drafts:
 def propose(
     drafter: Drafter,
     batcher: Batcher,
-    drawn: abc.Callable[[int, int], np.ndarray],
+    drawn: abc.Callable[[np.ndarray], np.ndarray],
     ends: abc.Container[int],
     chunks: list[Chunk],
 ) -> Drafts | None:
     """Return what a drafter proposes for the running rows, cut to what can be kept and has room, or None.
 
-    `drawn` returns the first tokens of the first rows; `ends`: the end tokens. Drafts take what chunks of prefill leave
-    of the step, and only pages that are free: nobody waits for a draft or is preempted for one.
+    `drawn` returns the tokens of the first rows, by how many each has; `ends`: the end tokens. Drafts take what chunks
+    of prefill leave of the step, and only pages that are free: nobody waits for a draft or is preempted for one.
     """
     counts = [batcher.num_drawn(s) for s in batcher.running]
-    tokens = drawn(len(counts), max(counts))
-    rows = [(s, tokens[s.row, :count]) for s, count in zip(batcher.running, counts, strict=True)]
-    left, drafts = batcher.step_tokens - len(rows) - sum(chunk.end - chunk.start for chunk in chunks), []
-    for (s, text), draft in zip(rows, drafter.propose(rows), strict=True):
+    tokens = drawn(np.array(counts))
+    rows = [(s, text[:count]) for s, text, count in zip(batcher.running, tokens, counts, strict=True)]
+    left = batcher.step_tokens - len(rows) - sum(chunk.end - chunk.start for chunk in chunks)
+    proposed, drafts = drafter.propose(rows), list[abc.Sequence[int]]()
+    if not any(map(len, proposed)):
+        return None
+    for (s, text), draft in zip(rows, proposed, strict=True):
+        if not len(draft):
+            drafts.append(())
+            continue
         most = max(min(s.limit - len(text) - 1, left), 0)  # the last token is drawn, never read
         last = (i for i, token in enumerate(draft[:most]) if token in ends and not s.ignore_eos)  # and so is an end
         drafts.append(draft[: next(last, most)])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import PackedAttention, VarlenAttention
-from engine.cpu import DraftAttention, PageAttention
+from engine.cpu import DenseAttention, DraftAttention, PageAttention
 from engine.host import upload
 from engine.sequence import Chunk
 
@@ -53,7 +53,7 @@ class StepAttention:
     def __init__(
         self,
         kv: Tensor,
-        decode: PageAttention | DraftAttention | None,
+        decode: PageAttention | DraftAttention | DenseAttention | None,
         rows: tuple[Tensor, Tensor],
         prefill: ChunkAttention | None,
     ):

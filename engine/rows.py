@@ -40,6 +40,10 @@ class Rows:
         self.logprobs = state(num_rows, max_tokens + 1, dtype=torch.float32)
         self.all: tuple[Tensor, ...] = (self.last_token, self.length, self.count, self.limit, self.key)
         self.all += (self.heeds_eos, self.ended, self.tokens, self.logprobs)
+        self.host = np.zeros(
+            (num_rows, max_tokens + 1), np.int64
+        )  # tokens that `drawn` has brought: the first of a row,
+        self.known = np.zeros(num_rows, np.int64)  # and how many
         self.reader = torch.cuda.Stream() if device.type == "cuda" else None
         self.moved = torch.cuda.Event() if device.type == "cuda" else None  # after the last moves of rows
 
@@ -60,6 +64,7 @@ class Rows:
         ):
             tensor[rows] = upload(values, self.device, tensor.dtype)
         for s in sequences:
+            self.known[s.row] = 0
             if s.token_ids:
                 self.tokens[s.row, : len(s.token_ids)] = upload(s.token_ids, self.device)
                 self.logprobs[s.row, : len(s.token_ids)] = upload(s.logprobs, self.device, torch.float32)
@@ -80,9 +85,15 @@ class Rows:
         stopped = (token[:, None] == self.eos_ids).any(1) & self.heeds_eos[rows]
         self.ended[rows] += (alive & (stopped | (count >= self.limit[rows]))) * (2 * count + stopped)
 
-    def drawn(self, num_rows: int, longest: int) -> np.ndarray:
-        """Return the first tokens of the first rows, on a GPU a copy. Waits for the steps under way. [rows, longest]"""
-        return self.tokens[:num_rows, :longest].cpu().numpy()
+    def drawn(self, counts: np.ndarray) -> np.ndarray:
+        """Return the tokens of the first rows, which have so many. Waits for the steps under way. [n, max_tokens + 1]
+
+        Only columns that are new for some row are copied from the device. The array is the next call's, too.
+        """
+        n, new = len(counts), slice(int(self.known[: len(counts)].min()), int(counts.max()))
+        self.host[:n, new] = self.tokens[:n, new].cpu().numpy()
+        self.known[:n] = counts
+        return self.host[:n]
 
     def inputs(self, drafts: Drafts) -> tuple[Tensor, Tensor]:
         """Return the tokens that a step with drafts computes, and their positions. [T], [T]"""
@@ -100,7 +111,7 @@ class Rows:
         count = self.count[row] + upload(drafts.place, self.device)
         parts = [slice(i, i + len(self.key)) for i in range(0, len(row), len(self.key))]
         drawn = [sample(logits(part), self.key[row[part]], count[part], self.sampling) for part in parts]
-        token, logprob = map(torch.cat, zip(*drawn))
+        token, logprob = drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn))
         self.tokens[row, count], self.logprobs[row, count] = token, logprob
         newest = token[upload(drafts.settle(token.cpu().numpy()), self.device)]
         kept = upload(drafts.kept, self.device)
@@ -127,6 +138,8 @@ class Rows:
             source, target = upload(removed.rows, self.device).T
             for tensor in self.all:
                 tensor[target] = tensor[source]
+            source, target = zip(*removed.rows)
+            self.host[[*target]], self.known[[*target]] = self.host[[*source]], self.known[[*source]]
         self.ended[num_running : num_running + removed.num_rows] = 1
         if self.moved:
             self.moved.record()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.batcher import Batcher, Removed, Started
-from engine.cpu import BatchedPages, DraftAttention, PageAttention
+from engine.cpu import BatchedPages, DenseAttention, DraftAttention, PageAttention, draft_attention
 from engine.drafts import Drafts
 from engine.graphs import DecodeGraphs
 from engine.host import upload
@@ -74,14 +74,14 @@ class Runner:
         rows, kv, num_running = self.rows, self.memory.kv, len(batcher.running)
         n = 0 if self.graphs or not decodes else num_running  # rows that decode in this forward
         inputs = rows.last_token[:n], rows.length[:n]
-        decode: PageAttention | DraftAttention | None = None
+        decode: PageAttention | DraftAttention | DenseAttention | None = None
         prefill = None
         if n:
             assert isinstance(self.pages, BatchedPages)
             table, length = batcher.table, batcher.length[:n]
             if drafts:
                 inputs = rows.inputs(drafts)
-                decode = DraftAttention(self.pages, table, length, kv, drafts, self.weights.split.groups)
+                decode = draft_attention(self.pages, table, length, kv, drafts, self.weights.split.groups)
             else:
                 owner = self.pages.row[: self.pages.dense]
                 decode = PageAttention(self.pages, owner, table, length, kv, bool(chunks))

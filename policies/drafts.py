@@ -29,8 +29,8 @@ LONGEST = 64  # agreeing tokens that are counted; the first draft of an old text
 BINS = np.array([0, GRAM, 4, 5, 6, 8, 12, 16, 24, 32, 48, LONGEST])  # agreements that have a rate together
 NEWEST = 512.0  # tokens that a rate remembers
 PRIOR = 8.0  # tokens that a rate is worth before the first
-TRIAL_STEPS, TRIAL_ROWS = 16, 8  # steps between two trials; rows that take part
-REST_STEPS = 16  # steps, at most, in which no source is asked after it was asked in vain
+TRIAL_STEPS, TRIAL_ROWS = 32, 8  # steps between two trials; rows that take part
+REST_STEPS = 16  # steps, at most, in which no source is asked after it was asked in vain: half of the rows, if fewer
 OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
 REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
 TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
@@ -311,7 +311,8 @@ class Rates:
         self.wrong *= kept
         rates = (self.right + PRIOR * self.priors) / (self.right + self.wrong + PRIOR)  # [S, bins]
         self.reach = rates[:, self.bins].cumprod(2)
-        self.first, self.best = self.reach[:, :, 0].tolist(), self.reach[:, GRAM:, 0].max(1).tolist()
+        self.first = self.reach[:, :, 0].tolist()
+        self.gains = self.reach[:, GRAM:].cumsum(2).max(1)  # [S, most]: tokens that a draft brings at its best
 
     @property
     def known(self) -> float:
@@ -328,7 +329,7 @@ class StepCosts:
         self.kinds: dict[tuple[int, int], list[float]] = {}  # by the bits of rows and drafted: their means, and when
         self.count = 0
         # Of a step, a token, a step with drafts; before the first fit only their ratios mean anything.
-        self.weights, self.is_fitted = [16.0, 1.0, 0.0], False
+        self.weights, self.is_fitted = [32.0, 1.0, 6.0], False
 
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         self.count += 1
@@ -390,6 +391,7 @@ class Known(NamedTuple):
     right: list[list[float]]  # [sources, bins]
     wrong: list[list[float]]
     weights: list[float]  # of the costs
+    is_fitted: bool = False  # to seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,6 +424,8 @@ class DraftPolicy:
         self.rows: dict[EngineSequence, Row] = {}
         self.trials: list[Trial] = []
         self.steps = self.num_rows = self.kept = self.rest = self.idle = 0
+        self.asked: list[Source] = []
+        self.tries = False
         for source in self.sources:
             if isinstance(source, Remembered):
                 source.open(old if isinstance(source, OldText) else epoch)
@@ -430,31 +434,34 @@ class DraftPolicy:
         """Go on with the rates and costs of the replica's first rank; `is_alone`: it has no other rank."""
         self.rates.right, self.rates.wrong = np.array(told.right), np.array(told.wrong)
         self.rates.refresh()
-        self.costs.weights, self.is_alone = list(told.weights), is_alone
+        self.costs.weights, self.costs.is_fitted, self.is_alone = list(told.weights), told.is_fitted, is_alone
 
     def tell(self) -> Known:
         """Return what `agree` needs, as plain values."""
         self.costs.refit()
         self.rates.refresh()
-        return Known(self.rates.right.tolist(), self.rates.wrong.tolist(), self.costs.weights)
+        right, wrong = self.rates.right.tolist(), self.rates.wrong.tolist()
+        return Known(right, wrong, self.costs.weights, self.costs.is_fitted)
 
     # ---- for the engine (engine/drafts.py) -----------------------------------------------------------------------
 
+    def wants_rows(self, num_rows: int) -> bool:
+        """Whether a step of so many rows may have drafts, or a trial is due."""
+        self.steps, self.num_rows = self.steps + 1, 0
+        self.tries = is_due(self.steps, TRIAL_STEPS)
+        self.asked = self._worth_asking(num_rows) if num_rows and not self.idle else []
+        self.idle = max(self.idle - 1, 0)
+        return bool(self.asked or self.tries)
+
     def propose(self, rows: Sequence[tuple[EngineSequence, np.ndarray]]) -> Sequence[Sequence[int]]:
         """Return the tokens that may follow in each row: none where a draft does not pay."""
-        self.steps, self.num_rows, self.kept = self.steps + 1, len(rows), len(rows)
-        tries = is_due(self.steps, TRIAL_STEPS)
-        asked = self._worth_asking(len(rows)) if not self.idle else []
-        self.idle = max(self.idle - 1, 0)
+        self.num_rows = self.kept = len(rows)
         drafts: list[Sequence[int]] = [()] * len(rows)
-        if not (asked or tries):
-            return drafts
-        known = [self._known(sequence, tokens) for sequence, tokens in rows]
-        if tries:
-            self._try(known)
-        if asked:
-            self._draft(known, asked, drafts)
-            self.rest = 0 if any(drafts) else min(2 * self.rest + 1, REST_STEPS)
+        if self.tries:
+            self._try(rows)
+        if self.asked:
+            self._draft([self._known(sequence, tokens) for sequence, tokens in rows], drafts)
+            self.rest = 0 if any(drafts) else min(2 * self.rest + 1, REST_STEPS, len(rows) // 2)
             self.idle = self.rest
         return drafts
 
@@ -471,8 +478,8 @@ class DraftPolicy:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in the seconds of a step without prefill that has computed so many tokens."""
-        drafted = tokens - self.num_rows
-        self.costs.observe(self.num_rows, drafted, seconds)
+        drafted = tokens - (self.num_rows or tokens)  # no rows: they were not wanted
+        self.costs.observe(tokens - drafted, drafted, seconds)
         if self.is_alone and is_due(self.costs.count, REFIT_STEPS):
             self.costs.refit()
         if drafted:
@@ -489,10 +496,11 @@ class DraftPolicy:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def _worth_asking(self, num_rows: int) -> list[Source]:
-        """Return the sources that are right often enough, at their best, to pay for another token of the step."""
-        start, token, _ = self.costs.weights
-        least = token * num_rows / (start + token * num_rows)
-        return [source for source, best in zip(self.sources, self.rates.best) if best > least]
+        """Return the sources that would pay in a step, if all rows had a draft at its best."""
+        start, token, drafts = self.costs.weights
+        price = (drafts + token * num_rows * (self.places + 1)) / (start + token * num_rows)
+        pays = (self.rates.gains > price).any(1).tolist()
+        return [source for source, is_good in zip(self.sources, pays) if is_good]
 
     def _known(self, sequence: EngineSequence, tokens: np.ndarray) -> Row:
         """Return a row with all its tokens."""
@@ -504,12 +512,12 @@ class DraftPolicy:
             row.key = self.grams.note([row.corpora[i] for i in self.growing], row.text, start, row.key)
         return row
 
-    def _draft(self, rows: Sequence[Row], asked: Sequence[Source], drafts: list[Sequence[int]]) -> None:
+    def _draft(self, rows: Sequence[Row], drafts: list[Sequence[int]]) -> None:
         """Write the drafts that pay into their places."""
         found, first = list[tuple[int, int, Match]](), self.rates.first
         for i, row in enumerate(rows):
             best = 0.0
-            for source in asked:
+            for source in self.asked:
                 match = source.propose(row)
                 if match and (chance := first[source.number][min(match.length, LONGEST)]) > best:
                     best, chosen = chance, (i, source.number, match)
@@ -527,8 +535,12 @@ class DraftPolicy:
                 rows[i].drafted = number, match.length
                 drafts[i] = following(rows[i], match, count)
 
-    def _try(self, rows: Sequence[Row]) -> None:
+    def _try(self, rows: Sequence[tuple[EngineSequence, np.ndarray]]) -> None:
         """Compare the trials under way with what was drawn; note new ones, in other rows each time."""
+        tried = {id(trial.row) for trial in self.trials}
+        for sequence, tokens in rows:
+            if id(self.rows.get(sequence)) in tried:
+                self._known(sequence, tokens)
         for trial in self.trials:
             drawn, right = trial.row.text[trial.start : trial.start + len(trial.tokens)], 0
             while right < len(drawn) and drawn[right] == trial.tokens[right]:
@@ -538,7 +550,7 @@ class DraftPolicy:
         start = self.steps % len(rows)
         self.trials = [
             Trial(row, source.number, match.length, len(row.text), following(row, match, self.most))
-            for row in (*rows[start:], *rows[:start])[:TRIAL_ROWS]
+            for row in [self._known(*row) for row in (*rows[start:], *rows[:start])[:TRIAL_ROWS]]
             for source in self.sources
             if (match := source.propose(row))
         ]

@@ -15,6 +15,7 @@ from test_turns import make as make_player
 from test_turns import make_episodes, play
 
 from core import Sample, SampleId
+from engine import cpu
 from engine.sequence import Sequence, continued
 from rollout import Engine
 from sampling import SamplingConfig
@@ -28,15 +29,27 @@ Outcome = abc.Sequence[tuple[Sequence, int, int]]
 class Foresight:
     """Knows what decoding without drafts draws, and proposes it: so many tokens at random or at once, right or wrong.
 
-    right: the probability that a token is right; asked: that a row gets a draft. Checks and counts what it is told.
+    right: the probability that a token is right; asked: that a row gets a draft; rests: that none
+    does. Checks and counts what it is told.
     """
 
     def __init__(
-        self, samples: Samples, longest: int = 7, right: float = 1.0, asked: float = 1.0, seed: int = 0, at_once=False
+        self,
+        samples: Samples,
+        longest: int = 7,
+        right: float = 1.0,
+        asked: float = 1.0,
+        seed: int = 0,
+        at_once=False,
+        rests=0.0,
     ):
         self.texts = {id: [*sample.token_ids] for id, sample in samples.items()}
         self.longest, self.right, self.asked, self.shortest = longest, right, asked, longest if at_once else 0
+        self.rests = rests
         self.rng, self.drafted, self.accepted, self.computed, self.steps = Random(seed), 0, 0, 0, 0
+
+    def wants_rows(self, num_rows: int) -> bool:
+        return self.rng.random() >= self.rests
 
     def propose(self, rows: abc.Sequence[tuple[Sequence, np.ndarray]]) -> list[list[int]]:
         drafts = []
@@ -77,9 +90,10 @@ def assert_same(found: Samples, wanted: Samples, tolerance: float = 2e-5) -> Non
 
 @kinds
 @pytest.mark.parametrize("seed", range(12))
-def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int) -> None:
+def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int, monkeypatch) -> None:
     """Random drafters, set and taken away between steps that admit, prefill in chunks, preempt, abort and export."""
     rng = Random(seed)
+    monkeypatch.setattr(cpu, "FEW", (0, cpu.FEW, 10**9)[seed // 2 % 3])  # each attention alone, and in turns
     page, sampling = rng.choice((1, 3, 4, 16)), SamplingConfig(1.0, 0, rng.choice((1.0, 0.9)))
     pages, eos = -(-64 // page) * rng.choice((1, 2, 4)), range(2, 12) if seed % 3 else [999]
     more = {"page_size": page, "max_running": rng.choice((3, 8)), "step_tokens": rng.choice((24, 8192))}
@@ -89,7 +103,10 @@ def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int) -> No
             s.prompt_ids = sequences[i // 4 * 4].prompt_ids
         s.max_new_tokens, s.ignore_eos = rng.randint(1, LIMIT), i % 5 == 0
     wanted = generate(make_engine(model, sampling, eos, kind=kind), copy.deepcopy(sequences))
-    drafters = [None] + [Foresight(wanted, rng.choice((1, 5, 20)), p, rng.choice((0.3, 1.0))) for p in (1.0, 0.7, 0.0)]
+    drafters = [None] + [
+        Foresight(wanted, rng.choice((1, 5, 20)), p, rng.choice((0.3, 1.0)), rests=rng.choice((0.0, 0.5)))
+        for p in (1.0, 0.7, 0.0)
+    ]
     engine, other = (make_engine(model, sampling, eos, pages, kind, **more) for _ in range(2))
     other.drafter = drafters[2]
     samples: dict[SampleId, Sample] = {}

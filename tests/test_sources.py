@@ -1,5 +1,6 @@
 """Sources of drafts and the policy that chooses how much of them is drafted, on made-up responses and step times."""
 
+import json
 from array import array
 from collections import Counter
 from itertools import product
@@ -10,7 +11,20 @@ import pytest
 
 from core import SampleId
 from engine.sequence import Sequence
-from policies.drafts import GRAM, LONGEST, SOURCES, DraftPolicy, Grams, Match, Rates, Remembered, Row, StepCosts, choose
+from policies.drafts import (
+    GRAM,
+    LONGEST,
+    SOURCES,
+    DraftPolicy,
+    Grams,
+    Known,
+    Match,
+    Rates,
+    Remembered,
+    Row,
+    StepCosts,
+    choose,
+)
 
 MOST = 8
 COSTS = (1.0, 0.02, 0.1)  # seconds of a step, a token, a step with drafts
@@ -32,7 +46,8 @@ class Toy:
         rows = {Sequence(id.prompt, id.response, id.epoch, (1,), 0, 10**6): 1 for id in self.texts}
         while rows:
             drawn = [(s, np.array(self.texts[s.id][:count])) for s, count in rows.items()]
-            drafts = [[*draft] for draft in self.policy.propose(drawn)]
+            wants = self.policy.wants_rows(len(rows))
+            drafts = [[*draft] for draft in (self.policy.propose(drawn) if wants else [()] * len(rows))]
             self.proposed.append(drafts)
             assert all(len(draft) <= self.policy.most for draft in drafts)
             outcome = []
@@ -241,6 +256,32 @@ def test_costs_are_fitted_to_kinds_of_steps_however_rare_and_to_no_outlier() -> 
     costs.refit()
     for rows, drafted in product((1, 64), (0, 100)):
         assert costs.seconds(rows, np.array(drafted)) == pytest.approx(seconds_of(rows, drafted), rel=0.3)
+
+
+def test_a_policy_that_goes_on_from_a_checkpoint_counts_the_seconds_that_it_wins_at_once() -> None:
+    texts = random_texts(Random(10), 16, 8, 60)
+    policies = [DraftPolicy(("old",), MOST) for _ in range(2)]
+    policies[0].begin({}, {})
+    Toy(policies[0], texts).play()
+    policies[1].agree(Known(*json.loads(json.dumps(policies[0].tell()))), is_alone=True)
+    policies[1].begin(packed(texts), {})
+    Toy(policies[1], dict([*texts.items()][:1])).play()  # too few rows for a fit of its own
+    assert policies[1].take_stats().won_seconds > 0
+
+
+def test_a_source_is_asked_seldom_where_rows_are_many_and_it_finds_nothing() -> None:
+    asked = Counter[int]()
+    for rows in (1, 64):
+        policy = DraftPolicy(("own",), MOST)
+        policy.begin({}, {})
+        drawn = [(Sequence(i, 0, 0, (1,), 0, 10**6), np.arange(i, i + 400)) for i in range(rows)]
+        for step in range(1, 300):
+            policy.tries = False
+            if policy.wants_rows(rows) and policy.asked:
+                asked[rows] += 1
+                assert not any(policy.propose([(s, text[:step]) for s, text in drawn]))
+            policy.observe(rows, seconds_of(rows, 0))
+    assert asked[1] > 250 and asked[64] < 40
 
 
 # ---- ranks of a replica ------------------------------------------------------------------------------------------
