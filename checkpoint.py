@@ -29,6 +29,7 @@ import sharding
 from config import ConfigError, regular
 from core import ModelShape, Tokenizer
 from engine.host import data_of
+from lora import Adapters
 from model import Model, empty_model, parse_shape
 from parallel import World
 from policies.placement import assign_by_load
@@ -344,15 +345,22 @@ class Checkpoints:
         self.replica, self.num_replicas = world.rank // shard, (num_trainers or world.size) // shard
         self.under_way: Future | None = None
 
-    def save(self, step: int, model: Model, tensors: dict[str, Tensor], state: dict) -> None:
+    def save(
+        self, step: int, model: Model, tensors: dict[str, Tensor], state: dict, adapters: Adapters | None = None
+    ) -> None:
         """Begin to write `run/checkpoints/step_N`: the model, tensors by name, a state of plain values. Collective.
 
-        `tensors` are the same on all ranks, or DTensors. All may change when this returns. Raises OSError when the
-        checkpoint before it could not be written.
+        `tensors` are the same on all ranks, or DTensors. All may change when this returns. `adapters`, which the model
+        has merged, are written in a folder of their own, too. Raises OSError when the checkpoint before it could not be
+        written.
         """
         self.wait()
         self.folder = self.run / "checkpoints" / f"step_{step:06d}"
         weights, others = _export(model, self.source, self.world.rank, self.world.size)
+        if adapters and self.world.is_main:
+            files, about = adapters.files(self.source)
+            weights |= {path: {name: _on_host(t) for name, t in own.items()} for path, own in files.items()}
+            others |= about
         writer = _Writer(self.folder, self.keep, weights, others | {STATE: json.dumps(state).encode()})
         names = list(tensors)
         shares = assign_by_load([tensors[name].nbytes for name in names], self.num_replicas)
@@ -419,6 +427,8 @@ class _Writer(HuggingFaceStorageWriter):
         """Make room. (The first rank, before any writes.)"""
         _remove_leftovers(self.folder.parent)
         (self.part / OPTIMIZER).mkdir(parents=True)
+        for name in self.weights:
+            (self.part / name).parent.mkdir(exist_ok=True)
         return [replace(plan, storage_data=f"{OPTIMIZER}/shard-{rank:05d}{SUFFIX}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future:

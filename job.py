@@ -17,6 +17,7 @@ from core import Group, RoundPlan, Tokenizer, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts, write_transcripts
 from envs.episodes import Episodes
 from learning import group_advantages, learn, put_groups, told_advantages
+from lora import LoraConfig
 from metrics import Clock, Record, Recorder, peak_memory
 from model import Model, ModelShape, empty_model
 from overlap.ahead import Ahead
@@ -335,7 +336,7 @@ class Job:
         with self.phases("train"), self.trainer.saved_tensors() as tensors:
             if self.trains:
                 self._refuse_if_released()
-            self.checkpoints.save(self.step, self.trainer.model, tensors, state_of(self))
+            self.checkpoints.save(self.step, self.trainer.model, tensors, state_of(self), self.trainer.adapters)
         if waits:
             self.checkpoints.wait()
 
@@ -503,17 +504,20 @@ def build_trainer(
     trains: bool,
 ) -> Trainer:
     """Return the trainer, with the weights of `newest`; a rank that only decodes trains none of them. Collective."""
-    model = checkpoint.load_model(newest, world.device, dtype) if keeps_model else empty_model(shape, dtype)
     reference, config = None, c.trainer
+    if trains and config.lora.rank:
+        newest = source  # a checkpoint's weights have its adapters merged into them
+    model = checkpoint.load_model(newest, world.device, dtype) if keeps_model else empty_model(shape, dtype)
     if not trains:
         model.requires_grad_(False)
-        config = replace(config, shard=1)
+        config = replace(config, shard=1, lora=LoraConfig())
     elif c.loss.kl_coef:
         reference = checkpoint.load_model(source, world.device, dtype).requires_grad_(False)
     limits = c.rollout.max_response_tokens, c.run.steps * c.trainer.updates_per_step
     trainer = Trainer(model, config, c.loss, c.sampling, world, *limits, reference, keeps_model)
     if not keeps_model:
         checkpoint.fill(trainer.model, checkpoint.check_model(newest)[1])
+        trainer.start_from_model()
     return trainer
 
 

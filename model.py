@@ -370,9 +370,14 @@ class Layer(nn.Module):
         self.post_norm = nn.RMSNorm(s.hidden_size, s.norm_eps)
         self.q_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else None
         self.k_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else None
+        self.adapted: dict[str, Callable[..., Tensor]] = {}  # by name of a weight: what takes its place in training
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, inference: bool) -> Tensor:
-        return run_layer(self.weights(), self.split, self.index, x, cos, sin, attend, inference=inference)
+        w = self.weights()
+        if self.adapted and torch.is_grad_enabled():
+            places: dict[str, Weight] = {name: partial(of, getattr(w, name)) for name, of in self.adapted.items()}
+            w = w._replace(**places)
+        return run_layer(w, self.split, self.index, x, cos, sin, attend, inference=inference)
 
     def weights(self) -> LayerWeights:
         projections = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)

@@ -20,6 +20,7 @@ from envs.latency import Latency
 from envs.player import player_named
 from envs.pool import TRIES
 from envs.trial import tried
+from lora import check_lora, count
 from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
@@ -151,6 +152,7 @@ def memory_plan(
     possible = rollout_sizes(c, shape, num_ranks, node_size, elastic=True)
     tp_sizes = possible if c.planner.rule != "fixed" else [c.rollout.tensor_parallel]
     training = c.overlap.train_ranks or num_ranks
+    adapters, adapted, largest = count(c.trainer.lora, shape)
     groups = (num_ranks > 1) + 2 * (1 < trainer.shard < training) + len({*tp_sizes} - {1, num_ranks})
     return plans(
         Demand(
@@ -164,6 +166,9 @@ def memory_plan(
             shard=trainer.shard,
             offload=trainer.offload_optimizer,
             has_reference=bool(c.loss.kl_coef),
+            adapters=adapters,
+            adapted=adapted,
+            largest_adapted=largest,
             filters=c.sampling.truncates,
             entropy=bool(c.loss.entropy_coef),
             scales=c.sampling.temperature != 1.0,
@@ -345,6 +350,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
     check_loggers(config.log)
     check_run_folder(asked, resume)  # a run saves its settings as they were asked for
     given = shape_of(config), world_size, node_size, device
+    check_lora(config.trainer.lora, given[0])
     memory = memory_plan(config, *given)
     if reports and is_main:
         print("\n".join(each.table() for each in memory), flush=True)

@@ -24,18 +24,19 @@ def shard_groups(world: World, size: int) -> tuple[World, World]:
 def shard_model(model: Model, group: World) -> Model:
     """Return a second module like `model` whose fp32 weights are spread over the ranks of a shard group.
 
-    It computes in the model's dtype. Every backward sums gradients within the group, in fp32, and keeps a part on each
-    rank. Every rank has the whole `model` and takes its part without communication; of one on the meta device, which
-    has no weights, only the shape is taken.
+    It computes in the model's dtype; weights of which none is trained have that dtype too. Every backward sums
+    gradients within the group, in fp32, and keeps a part on each rank. Every rank has the whole `model` and takes its
+    part without communication; of one on the meta device, which has no weights, only the shape is taken.
     """
     assert group.tensors, "a single rank has nothing to share"
     # Of one dimension: with a second one, of replicas, FSDP keeps gradients that are not summed over it in a private
     # place, where a release of the device would not find them.
     mesh = DeviceMesh.from_group(group.tensors, group.device.type, mesh_dim_names=("shard",))
     dtype = model.dtype
-    learner = empty_model(model.shape)
+    kept = torch.float32 if any(weight.requires_grad for weight in model.parameters()) else dtype
+    learner = empty_model(model.shape, kept)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    if dtype == torch.float32:
+    if dtype == kept:
         policy = MixedPrecisionPolicy()
     for module in (*learner.layers, learner):
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -89,6 +90,14 @@ def whole(tensor: Tensor) -> Tensor:
 def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor; return other tensors unchanged."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(like: Tensor, whole: Tensor) -> Tensor:
+    """Return the rows of a tensor that every rank has which this rank has of a sharded tensor with as many rows."""
+    if not isinstance(like, DTensor):
+        return whole
+    rows = -(-len(like) // like.device_mesh.size())
+    return whole[like.device_mesh.get_local_rank() * rows :][: len(like.to_local())]
 
 
 @torch.no_grad()

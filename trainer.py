@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from attention import PackedAttention
 from config import option
 from core import Example
 from engine.host import OnHost
+from lora import Adapters, LoraConfig
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
 from parallel import World
@@ -59,7 +60,10 @@ class TrainerConfig:
         "on: keep only each layer's input for the backward pass, and compute the rest again; auto: on a GPU",
         choices=("auto", "on", "off"),
     )
-    offload_optimizer: bool = option(False, "keep the optimizer's state in host memory, except during the update")
+    offload_optimizer: bool = option(
+        False, "keep the optimizer's state, and weights without adapters, in host memory, except during the update"
+    )
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def for_device(self, device_type: str) -> "TrainerConfig":
         """Return the settings with those chosen that depend on the device."""
@@ -84,8 +88,8 @@ class Trainer:
     fp32 gradient sums. With `shard` ranks to a shard group the masters are those of a second module, the learner, which
     lies over the group's ranks and computes in the model's dtype (torch's FSDP2); after an update `model` follows it,
     or is the learner itself, where the rollout's weights are sharded too. Weights of `model` that need no gradient stay
-    as they are. Gradients and optimizer state have their memory from the start, so that the rollout can be sized by the
-    rest.
+    as they are. With adapters (lora.py) these alone are trained, and the model's weights follow them.
+    Gradients and optimizer state have their memory from the start, so that the rollout can be sized by the rest.
     """
 
     def __init__(
@@ -107,18 +111,28 @@ class Trainer:
         self.loss = loss.for_dtype(model.head_weight.dtype)
         self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
         self.shards, self.replicas = sharding.shard_groups(world, config.shard)
+        if config.lora.rank:
+            model.requires_grad_(False)
         self.learner = sharding.shard_model(model, self.shards) if config.shard > 1 else model
         self.model = model if keeps_model else self.learner  # where the engine takes its weights from
         named: dict[str, Tensor] = dict(self.model.named_parameters())
-        self.names, self.params = list(named), list(named.values())
+        self.params = list(named.values())
         self.learner.recompute = config.recompute == "on"
         self.masters: list[Tensor] = [
             master if master.dtype == torch.float32 or not master.requires_grad else master.detach().float()
             for master in self.learner.parameters()
         ]
         pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p.requires_grad]
-        self.trained = [master for _, master in pairs]
+        self.names = [name for name, param in named.items() if param.requires_grad]  # of what is trained
         self.copies = [(param, master) for param, master in pairs if param is not master]
+        self.adapters: Adapters | None = None
+        if config.lora.rank:
+            self.adapters = Adapters(self.learner, config.lora, reference if config.shard == 1 else None)
+            self.names, pairs = list(self.adapters.tensors), [(a, a) for a in self.adapters.tensors.values()]
+            merged = {id(adapted.weight) for adapted in self.adapters.adapted}
+            both = zip(self.params, self.learner.parameters(), strict=True)
+            self.copies = [(param, own) for param, own in both if id(own) in merged and own is not param]
+        self.trained = [master for _, master in pairs]
         self.gradients = [torch.zeros_like(master) for master in self.trained]  # sums: backward passes add in place
         for (param, master), gradient in zip(pairs, self.gradients, strict=True):
             master.grad = gradient
@@ -282,13 +296,13 @@ class Trainer:
         from, is skipped and says so under "skipped"; three non-finite ones in a row raise NonFiniteError.
         """
         gradients = [sharding.own_part(gradient) for gradient in self.gradients]
-        parallel.sum_tensors(self.replicas, gradients)
+        parallel.sum_tensors(self.world if self.adapters else self.replicas, gradients)
         parallel.sum_tensors(self.world, [self.sums])
         parallel.max_tensor(self.world, self.worst_diff)
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         count, tokens, newest = max(sums["count"], 1.0), max(sums["tokens"], 1.0), sums["newest"]
         torch._foreach_div_(gradients, count)
-        norm = sharding.whole(torch.nn.utils.clip_grad_norm_(self.masters, self.config.grad_clip or math.inf)).item()
+        norm = sharding.whole(torch.nn.utils.clip_grad_norm_(self.trained, self.config.grad_clip or math.inf)).item()
         stats = {
             "loss": sums["loss"] / count,
             **{name: sums[name] / tokens for name in TOKEN_MEANS},
@@ -322,25 +336,40 @@ class Trainer:
             group["lr"] = lr
         with self._optimizer_state():
             self.optimizer.step()
-        with torch.no_grad():
-            for param, master in self.copies:
-                param.copy_(sharding.whole(master))  # one at a time: no second model is ever whole
+            self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Have the model follow what is trained. Collective in the shard group."""
+        if self.adapters:
+            self.adapters.merge()
+        for param, master in self.copies:
+            param.copy_(sharding.whole(master))  # one at a time: no second model is ever whole
 
     @contextmanager
     def _optimizer_state(self) -> Iterator[None]:
-        """Have the optimizer's state on the device while inside."""
+        """Have all on the device that an update needs while inside."""
         self.offloaded.bring_back()
         yield
         self._offload()
 
     def _offload(self) -> None:
         if self.config.offload_optimizer:
-            self.offloaded = OnHost(map(sharding.own_part, self._moments()))
+            self.offloaded = OnHost(map(sharding.own_part, (*self._moments(), *self._bases())))
 
     def _moments(self) -> list[Tensor]:
         return [state[name] for state in self.optimizer.state.values() for name in MOMENTS]
 
+    def _bases(self) -> list[Tensor]:
+        return self.adapters.copies if self.adapters else []
+
     # ---- state -----------------------------------------------------------------------------------------------
+
+    def start_from_model(self) -> None:
+        """Train from weights that the model has got only now."""
+        if self.adapters:
+            with self._optimizer_state():
+                self.adapters.keep()
 
     def release(self) -> None:
         """Move to host memory all that lasts: weights, masters, gradient sums, optimizer state. `take_back` ends it.
@@ -348,7 +377,8 @@ class Trainer:
         No collective. Views of the weights, such as an engine's shards, are empty meanwhile and valid again afterwards.
         """
         weights = [*self.params, *self.masters, *(self.reference.parameters() if self.reference else ())]
-        self.released = OnHost(map(sharding.own_part, (*weights, *self.gradients, *self._moments())))
+        state = *self.trained, *self.gradients, *self._moments(), *self._bases()
+        self.released = OnHost(map(sharding.own_part, (*weights, *state)))
 
     def take_back(self) -> None:
         self.released.bring_back()
@@ -363,19 +393,24 @@ class Trainer:
         """Give by name the tensors that go on beside the model: moments, and masters that hold more than it does."""
         with self._optimizer_state():
             tensors: dict[str, Tensor] = {}
-            for name, param, master in zip(self.names, self.params, self.masters, strict=True):
-                if param.requires_grad:
-                    tensors |= {f"{key}.{name}": self.optimizer.state[master][key] for key in MOMENTS}
-                    tensors |= {f"master.{name}": master.detach()} if self.dtype != master.dtype else {}
+            for name, master in zip(self.names, self.trained, strict=True):
+                tensors |= {f"{key}.{name}": self.optimizer.state[master][key] for key in MOMENTS}
+                if self.adapters or self.dtype != master.dtype:
+                    tensors[f"master.{name}"] = master.detach()
             yield tensors
 
     def load_state_dict(self, state: dict[str, int], fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """Take over what `state_dict` returned; `fill` fills `saved_tensors`. The model holds the weights of then."""
+        """Take over what `state_dict` returned; `fill` fills `saved_tensors`.
+
+        The model holds the weights of then; with adapters, those that training began with.
+        """
         self.num_updates, self.bad_updates = state["num_updates"], state["bad_updates"]
         for moments in self.optimizer.state.values():
             moments["step"].fill_(state["optimizer_steps"])
         with self.saved_tensors() as tensors:
             fill(tensors)
+            if self.adapters:
+                self._follow()
 
 
 def _add_to(gradient: Tensor) -> Callable[[Tensor], None]:

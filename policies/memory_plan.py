@@ -20,6 +20,7 @@ GRAPH_LAYER = 2**18  # of a captured decode step, for each layer
 FREE = 0.03  # share of a GPU that stays free: blocks of freed memory do not fit every tensor
 BUCKET = 64 * 2**20  # of gradients that are summed over ranks, or weights that are sent, at a time
 KV_SHARE = 0.25  # of a GPU's memory, for KV pages: with less beside whole weights, `auto` shards them
+PARTS = "parts of the weights to train with"  # where adapters are trained, and weights lie over several ranks
 ENOUGH = 32  # of the longest sequences, in the pages of a replica: with fewer a decode step is as slow, for less
 
 
@@ -37,6 +38,9 @@ class Demand:
     shard: int = 1
     offload: bool = False  # the optimizer's state waits in host memory
     has_reference: bool = False
+    adapters: int = 0  # numbers in adapters (LoRA), of which every rank has all; 0: the model itself is trained
+    adapted: int = 0  # numbers in weights with adapters
+    largest_adapted: int = 0  # of them, in one weight
     filters: bool = False  # top-k, top-p or min-p
     entropy: bool = False  # has a gradient
     scales: bool = False  # temperature is not 1
@@ -73,6 +77,11 @@ class Demand:
         return self.shape.num_layers * self.matrix_numbers + self.end_numbers
 
     @property
+    def trained(self) -> float:
+        """Numbers that have a master, a gradient and optimizer state on a rank."""
+        return self.trains * (self.adapters or self.numbers / self.shard)
+
+    @property
     def weights(self) -> int:
         """Bytes of the rollout's weights over all ranks of a replica."""
         return self.numbers * self.itemsize
@@ -100,8 +109,8 @@ class Plan:
     @property
     def host(self) -> float:
         """Bytes of host memory that take the rank's state while another job has its device (`Job.release`)."""
-        d, kept = self.demand, ("weights of the rollout", "weights of the reference", "masters", "gradients")
-        return sum(self.lasting[name] for name in kept) + 8 * d.trains * d.numbers / d.shard
+        d, kept = self.demand, ("weights of the rollout", "weights of the reference", PARTS, "masters", "gradients")
+        return sum(self.lasting[name] for name in kept) + 8 * d.trained + _base(d)
 
     @property
     def kv(self) -> float:
@@ -186,8 +195,8 @@ def plan(d: Demand) -> Plan:
         shards = d.device and d.shard > 1 and is_short
         return replace(plan(replace(d, layout="sharded")) if shards else whole, demand=d)
     s, b, rows = d.shape, d.itemsize, d.cache.max_running
-    trained = d.trains * d.numbers / d.shard
-    state = 8 * trained  # two moments of AdamW
+    is_copied = d.adapters > 0 or d.shard > 1 or b < 4  # else the weights are their own masters
+    state, base = 8 * d.trained, _base(d)  # two moments of AdamW; the start of each merge
     head_only = d.numbers - (0 if s.tied else d.embedding_numbers)
     # With their logits; a filter, log_softmax and exp make fp32 tensors of that size.
     drawing = rows * s.vocab_size * (b + 4 + 8 * d.filters)
@@ -197,8 +206,10 @@ def plan(d: Demand) -> Plan:
         "weights of the rollout": d.weights / (d.tensor_parallel if d.layout == "sharded" else 1),
         "packed copies of them": head_only * b * d.packed,
         "weights of the reference": d.weights * d.has_reference * d.trains,
-        "masters": 4 * trained * (d.shard > 1 or b < 4),  # else the weights are their own masters
-        "gradients": 4 * trained,
+        PARTS: b * d.numbers / d.shard * bool(d.trains and d.adapters and d.shard > 1),
+        "weights without adapters": base * (not d.offload),
+        "masters": 4 * d.trained * is_copied,
+        "gradients": 4 * d.trained,
         "optimizer state": state * (not d.offload),
         "judge": d.judge * d.decodes,
         "tokens and log-probs of decoding rows": 12 * rows * d.cache.longest,
@@ -206,11 +217,16 @@ def plan(d: Demand) -> Plan:
         f"CUDA context, {d.communicators} communicators, other programs": max(around, d.outside),
         "left free": FREE * d.device,
     }
-    moments = _training(d) | _updating(d, state) if d.trains else {}
+    moments = _training(d) | _updating(d) if d.trains else {}
     moments |= {"while the rollout prefills": _prefill(d)} if d.decodes else {}
     if d.trains != d.decodes:
         moments["as new weights go to the ranks that decode"] = {"pieces of them": 3 * min(BUCKET, d.weights)}
     return Plan(d, lasting, moments, d.layout)
+
+
+def _base(d: Demand) -> float:
+    """Return the bytes of weights as they are without their adapters. A reference on one rank serves as them."""
+    return d.trains * d.adapted * d.itemsize / d.shard * (d.shard > 1 or not d.has_reference)
 
 
 def layer_bytes(d: Demand) -> float:
@@ -228,7 +244,7 @@ def layer_bytes(d: Demand) -> float:
 def _training(d: Demand) -> dict[str, Lines]:
     """Return the moments of a micro-batch: as its logits are scored, and in the backward pass of a layer."""
     s, b, T = d.shape, d.itemsize, d.tokens
-    layer, chunk, head = layer_bytes(d), min(d.logits_tokens, T), d.embedding_numbers * b
+    layer, chunk, head = layer_bytes(d), min(d.logits_tokens, T), d.embedding_numbers * b * (not d.adapters)
     # Of each layer, and behind the last a norm and the rows of sampled tokens.
     kept = s.num_layers * (s.hidden_size * b if d.recompute else layer) + (8 + 3 * b) * s.hidden_size
     activations = {f"{'inputs' if d.recompute else 'activations'} of all layers, {T} tokens": kept * T}
@@ -257,13 +273,21 @@ def _fsdp(d: Demand, layers: int) -> Lines:
     """Return the whole weights and gradients that FSDP holds, with none or one of the layers at work."""
     b = d.itemsize
     # A layer's weights and the next one's, its gradients, and the fp32 buffer that the one before is reduced in.
-    of_layers = layers * d.matrix_numbers * (3 * b + 4)
+    of_layers = layers * d.matrix_numbers * (2 * b + (b + 4) * (not d.adapters))
     return {"FSDP: embedding, head, layer at work": (d.end_numbers * b + of_layers) * (d.shard > 1)}
 
 
-def _updating(d: Demand, state: float) -> dict[str, Lines]:
+def _updating(d: Demand) -> dict[str, Lines]:
     """Return the moments behind the layers: gradients of the embedding, their reduction, the update."""
-    b, largest = d.itemsize, 4 * d.embedding_numbers
+    b, largest = d.itemsize, 4 * (d.largest_adapted if d.adapters else d.embedding_numbers)
+    update = {
+        "offloaded optimizer state": 8 * d.trained * d.offload,
+        "offloaded weights without adapters": _base(d) * d.offload,
+        "largest weight as it is merged": largest / d.shard * bool(d.adapters),
+        "largest weight, whole, or a bucket of gradients": max(largest, BUCKET) * (d.num_ranks > 1),
+    }
+    if d.adapters:
+        return {"in the update": update}
     return {
         "as the embedding's gradient is added": {
             "gradients of the embedding": (3 if d.shape.tied else 1) * d.embedding_numbers * b,
@@ -274,10 +298,7 @@ def _updating(d: Demand, state: float) -> dict[str, Lines]:
             "the same in fp32, to be reduced": d.end_numbers * 4 * (d.shard > 1),
         }
         | _fsdp(d, 0),
-        "in the update": {
-            "offloaded optimizer state": state * d.offload,
-            "largest weight, whole, or a bucket of gradients": max(largest, BUCKET) * (d.num_ranks > 1),
-        },
+        "in the update": update,
     }
 
 
