@@ -49,6 +49,7 @@ from core import Example, ModelShape, Prompt, Sample, SampleId, Span
 from engine.memory import RolloutConfig
 from engine.sequence import Sequence
 from learning import examples_of
+from lora import LoraConfig
 from model import Model, parse_shape
 from parallel import TensorParallel, World
 from policies.memory_plan import Plan
@@ -144,6 +145,7 @@ class Case:
     shard: int  # and ranks
     recompute: str
     weights: str = "whole"  # of the rollout; sharded ones over all ranks
+    lora: int = 0  # rank of adapters
 
     @property
     def shape(self) -> ModelShape:
@@ -153,7 +155,11 @@ class Case:
     def config(self) -> Config:
         tokens, chunk = TOKENS[self.shape.vocab_size]
         trainer = TrainerConfig(
-            tokens_per_microbatch=tokens, tokens_per_logits=chunk, shard=self.shard, recompute=self.recompute
+            tokens_per_microbatch=tokens,
+            tokens_per_logits=chunk,
+            shard=self.shard,
+            recompute=self.recompute,
+            lora=LoraConfig(rank=self.lora),
         )
         rollout = RolloutConfig(
             max_prompt_tokens=8,

@@ -42,10 +42,14 @@ def limits(of: Any) -> str:
 def table(section: str, config: Any) -> str:
     made = f"`{type(config).__name__}` in `{type(config).__module__.replace('.', '/')}.py`."
     rows = [made, "", "| key | default | meaning | limits |", "|---|---|---|---|"]
-    for field in dataclasses.fields(config):
+    inner = [
+        field.name for field in dataclasses.fields(config) if dataclasses.is_dataclass(getattr(config, field.name))
+    ]
+    for field in (field for field in dataclasses.fields(config) if field.name not in inner):
         help = field.metadata["help"].replace("<", "&lt;")
         cells = f"`{section}.{field.name}`", f"`{toml_text(getattr(config, field.name))}`", help, limits(field.metadata)
         rows.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+    rows += ["", *(table(f"{section}.{name}", getattr(config, name)) for name in inner)] if inner else []
     return "\n".join(rows)
 
 

@@ -163,7 +163,8 @@ def test_functions_and_classes_fit_their_size() -> None:
 
 
 def test_the_top_level_stays_short() -> None:
-    assert len(list(ROOT.glob("*.py"))) <= 28, "what a paper is not about belongs into a folder"
+    """The 29th is `lora`: it is a way to train, as `sharding` is, and what a paper may be about."""
+    assert len(list(ROOT.glob("*.py"))) <= 29, "what a paper is not about belongs into a folder"
 
 
 def test_the_step_loop_stays_a_page() -> None:

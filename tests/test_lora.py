@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -97,8 +98,8 @@ def test_gradients_and_logits_are_those_of_adapters_beside_the_weights(
     loss = loss_of(peft, examples)
     loss.backward()
     assert trainer.sums[0].item() == pytest.approx(loss.item(), rel=1e-5)
-    wanted = {n.replace(".default", "").removeprefix("base_model.model."): p for n, p in peft.named_parameters()}
-    wanted = {n: p.grad for n, p in wanted.items() if p.requires_grad}
+    named = {n.replace(".default", "").removeprefix("base_model.model."): p for n, p in peft.named_parameters()}
+    wanted: dict[str, Any] = {n: p.grad for n, p in named.items() if p.requires_grad}
     assert wanted.keys() == trainer.adapters.tensors.keys()
     for name, tensor in trainer.adapters.tensors.items():
         assert wanted[name].norm() > 1e-3
@@ -216,7 +217,9 @@ WAYS: dict[str, dict] = {  # of two ranks, all of them the trajectory of one
 
 @pytest.fixture
 def settings(settings, mixed_prompts: Path) -> Callable[..., list[str]]:
-    lora = dict(trainer__lora__rank=4, trainer__lora__alpha=8, trainer__lr=0.03, run__steps=3, run__eval_every=0)
+    lora: dict[str, Any] = dict(
+        trainer__lora__rank=4, trainer__lora__alpha=8, trainer__lr=0.03, run__steps=3, run__eval_every=0
+    )
     lora |= dict(run__dump_rollouts="true", data__train=mixed_prompts, data__eval_prompts=0)
     lora |= dict(data__task=f"{ROOT}/tests/graders.py:share_of_digits", scheduler__window_iterations=4)
     lora |= dict(rollout__max_prompt_tokens=32, rollout__max_response_tokens=48, rollout__page_size=8)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import train
 from attention import PackedAttention
 from config import ConfigError, load_config
+from lora import LoraConfig
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
@@ -187,6 +188,27 @@ def test_settings_that_take_memory_have_a_line() -> None:
     assert away.moments["in the update"]["offloaded optimizer state"] == plain.lasting["optimizer state"]
 
 
+def test_a_7b_model_with_adapters_fits_one_gpu_of_80_gb() -> None:
+    lora = "trainer.lora.rank=32"
+    assert not planned(ranks=1).fits
+    made, away = planned(lora, ranks=1), planned(lora, "trainer.offload_optimizer=true", ranks=1)
+    assert made.fits and made.sequences > 64 and made.wanted + made.kv == 79.6 * GIB
+    matrices = 3584 * (2 * 28 * 128 + 2 * 4 * 128 + 3 * 18944) * 28
+    rows = 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))  # of q and o, of k and v, of the MLP
+    assert made.lasting["weights without adapters"] == 2 * matrices and made.lasting["masters"] == 4 * 32 * rows
+    assert [made.lasting[name] / made.lasting["masters"] for name in TRAINED] == [1, 1, 2]
+    assert away.kv - made.kv > 10 * GIB and away.moments["in the update"]["offloaded weights without adapters"]
+    # A reference of one rank serves as the weights without adapters; other targets have fewer.
+    with_reference = planned(lora, "loss.kl_coef=0.1", ranks=1)
+    assert not with_reference.lasting["weights without adapters"]
+    few = planned(lora, "trainer.lora.targets=q_proj", ranks=1)
+    assert few.lasting["masters"] == 4 * 32 * 28 * 2 * 3584 and few.wanted < made.wanted - 9 * GIB
+    sharded = planned(lora, "trainer.shard=8", "rollout.weights=sharded", "rollout.tensor_parallel=4")
+    assert sharded.lasting["weights without adapters"] == 2 * matrices / 8
+    assert sharded.lasting["parts of the weights to train with"] == sharded.demand.weights / 8
+    assert sharded.lasting["masters"] == made.lasting["masters"]
+
+
 APART = "overlap.depth=1", "overlap.bound=4", "scheduler.policy=synchronous", "stream.policy=off"
 TRAINED = "masters", "gradients", "optimizer state"
 
@@ -326,25 +348,30 @@ def compare(memory: ModuleType, case: object, world: World) -> None:
 @pytest.mark.parametrize("recompute", ["off", "on"])
 def test_a_run_holds_what_it_plans(memory: ModuleType, recompute: str) -> None:
     compare(memory, memory.Case("nano", 1, recompute), ALONE)
+    compare(memory, memory.Case("nano", 1, recompute, lora=8), ALONE)
 
 
 def compare_sharded(world: World) -> None:
     for memory in load("memory"):
         for recompute, weights in (("off", "whole"), ("on", "sharded")):
             compare(memory, memory.Case("tiny", world.size, recompute, weights), world)
+            compare(memory, memory.Case("tiny", world.size, recompute, weights, lora=8), world)
 
 
 def test_a_sharded_run_holds_what_it_plans(run_ranks) -> None:
     run_ranks(2, compare_sharded)
 
 
-@pytest.mark.parametrize(("recompute", "chunk"), [("on", 2048), ("off", 4096)])
-def test_a_7b_model_holds_what_is_planned(memory: ModuleType, monkeypatch, recompute: str, chunk: int) -> None:
+@pytest.mark.parametrize(("recompute", "chunk", "rank"), [("on", 2048, 0), ("off", 4096, 0), ("on", 2048, 32)])
+def test_a_7b_model_holds_what_is_planned(
+    memory: ModuleType, monkeypatch, recompute: str, chunk: int, rank: int
+) -> None:
     """A micro-batch of 8,192 tokens in bfloat16, on tensors that have a size and no data."""
     examples, live = memory.examples(8192, 1), memory.LiveBytes(fakes=True)
     attention = PackedAttention([e.num_tokens for e in examples], ALONE.device)
     monkeypatch.setattr("trainer.PackedAttention", lambda lengths, device: attention)  # its places depend on data
     config = TrainerConfig(tokens_per_microbatch=8192, tokens_per_logits=chunk, recompute=recompute)
+    config = replace(config, lora=LoraConfig(rank))
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         torch.set_default_dtype(torch.bfloat16)
         model = Model(parse_shape(QWEN_7B, "test"))
@@ -353,8 +380,9 @@ def test_a_7b_model_holds_what_is_planned(memory: ModuleType, monkeypatch, recom
         live.peak = live.now
         trainer._score(model, examples)[0].sum().backward()
     told = f"trainer.recompute={recompute}", f"trainer.tokens_per_logits={chunk}", "rollout.max_response_tokens=256"
+    told += (f"trainer.lora.rank={rank}",)
     made = plan(replace(planned(*told, ranks=1).demand, device=0))  # a CPU copies the output of attention once more
-    names = "weights of the rollout", "masters", "gradients", "optimizer state"
+    names = "weights of the rollout", "weights without adapters", "masters", "gradients", "optimizer state"
     held = sum(made.lasting[name] for name in names) + sum(made.moments[made.worst].values())
     assert held == pytest.approx(live.peak, rel=0.02)
 
