@@ -40,7 +40,7 @@ BLOCK = re.compile(r"<!-- results:(\S+)(.*?)-->(.*?)<!-- end -->", re.DOTALL)
 
 ENGINE = ("rollout.py", "engine/*.py", "attention.py", "sampling.py", "model.py")
 ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "parallel.py")
-TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py")
+TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py", "lora.py")
 REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.py")
 ENDLESS = ("policies/flow.py", "overlap/endless.py", "overlap/pools.py", "overlap/weights.py")

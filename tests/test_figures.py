@@ -61,6 +61,18 @@ def test_the_workers_of_a_group_are_drawn(load, tmp_path: Path) -> None:
     assert load("mux_timeline").draw(tmp_path / "mux.jsonl").read_bytes().startswith(b"\x89PNG")
 
 
+def test_adapters_are_drawn_beside_all_weights(load, tmp_path: Path) -> None:
+    script = load("adapters")
+    points = [{"step": step, "avg@4": step / 4, "standard_error": 0.01} for step in (1, 2)]
+    row = {"seed": 0, "train_seconds": 3.0, "trained_tokens": 2000.0, "evaluations": points}
+    rows = [row | {"way": way} for way in script.WAYS]
+    script.draw(rows, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    found = script.summary(rows)
+    assert found["first_adapters"] == [0.25] and found["last_all_weights"] == [0.5]
+    assert found["train_seconds_adapters"] == 1.5
+
+
 def test_asynchronous_runs_are_drawn_and_compared_with_the_synchronous_ones(load, tmp_path: Path) -> None:
     script = load("asynchrony_learning")
     made = {"commit": "0" * 40, "date": "2026-11-22", "reward": [0.1, 0.2]}
