@@ -42,6 +42,7 @@ from scheduler import POLICIES, SchedulerConfig
 from trainer import TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
 
+OTHERWISE = "a smaller model, shorter responses, more ranks or adapters (trainer.lora.rank)"  # where no settings help
 MODELS = Path("models")  # folder of warm-started models
 
 
@@ -206,7 +207,7 @@ def check_memory(
             raise ConfigError(
                 f"a GPU of {each.demand.device / GIB:.1f} GiB is too small: {each.worst} a {each.rank} needs "
                 f"{each.wanted / GIB:.1f} GiB{pages}; "
-                f"take {helps or 'a smaller model, shorter responses or more ranks'} (--check prints the plan)"
+                f"take {helps or OTHERWISE} (--check prints the plan)"
             )
 
 
@@ -357,7 +358,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
     check_memory(config, memory, *given)
     decoding = memory[-1]
     if is_main and not decoding.has_room:
-        helps = find_remedy(config, memory, *given) or "a smaller model, shorter responses or more ranks"
+        helps = find_remedy(config, memory, *given) or OTHERWISE
         print(f"few sequences can decode together: KV pages hold {decoding.sequences:.1f} of the longest; take {helps}")
     shape, tokenizer = check_source(config)
     planned = replace(config, rollout=replace(config.rollout, kv_gib=decoding.kv / GIB, weights=decoding.layout))
