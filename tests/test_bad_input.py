@@ -4,14 +4,12 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_config import limits
 from transformers import PreTrainedTokenizerFast
 
 import data
@@ -20,7 +18,6 @@ import train
 from checkpoint import INDEX, WEIGHTS, eos_ids, load_tokenizer
 from model import Model, parse_shape
 from process import run_folder
-from settings import Config
 
 GOOD = [{"prompt": f"count {i}", "answer": str(i)} for i in range(12)]
 
@@ -71,13 +68,6 @@ def test_the_run_that_all_of_this_is_about_is_fine(capsys, base) -> None:
 # ---- every option ------------------------------------------------------------------------------------------------
 
 
-def options() -> list[tuple[str, Any, Mapping]]:
-    rows: list[tuple[str, Any, Mapping]] = []
-    for section in fields(Config):
-        rows += [(f"{section.name}.{f.name}", f.default, f.metadata) for f in fields(getattr(Config(), section.name))]
-    return rows
-
-
 def bad_values(default: object, limits: dict) -> list[str]:
     if isinstance(default, bool):
         return ["7", "maybe", "[]"]
@@ -90,7 +80,7 @@ def bad_values(default: object, limits: dict) -> list[str]:
     return values + ([str(limits["max"] + 1)] if limits["max"] is not None else [])
 
 
-@pytest.mark.parametrize("key, default, limits", options(), ids=[key for key, *_ in options()])
+@pytest.mark.parametrize("key, default, limits", limits(), ids=[key for key, *_ in limits()])
 def test_a_bad_value_of_any_option_is_refused_by_name(key, default, limits, capsys) -> None:
     for value in bad_values(default, limits):
         said = refused(capsys, {}, f"--{key}={value}")

@@ -202,14 +202,13 @@ def test_the_error_of_an_override_does_not_blame_the_file(toml):
 # ---- the real config
 
 
-def limits() -> list[tuple[str, Any, Mapping]]:
+def limits(config: Any = settings.Config(), prefix: str = "") -> list[tuple[str, Any, Mapping]]:  # noqa: B008
     """(key, default, limits) of every key of the real config"""
-    config = settings.Config()
-    return [
-        (f"{section.name}.{option.name}", getattr(getattr(config, section.name), option.name), option.metadata)
-        for section in fields(config)
-        for option in fields(getattr(config, section.name))
-    ]
+    rows: list[tuple[str, Any, Mapping]] = []
+    for option in fields(config):
+        value, key = getattr(config, option.name), f"{prefix}{option.name}"
+        rows += limits(value, f"{key}.") if is_dataclass(value) else [(key, value, option.metadata)]
+    return rows
 
 
 def value_of(config, key: str):
