@@ -205,9 +205,9 @@ def test_the_error_of_an_override_does_not_blame_the_file(toml):
 def limits(config: Any = settings.Config(), prefix: str = "") -> list[tuple[str, Any, Mapping]]:  # noqa: B008
     """(key, default, limits) of every key of the real config"""
     rows: list[tuple[str, Any, Mapping]] = []
-    for field in fields(config):
-        value, key = getattr(config, field.name), f"{prefix}{field.name}"
-        rows += limits(value, f"{key}.") if is_dataclass(value) else [(key, value, field.metadata)]
+    for each in fields(config):
+        value, key = getattr(config, each.name), f"{prefix}{each.name}"
+        rows += limits(value, f"{key}.") if is_dataclass(value) else [(key, value, each.metadata)]
     return rows
 
 
