@@ -106,7 +106,7 @@ class Adapters:
 
     def __init__(self, model: Model, config: LoraConfig, reference: Model | None = None):
         """`reference`: a model like it with the weights without adapters, which then need no copy."""
-        self.config, generator = config, torch.Generator().manual_seed(config.seed)
+        self.model, self.config, generator = model, config, torch.Generator().manual_seed(config.seed)
         theirs = reference.parameters() if reference else ()
         bases: dict[Tensor, Tensor] = dict(zip(model.parameters(), theirs, strict=False))
         self.copies: list[Tensor] = []
@@ -127,6 +127,12 @@ class Adapters:
             else:
                 adapted.base = sharding.own_part(adapted.weight.detach()).clone()
                 self.copies.append(adapted.base)
+
+    def merged_in(self, weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return those of another model's weights that have adapters in this one, with this one's."""
+        mine = {id(adapted.weight) for adapted in self.adapted}
+        both = zip(weights, self.model.parameters(), strict=True)
+        return [(other, own) for other, own in both if id(own) in mine and own is not other]
 
     def keep(self) -> None:
         """Take the model's weights as they are now for those without adapters."""
@@ -192,14 +198,15 @@ def check_lora(config: LoraConfig, shape: ModelShape) -> None:
         raise ConfigError(f"trainer.lora.targets is empty; name some of {', '.join(known)}, or all")
 
 
-def count(config: LoraConfig, shape: ModelShape) -> tuple[int, int, int]:
+def count(config: LoraConfig, shape: ModelShape) -> dict[str, Any]:
     """Return how many numbers adapters have, the weights that they belong to, and the largest of these weights."""
     if not config.rank:
-        return 0, 0, 0
+        return {}
     places, n = [adapted for _, _, adapted in _places(_first_layer(shape), config)], shape.num_layers
     rows = [(rows, adapted.weight.shape[1]) for adapted in places for _, rows in adapted.projections()]
     sizes = [adapted.weight.numel() for adapted in places]
-    return n * config.rank * sum(map(sum, rows)), n * sum(sizes), max(sizes)
+    numbers = n * config.rank * sum(map(sum, rows))
+    return {"adapters": numbers, "adapted": n * sum(sizes), "largest_adapted": max(sizes)}
 
 
 def _first_layer(shape: ModelShape) -> Model:

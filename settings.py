@@ -153,7 +153,6 @@ def memory_plan(
     possible = rollout_sizes(c, shape, num_ranks, node_size, elastic=True)
     tp_sizes = possible if c.planner.rule != "fixed" else [c.rollout.tensor_parallel]
     training = c.overlap.train_ranks or num_ranks
-    adapters, adapted, largest = count(c.trainer.lora, shape)
     groups = (num_ranks > 1) + 2 * (1 < trainer.shard < training) + len({*tp_sizes} - {1, num_ranks})
     return plans(
         Demand(
@@ -167,9 +166,7 @@ def memory_plan(
             shard=trainer.shard,
             offload=trainer.offload_optimizer,
             has_reference=bool(c.loss.kl_coef),
-            adapters=adapters,
-            adapted=adapted,
-            largest_adapted=largest,
+            **count(c.trainer.lora, shape),
             filters=c.sampling.truncates,
             entropy=bool(c.loss.entropy_coef),
             scales=c.sampling.temperature != 1.0,

@@ -126,19 +126,18 @@ class Trainer:
         self.names = [name for name, param in named.items() if param.requires_grad]  # of what is trained
         self.copies = [(param, master) for param, master in pairs if param is not master]
         self.adapters: Adapters | None = None
+        self.bases: list[Tensor] = []  # copies of weights without adapters
         if config.lora.rank:
             self.adapters = Adapters(self.learner, config.lora, reference if config.shard == 1 else None)
             self.names, pairs = list(self.adapters.tensors), [(a, a) for a in self.adapters.tensors.values()]
-            merged = {id(adapted.weight) for adapted in self.adapters.adapted}
-            both = zip(self.params, self.learner.parameters(), strict=True)
-            self.copies = [(param, own) for param, own in both if id(own) in merged and own is not param]
+            self.copies, self.bases = self.adapters.merged_in(self.params), self.adapters.copies
         self.trained = [master for _, master in pairs]
         self.gradients = [torch.zeros_like(master) for master in self.trained]  # sums: backward passes add in place
         for (param, master), gradient in zip(pairs, self.gradients, strict=True):
             master.grad = gradient
             if param is not master and config.shard == 1:
                 param.register_post_accumulate_grad_hook(_add_to(gradient))
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(self.trained, config)
         self.offloaded = self.released = OnHost(())  # optimizer state between updates; all that lasts, in a release
         self._offload()
         self.num_updates = 0
@@ -146,16 +145,6 @@ class Trainer:
         self.seconds, self.tokens = 0.0, 0  # in `accumulate`, since they were taken
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=world.device)
         self.worst_diff = torch.zeros((), dtype=torch.float64, device=world.device)
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        c = self.config
-        matrices = {"params": [m for m in self.trained if m.dim() > 1], "weight_decay": c.weight_decay}
-        others = {"params": [m for m in self.trained if m.dim() < 2], "weight_decay": 0.0}  # norms and biases
-        optimizer = torch.optim.AdamW([matrices, others], lr=c.lr, betas=(c.beta1, c.beta2), fused=True)
-        for master in self.trained:  # what its first step would make
-            moments = {name: torch.zeros_like(master) for name in MOMENTS}
-            optimizer.state[master] = {"step": torch.zeros((), device=master.device), **moments}
-        return optimizer
 
     def lr_at(self, update: int) -> float:
         """Return the learning rate of an update, counted from 0: up to the peak in the warm-up's last, then down."""
@@ -212,7 +201,7 @@ class Trainer:
         sample = torch.repeat_interleave(torch.arange(len(batch), device=device), lengths)
         spans = torch.tensor([len(span) for e in batch for span in e.spans])
         advantages = torch.tensor([a for e in batch for a in e.span_advantages]).repeat_interleave(spans).to(device)
-        rollout, old = self._old_logprobs(batch, logprobs)
+        rollout, old = old_logprobs_of(batch, logprobs, self.loss)
         tokens = Tokens(logprobs, old, rollout, advantages, sample, lengths)
         values, clipped = LOSSES[self.loss.name](tokens, self.loss)
         kl = torch.zeros_like(logprobs)
@@ -232,19 +221,6 @@ class Trainer:
             parts = total, torch.tensor(count), *map(torch.sum, (lengths, entropy, clipped, kl, newest, difference))
             self.sums += torch.stack([part.detach().to(device).double() for part in parts])
             self.worst_diff = torch.maximum(self.worst_diff, difference.max().double())
-
-    def _old_logprobs(self, batch: Sequence[Example], logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the rollout recorded and the denominator of the ratio, [T] each."""
-        current = logprobs.detach()
-        if self.loss.name == "sft":
-            return current, current
-        sampled = [x for e in batch for span in e.spans for x in e.logprobs[span.start : span.end]]
-        rollout = torch.tensor(sampled, device=self.world.device)
-        if self.loss.old_logprobs == "rollout":
-            return rollout, rollout
-        if batch[0].old_logprobs is None:  # a single update: the old policy is the current one
-            return rollout, current
-        return rollout, torch.tensor([x for e in batch for x in e.old_logprobs or ()], device=self.world.device)
 
     def _score(
         self, model: Model, batch: Sequence[Example], entropy_gradient: bool = False, inference: bool = False
@@ -355,13 +331,10 @@ class Trainer:
 
     def _offload(self) -> None:
         if self.config.offload_optimizer:
-            self.offloaded = OnHost(map(sharding.own_part, (*self._moments(), *self._bases())))
+            self.offloaded = OnHost(map(sharding.own_part, (*self._moments(), *self.bases)))
 
     def _moments(self) -> list[Tensor]:
         return [state[name] for state in self.optimizer.state.values() for name in MOMENTS]
-
-    def _bases(self) -> list[Tensor]:
-        return self.adapters.copies if self.adapters else []
 
     # ---- state -----------------------------------------------------------------------------------------------
 
@@ -377,7 +350,7 @@ class Trainer:
         No collective. Views of the weights, such as an engine's shards, are empty meanwhile and valid again afterwards.
         """
         weights = [*self.params, *self.masters, *(self.reference.parameters() if self.reference else ())]
-        state = *self.trained, *self.gradients, *self._moments(), *self._bases()
+        state = *self.trained, *self.gradients, *self._moments(), *self.bases
         self.released = OnHost(map(sharding.own_part, (*weights, *state)))
 
     def take_back(self) -> None:
@@ -400,10 +373,7 @@ class Trainer:
             yield tensors
 
     def load_state_dict(self, state: dict[str, int], fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """Take over what `state_dict` returned; `fill` fills `saved_tensors`.
-
-        The model holds the weights of then; with adapters, those that training began with.
-        """
+        """Take over what `state_dict` returned; `fill` fills `saved_tensors`. The model has weights of then, or W0."""
         self.num_updates, self.bad_updates = state["num_updates"], state["bad_updates"]
         for moments in self.optimizer.state.values():
             moments["step"].fill_(state["optimizer_steps"])
@@ -411,6 +381,31 @@ class Trainer:
             fill(tensors)
             if self.adapters:
                 self._follow()
+
+
+def make_optimizer(trained: Sequence[Tensor], c: TrainerConfig) -> torch.optim.AdamW:
+    """Return AdamW with all of its state."""
+    matrices = {"params": [m for m in trained if m.dim() > 1], "weight_decay": c.weight_decay}
+    others = {"params": [m for m in trained if m.dim() < 2], "weight_decay": 0.0}  # norms and biases
+    optimizer = torch.optim.AdamW([matrices, others], lr=c.lr, betas=(c.beta1, c.beta2), fused=True)
+    for master in trained:  # what its first step would make
+        moments = {name: torch.zeros_like(master) for name in MOMENTS}
+        optimizer.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+    return optimizer
+
+
+def old_logprobs_of(batch: Sequence[Example], logprobs: Tensor, loss: LossConfig) -> tuple[Tensor, Tensor]:
+    """Return what the rollout recorded and the denominator of the ratio, [T] each, for the current log-probs."""
+    current = logprobs.detach()
+    if loss.name == "sft":
+        return current, current
+    sampled = [x for e in batch for span in e.spans for x in e.logprobs[span.start : span.end]]
+    rollout = torch.tensor(sampled, device=current.device)
+    if loss.old_logprobs == "rollout":
+        return rollout, rollout
+    if batch[0].old_logprobs is None:  # a single update: the old policy is the current one
+        return rollout, current
+    return rollout, torch.tensor([x for e in batch for x in e.old_logprobs or ()], device=current.device)
 
 
 def _add_to(gradient: Tensor) -> Callable[[Tensor], None]:

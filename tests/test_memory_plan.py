@@ -197,7 +197,7 @@ def test_a_7b_model_with_adapters_fits_one_gpu_of_80_gb() -> None:
     rows = 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))  # of q and o, of k and v, of the MLP
     assert made.lasting["weights without adapters"] == 2 * matrices and made.lasting["masters"] == 4 * 32 * rows
     assert [made.lasting[name] / made.lasting["masters"] for name in TRAINED] == [1, 1, 2]
-    assert away.kv - made.kv > 10 * GIB and away.moments["in the update"]["offloaded weights without adapters"]
+    assert away.kv - made.kv > 8 * GIB and away.moments["in the update"]["offloaded weights without adapters"]
     # A reference of one rank serves as the weights without adapters; other targets have fewer.
     with_reference = planned(lora, "loss.kl_coef=0.1", ranks=1)
     assert not with_reference.lasting["weights without adapters"]

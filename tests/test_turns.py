@@ -32,7 +32,7 @@ from parallel import TensorParallel, World
 from reward import RewardConfig
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig, sample, score
-from trainer import Trainer, join
+from trainer import Trainer, join, old_logprobs_of
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
 ENDS = range(0, 258, 9)  # so many end tokens that a turn has 9 tokens on average
@@ -402,7 +402,7 @@ def note_trained(monkeypatch: pytest.MonkeyPatch, key_of: Callable[[SampleId], i
     def add_and_note(trainer: Trainer, batch: Sequence[Example]) -> None:
         token_ids, positions, predicts = join(batch)
         places, tokens = (positions[predicts + 1]).tolist(), token_ids[predicts + 1].tolist()
-        logprobs = trainer._old_logprobs(batch, torch.zeros(len(tokens)))[0].tolist()
+        logprobs = old_logprobs_of(batch, torch.zeros(len(tokens)), trainer.loss)[0].tolist()
         of = [e for e in batch for _ in range(e.num_sampled)]
         for e, place, token, logprob in zip(of, places, tokens, logprobs, strict=True):
             trained[key_of(e.id), place - len(e.prompt_ids), token, logprob] += 1
