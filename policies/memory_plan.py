@@ -233,8 +233,8 @@ def layer_bytes(d: Demand) -> float:
     """Return what a layer keeps of one token for its backward pass."""
     s, b = d.shape, d.itemsize
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    # Two norms: the input in fp32, that normalised in fp32, the output.
-    norms = 2 * (8 + b) * s.hidden_size
+    # Two norms: the input in fp32, that normalised in fp32 for the gradient of their weights, the output.
+    norms = 2 * (4 + 4 * (not d.adapters) + b) * s.hidden_size
     # q, k, v, the output. A CPU has k and v for all query heads, and pads the sequences: the packed output is a copy.
     attention = (2 * heads + 2 * kv if d.device else 5 * heads) * b
     qk_norms = 8 * (heads + kv) * s.qk_norm
