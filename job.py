@@ -62,6 +62,7 @@ from settings import (
 from trainer import Trainer
 from warm_start import ensure_model
 
+EVENT_BYTES = 2**18  # of a rank: what ends in a window takes less
 EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their own
 
 
@@ -98,6 +99,8 @@ class Job:
         self.choice: Choice | None = None  # of the newest round
         self.is_released = False
         self.pools = make_pools(world, train_ranks, self.clock) if train_ranks else None
+        own = self.pools.own if self.pools else world
+        self.round_world = parallel.with_shared_memory(own, EVENT_BYTES, naps=True)
         self.trains, self.decodes = (True, True) if not self.pools else (self.pools.trains, not self.pools.trains)
         self.source = Path(config.model.path)  # whose config and tokenizer checkpoints carry on
         if not config.model.path:
@@ -108,7 +111,7 @@ class Job:
         laid_out = with_layout(config, shape, world.size, world.node_size, world.device)
         laid_out = parallel.broadcast_object(world, laid_out)  # all as rank 0
         weights = saved or self.source, self.source, shape, dtype, laid_out.rollout.layout == "whole"
-        self.trainer = build_trainer(config, *weights, self.pools.own if self.pools else world, self.trains)
+        self.trainer = build_trainer(config, *weights, own, self.trains)
         prompts, self.held_out = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
         ends = checkpoint.eos_ids(self.source, self.tokenizer, shape.vocab_size)
         built = build_rollout(laid_out, self.trainer.model, ends, self.tokenizer, world)
@@ -136,7 +139,7 @@ class Job:
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)
         self.endless = open_endless(self, state) if config.overlap.depth and self.decodes else None
         self.phases = phases or Phases(config.group, world, self.folder, train_ranks, self.clock)
-        self.phases.join(self, self.pools.own if self.pools else world)
+        self.phases.join(self, own)
         introduce(self, saved, resume)
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -188,8 +191,7 @@ class Job:
         c = self.config
         settings = c.scheduler, c.run.seed, c.reward.overlong_buffer, self.recorder.progress
         sizes = (self.planner, self.tp_groups) if c.planner.within_round else None
-        world = self.pools.own if self.pools else self.world
-        return Round(self.engine, self.graders, world, clock, *settings, sizes, self.episodes)
+        return Round(self.engine, self.graders, self.round_world, clock, *settings, sizes, self.episodes)
 
     def next_batch(self) -> Rollout:
         """Go on with the endless rollout until a batch is there; its groups may be several updates old.

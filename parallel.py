@@ -172,6 +172,8 @@ def _gather_bytes(world: World, data: bytes, size: int) -> list[memoryview]:
     """Return every rank's bytes, padded to `size`."""
     own = torch.zeros(size, dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if world.shared and size <= world.shared.slot_bytes:
+        return [part.numpy().data for part in world.shared.exchange(own)]
     parts = torch.empty(world.size * size, dtype=torch.uint8)
     all_gather_into_tensor(parts, own, group=world.objects)
     return [part.numpy().data for part in parts.split(size)]
@@ -223,7 +225,7 @@ def gather_tensor(world: World, own: Tensor) -> Tensor:
 
     Of shared memory it may be a part, valid until the call after the next.
     """
-    rows = max(SharedMemory.SLOT_BYTES * len(own) // max(own.nbytes, 1), 1)
+    rows = max((world.shared.slot_bytes if world.shared else 1) * len(own) // max(own.nbytes, 1), 1)
     if world.shared and rows >= len(own):
         return world.shared.exchange(own)
     everyone = own.new_empty(world.size, *own.shape)
@@ -251,18 +253,19 @@ def own_subset(world: World, parts: Iterable[Sequence[int]]) -> World:
     return own
 
 
-def with_shared_memory(world: World) -> World:
+def with_shared_memory(world: World, slot_bytes: int = SharedMemory.SLOT_BYTES, naps: bool = False) -> World:
     """Return the world with memory that its ranks share, where they are neighbours on one machine, and CPU ranks.
 
-    Tensors pass through it in a tenth of the time of gloo.
+    What has room in a slot passes through it in a tenth of the time of gloo. `naps`: ranks may wait long, and leave
+    their cores to others meanwhile.
     """
     is_local = world.size > 1 and world.node_size > 0 and world.node_size % world.size == 0
     if not is_local or world.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return world
-    path = broadcast_object(world, SharedMemory.make_file(world.size) if world.is_main else "")
+    path = broadcast_object(world, SharedMemory.make_file(world.size, slot_bytes) if world.is_main else "")
     if not path:
         return world
-    shared = SharedMemory(path, world.rank, world.size, world.timeout_seconds)
+    shared = SharedMemory(path, world.rank, world.size, world.timeout_seconds, slot_bytes, naps)
     barrier(world)
     if world.is_main:
         os.unlink(path)  # the memory stays until the last process has ended
@@ -547,7 +550,7 @@ class TensorParallel:
         """Return the sum of all ranks' `x`, which it may overwrite."""
         if self.size == 1:
             return x
-        if self.world.shared and x.nbytes <= SharedMemory.SLOT_BYTES:
+        if self.world.shared and x.nbytes <= self.world.shared.slot_bytes:
             return self.world.shared.exchange(x).sum(0)
         x, group = x.contiguous(), self.world.tensors
         if group and self.symmetric is not None and x.nbytes <= self.symmetric.nbytes:

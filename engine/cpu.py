@@ -289,27 +289,31 @@ class SharedMemory:
     """
 
     SLOT_BYTES = 4 * 2**20
+    NAP_SECONDS = 5e-5, 5e-3  # between two looks at the counters, at first and at most: a twentieth of the wait
+    LOOK_SECONDS = 0.5  # between two looks whether other ranks have died
 
-    def __init__(self, path: str, rank: int, size: int, timeout_seconds: float):
-        """`path`: a file of `make_file`; it can go as soon as all ranks are here."""
-        self.rank, self.size, self.timeout_seconds, self.round = rank, size, timeout_seconds, 0
+    def __init__(self, path: str, rank: int, size: int, timeout_seconds: float, slot_bytes: int, naps: bool):
+        """`path`: a file of `make_file`; it can go as soon as all ranks are here. `naps`: waits may be long."""
+        self.rank, self.size, self.timeout_seconds, self.round, self.naps = rank, size, timeout_seconds, 0, naps
         # Looks at the counters before a rank gives its core away: none where ranks outnumber cores, for others need it.
-        self.patience = 1000 if size <= len(os.sched_getaffinity(0)) else 0
-        memory = torch.from_file(path, shared=True, size=self.num_bytes(size), dtype=torch.uint8)
-        self.counters = memory[: 64 * size].view(torch.int64).numpy()[::8]  # a cache line each
-        self.slots = memory[64 * size :].view(2, size, self.SLOT_BYTES)
+        self.patience = (100 if naps else 1000) if size <= len(os.sched_getaffinity(0)) else 0
+        memory = torch.from_file(path, shared=True, size=self.num_bytes(size, slot_bytes), dtype=torch.uint8)
+        lines = memory[: 64 * size].view(torch.int64).numpy()
+        self.counters, self.pids = lines[::8], lines[1::8]  # a cache line for each rank
+        self.pids[rank] = os.getpid()
+        self.slot_bytes, self.slots = slot_bytes, memory[64 * size :].view(2, size, slot_bytes)
 
     @classmethod
-    def num_bytes(cls, size: int) -> int:
-        return 64 * size + 2 * size * cls.SLOT_BYTES
+    def num_bytes(cls, size: int, slot_bytes: int) -> int:
+        return 64 * size + 2 * size * slot_bytes
 
     @classmethod
-    def make_file(cls, size: int) -> str:
+    def make_file(cls, size: int, slot_bytes: int) -> str:
         """Return the path of a file of memory for `size` ranks; "" without room, as in a small container."""
         handle, path = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         try:
             # A file that is only truncated kills a writer for want of room.
-            os.posix_fallocate(handle, 0, cls.num_bytes(size))
+            os.posix_fallocate(handle, 0, cls.num_bytes(size, slot_bytes))
             return path
         except OSError as error:
             os.unlink(path)
@@ -327,16 +331,40 @@ class SharedMemory:
         spins = 0
         while self.counters.min() < self.round:
             spins += 1
-            if spins > self.patience:  # a rank is far behind, perhaps for want of a core
-                if spins == self.patience + 1:
-                    deadline = time.monotonic() + self.timeout_seconds
-                os.sched_yield()
-                if time.monotonic() > deadline:
-                    late = [r for r in range(self.size) if self.counters[r] < self.round]
-                    raise TimeoutError(
-                        f"rank {self.rank} of a group of {self.size} waited {self.timeout_seconds:g} s for {late}"
-                    )
+            if spins > self.patience:
+                self._wait_on()
+                break
         return slot
+
+    def _wait_on(self) -> None:
+        """Wait for a rank that is far behind, perhaps for want of a core. Raises TimeoutError or ConnectionError."""
+        begin = now = time.monotonic()
+        deadline = begin + self.timeout_seconds
+        look = min(begin + self.LOOK_SECONDS, deadline)
+        while self.counters.min() < self.round:
+            if self.naps:
+                time.sleep(min(max((now - begin) / 20, self.NAP_SECONDS[0]), self.NAP_SECONDS[1]))
+            else:
+                os.sched_yield()
+            if (now := time.monotonic()) < look:
+                continue
+            look = min(now + self.LOOK_SECONDS, deadline)
+            late = [r for r in range(self.size) if self.counters[r] < self.round]
+            if dead := [r for r in late if not is_alive(int(self.pids[r]))]:
+                raise ConnectionError(f"rank {self.rank} of a group of {self.size}: {dead} have ended")
+            if now >= deadline:
+                raise TimeoutError(
+                    f"rank {self.rank} of a group of {self.size} waited {self.timeout_seconds:g} s for {late}"
+                )
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether there is such a process, of this user."""
+    try:
+        os.kill(pid, 0)
+        return True
+    except ProcessLookupError:
+        return False
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------

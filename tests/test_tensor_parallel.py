@@ -1,6 +1,10 @@
 """Tensor-parallel engines against one that has the whole model: same weights, same tokens, on every rank."""
 
 import copy
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from random import Random
 from unittest.mock import patch
@@ -19,7 +23,7 @@ from engine.cpu import SharedMemory
 from engine.sequence import Sequence
 from engine.shard import Shard
 from model import Model, Split, check_split, parse_shape
-from parallel import ONE_SHOT_BYTES, TensorParallel, World
+from parallel import ONE_SHOT_BYTES, TensorParallel, World, gather_objects, with_shared_memory
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig, sample_key
 
@@ -141,6 +145,35 @@ def many_rounds(world: World) -> None:
 
 def test_shared_memory_survives_many_rounds_of_ranks_that_drift(run_ranks) -> None:
     run_ranks(3, many_rounds)
+
+
+def objects_through_memory(world: World) -> None:
+    own = with_shared_memory(world, slot_bytes=2**14, naps=True)
+    assert own.shared and not world.shared
+    for size in (1, 3000, 5000, 100_000, 1):  # bytes: the first collective is enough, the second, gloo's
+        if size % 3 == world.rank:
+            time.sleep(0.02)
+        assert [len(part) for part in gather_objects(own, bytes(size * (world.rank + 1)))] == [size, 2 * size, 3 * size]
+
+
+def test_python_values_go_through_memory_where_they_have_room(run_ranks) -> None:
+    run_ranks(3, objects_through_memory)
+
+
+def test_a_wait_for_a_rank_that_has_died_ends_soon(tmp_path) -> None:
+    path = SharedMemory.make_file(2, 64)
+    try:
+        memories = [SharedMemory(path, rank, 2, 600.0, 64, naps=True) for rank in (0, 1)]
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        child.wait()
+        memories[1].pids[1] = child.pid
+        with pytest.raises(ConnectionError, match=r"\[1\] have ended"):
+            memories[0].exchange(torch.ones(3))
+        memories[0].pids[1], memories[0].timeout_seconds = os.getpid(), 0.01
+        with pytest.raises(TimeoutError, match="timed out|waited"):
+            memories[0].exchange(torch.ones(3))
+    finally:
+        os.unlink(path)
 
 
 def sums_by_one_kernel(world: World, refused: bool) -> None:
