@@ -261,7 +261,8 @@ def play_trl(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> list[
         saved = folder / f"model-{step}"
         if (saved / "ready").exists():
             evals[step] = evaluated(saved, run, task, saved / "eval")
-            last = {"step": step, "seconds": curve()[-1]["seconds"], "score": evals[step]["avg@4"]}
+            spent = sum(record["seconds"]["step"] for record in records_of(folder))  # of the last step unknown as yet
+            last = {"step": step, "seconds": spent, "score": evals[step]["avg@4"]}
             say(last)
             (saved / "answer.new").write_text("stop" if is_over([last], task) else "go on", encoding="utf-8")
             (saved / "answer.new").rename(saved / "answer")
