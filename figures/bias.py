@@ -2,6 +2,7 @@
 
 python figures/bias.py            trains what is missing in runs/ (two runs of minutes), then draws
 python figures/bias.py --draw     draws again from figures/bias.json
+python figures/bias.py --bandit   gradients on a bandit where the true one is known; writes figures/bias_bandit.json
 
 `scheduler.audit = 1` finishes every response of every short round and trains the same samples all the same. Keeping
 the first R0 of eta x R0 responses censors the others for good. With `eta_responses = 1` there are none: what a race
@@ -18,6 +19,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -92,10 +94,55 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
+# ---- a bandit ------------------------------------------------------------------------------------------------------
+
+ARM_REWARDS = np.array([0.2, 0.9, 0.5, 0.8, 0.1, 0.3])  # of arms from the shortest to the longest
+ARM_LOGITS = np.array([0.3, 0.2, 0.1, 0.0, -0.2, 0.1])
+LAUNCHED, KEPT, SHARE, TRIALS = 10, 8, 0.2, 20_000
+
+
+def gradient(arms: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    """Return the policy gradient of pulls of one prompt, without bias: its baseline is the mean of the others."""
+    rewards = ARM_REWARDS[arms]
+    weights = (rewards - rewards.mean()) / (len(arms) - 1)
+    return np.bincount(arms, weights, len(chances)) - weights.sum() * chances
+
+
+def bandit(trials: int = TRIALS) -> list[dict]:
+    """Return how far the mean of each estimate is from the known gradient, and its variance, over that of no race.
+
+    "corrected": a share of the prompts finishes all responses; for them, what the race left out counts 1 / share.
+    """
+    random, chances = np.random.default_rng(0), np.exp(ARM_LOGITS) / np.exp(ARM_LOGITS).sum()
+    true = chances * (ARM_REWARDS - chances @ ARM_REWARDS)
+    found: dict[str, list[np.ndarray]] = {"no race": [], "the fastest responses": [], "corrected": []}
+    for _ in range(trials):
+        arms = random.choice(len(chances), LAUNCHED, p=chances)
+        fast = gradient(arms[np.lexsort((random.random(LAUNCHED), arms))[:KEPT]], chances)
+        found["no race"].append(gradient(arms[:KEPT], chances))
+        found["the fastest responses"].append(fast)
+        is_whole = random.random() < SHARE
+        found["corrected"].append(fast + is_whole / SHARE * (gradient(arms, chances) - fast))
+    base = np.var(found["no race"], axis=0).sum()
+    return [
+        {
+            "estimate": name,
+            "bias": round(float(np.linalg.norm(np.mean(each, axis=0) - true) / np.linalg.norm(true)), 3),
+            "variance": round(float(np.var(each, axis=0).sum() / base), 2),
+        }
+        for name, each in found.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="only draw, from figures/bias.json")
+    parser.add_argument("--bandit", action="store_true", help="gradients on a bandit; seconds")
     args = parser.parse_args()
+    if args.bandit:
+        (HERE / "bias_bandit.json").write_text(json.dumps(rows := bandit(), indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(rows))
+        return
     data = HERE / "bias.json"
     if not args.draw:
         data.write_text(json.dumps([row for name in RUNS for row in audited(name)]), encoding="utf-8")

@@ -50,6 +50,12 @@ def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_on_a_bandit_only_the_race_between_responses_is_biased(load) -> None:
+    none, fast, corrected = load("bias").bandit(trials=5000)
+    assert none["bias"] < 0.05 and corrected["bias"] < 0.05 and fast["bias"] > 0.2
+    assert corrected["variance"] > 1.5 > fast["variance"]
+
+
 def test_the_workers_of_a_group_are_drawn(load, tmp_path: Path) -> None:
     rows = [
         {"at": 10.0, "event": "starts", "jobs": ["fox"]},
