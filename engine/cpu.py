@@ -359,12 +359,14 @@ class SharedMemory:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether there is such a process, of this user."""
+    """Return whether there is such a process; of another user too."""
     try:
         os.kill(pid, 0)
-        return True
     except ProcessLookupError:
         return False
+    except PermissionError:
+        pass
+    return True
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------
