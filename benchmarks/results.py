@@ -201,6 +201,13 @@ BENCHMARKS = {
         "{ratio_generate_longtail:.1f} x `generate` in static batches and {ratio_generate_batch_longtail:.1f} x "
         "`generate_batch` ([all of it](../benchmarks/results/engine_cpu.md))",
     ),
+    "peers": Benchmark(
+        "benchmarks/peers.py",
+        (*ENGINE, "benchmarks/peers/contender.py"),
+        "a 0.5B shape in fp32, our tokens/s over OpenVINO GenAI's {ratio_openvino_equal}, {ratio_openvino_longtail}, "
+        "{ratio_openvino_one} and over vLLM's {ratio_vllm_equal}, {ratio_vllm_longtail}, {ratio_vllm_one}, for equal "
+        "lengths, long-tailed lengths and one row ([table](#other-engines))",
+    ),
     "draw": Benchmark(
         "benchmarks/draw.py",
         ("sampling.py", "engine/kernels.py", "benchmarks/engine.py"),

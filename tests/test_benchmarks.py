@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -443,3 +444,59 @@ def test_what_a_template_lacks_and_what_fails_is_said(house: ModuleType, tmp_pat
     with pytest.raises(RuntimeError, match="exit code 1, nothing is kept"):
         house.run("one", quick=False)
     assert (tmp_path / house.RESULTS / "one.json").read_text() == before
+
+
+@pytest.fixture
+def peers() -> Iterator[ModuleType]:
+    yield from load("peers")
+
+
+def test_engines_are_asked_for_the_same(peers: ModuleType) -> None:
+    equal, tailed, one = peers.contests(quick=False)
+    assert len(equal.lengths) == len(tailed.lengths) == 32 and set(equal.lengths) == set(one.lengths)
+    lengths = sorted(tailed.lengths)
+    assert lengths[-1] == 400 and lengths[15] < 24 < lengths[16] and lengths[24] < 70
+    prompts = json.loads(equal.spec)["prompts"]
+    assert {len(ids) for ids in prompts} == {peers.PROMPT} and len(set(map(tuple, prompts))) == 32
+
+
+@pytest.mark.slow
+def test_a_peer_that_cannot_be_installed_is_left_out(
+    peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    small = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300)
+    monkeypatch.setattr(peers, "SHAPE", peers.SHAPE | small)
+    monkeypatch.setattr(peers, "INSTALLS", {"openvino": (("--no-index", "no-such-engine"),), "vllm": ()})
+    monkeypatch.setattr(peers, "contests", lambda quick: [peers.Contest("equal", [3, 3]), peers.Contest("one", [5])])
+    versions: dict[str, str] = {}
+    rows = peers.measure("float32", ["openvino"], True, tmp_path, versions)
+    assert versions.keys() == {"plainroll"} and [row["contest"] for row in rows] == ["equal", "one"]
+    assert all(row["plainroll"] > 0 and "openvino" not in row for row in rows)
+    [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("without")]
+    assert said.startswith("without openvino: openvino was not installed: ") and "no-such-engine" in said
+    peers.report(rows, versions)
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics["ratio_openvino_equal"] is None and metrics["rows"][1]["plainroll"] > 0
+
+
+def test_an_engine_that_ends_says_why_and_one_that_answers_otherwise_is_an_error(
+    peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "contender.py"
+    monkeypatch.setattr(peers, "CONTENDER", script)
+
+    def contender() -> Any:
+        return peers.Contender("vllm", sys.executable, tmp_path, "float32", 1, 40, tmp_path / "log")
+
+    script.write_text("raise SystemExit('no such instruction')")
+    ended = contender()
+    with pytest.raises(peers.Missing, match="vllm ended: no such instruction"):
+        ended.read()
+    with pytest.raises(peers.Missing, match="vllm ended: no such instruction"):
+        ended.play(peers.Contest("one", [2]))
+    ended.end()
+    script.write_text('print(\'{"seconds": 1, "tokens": [[1]]}\', flush=True); input()')
+    other = contender()
+    with pytest.raises(AssertionError, match="gave other lengths"):
+        other.play(peers.Contest("one", [2]))
+    other.end()

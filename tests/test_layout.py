@@ -17,8 +17,15 @@ FOLDERS = ("engine", "envs", "overlap", "policies", "process", "rewards", "simul
 ROOMS = {path.stem: path for path in ROOT.glob("*.py")}  # by the name that imports give them
 ROOMS |= {f"{folder}.{path.stem}": path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")}
 SCRIPTS = ("benchmarks", "docs", "examples", "figures")
-FILES = [*ROOMS.values(), *(path for folder in (*SCRIPTS, "tests") for path in ROOT.glob(f"{folder}/*.py"))]
-OPTIONAL = {"wandb", "datasets"}  # imported when they are asked for, as is TRL, which a benchmark is named like
+FILES = [*ROOMS.values(), *ROOT.glob("benchmarks/peers/*.py")]
+FILES += [path for folder in (*SCRIPTS, "tests") for path in ROOT.glob(f"{folder}/*.py")]
+OPTIONAL = {
+    "wandb",
+    "datasets",
+    "openvino",
+    "openvino_genai",
+    "vllm",
+}  # imported when they are asked for, as is TRL, which a benchmark is named like
 NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "buffer", "engine.pages", "engine.batcher", "simulate"]
 NO_TORCH += ["engine.drafts", "data", "environments", "process.serving", "process.workers", "process.permits"]
 NO_TORCH += ["process.group_jobs", "process.group_server", "process.group_timeline"]
