@@ -208,6 +208,13 @@ BENCHMARKS = {
         "{ratio_openvino_one} and over vLLM's {ratio_vllm_equal}, {ratio_vllm_longtail}, {ratio_vllm_one}, for equal "
         "lengths, long-tailed lengths and one row ([table](#other-engines))",
     ),
+    "training": Benchmark(
+        "benchmarks/training.py",
+        ("trainer.py", "loss.py", "model.py", "attention.py", "sampling.py", "benchmarks/engine.py"),
+        "training step of a 0.5B shape with fewer layers, long-tailed lengths: {tokens_per_s:,} tokens/s, "
+        "{training_roofline_fraction:.0%} of the measured roofline, {training_ratio_hf:.2f} x transformers on padded "
+        "batches at its fastest, {training_ratio_hf_tiny:.2f} x with a tiny model ([table](#the-training-step))",
+    ),
     "draw": Benchmark(
         "benchmarks/draw.py",
         ("sampling.py", "engine/kernels.py", "benchmarks/engine.py"),

@@ -200,6 +200,16 @@ def test_rewards_on_the_smallest_shape(tmp_path: Path) -> None:
     assert all(value > 0 for name, value in metrics.items() if name.startswith("speedup"))
 
 
+@pytest.mark.slow
+def test_a_training_step_is_that_of_transformers(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "training.py"), "--quick", "--shape", "nano"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = json.loads(done.stdout.splitlines()[-1])
+    assert metrics["gradient_norms_differ"] < 1e-5 and metrics["training_ratio_hf"] > 0
+    assert 0 < metrics["training_roofline_fraction"] < 1 and metrics["busy_slowdown"] > 0
+
+
 @pytest.fixture
 def soak() -> Iterator[ModuleType]:
     yield from load("soak")
