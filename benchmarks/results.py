@@ -192,6 +192,13 @@ BENCHMARKS = {
         "{mean_error_tail_batching:.0%} with tail batching, {mean_error_elastic:.0%} with elastic tensor parallelism,"
         " {mean_error_stream:.0%} with stream training",
     ),
+    "control_path": Benchmark(
+        "benchmarks/control_path.py",
+        ("simulate.py", "policies/placement.py", "policies/replica.py", "scheduler.py", "rounds.py", "parallel.py"),
+        "a response of the simulator takes {growth:.1f} x the seconds on {largest:,} GPUs as on 16; {steps} steps of "
+        "{batch} x 8 responses on 1,024 GPUs take {seconds_many_steps:.0f} s of one core; to exchange the events that "
+        "{most_ranks} ranks have in a window takes {exchange_share:.2%} of the window ([tables](#the-control-path))",
+    ),
     "engine": Benchmark(
         "benchmarks/engine.py",
         ENGINE,

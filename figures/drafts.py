@@ -66,8 +66,8 @@ def draw_sources(axes: Axes, run: dict) -> None:
         ]
         axes.bar([x + 0.8 * i / len(names) for x in range(len(shares))], shares, 0.75 / len(names), label=name)
     axes.set_xticks([x + 0.3 for x in range(len(run["tasks"]))], [t["task"].replace(" ", "\n") for t in run["tasks"]])
-    axes.set(ylim=(0, 1.03), ylabel="kept of drafted tokens", title="By source")
-    axes.legend(fontsize=7)
+    axes.set(ylim=(0, 1.2), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1], ylabel="kept of drafted tokens", title="By source")
+    axes.legend(fontsize=7, ncols=len(names), loc="upper center")  # above the bars
 
 
 def main() -> None:

@@ -41,7 +41,8 @@ class Ahead:
             if r.placement.live[r.engine.parallel.replica]:
                 events = r.decode()
                 self.store.add("ended", 1)
-            if r.engine.is_idle and not r.episodes.awaited and texts is None:
+            is_dry = texts is None and r.engine.is_idle and not r.episodes.awaited
+            if is_dry and self._others_decode():  # the last replica of the round has no time to draw
                 texts = self._launch(r)
             if texts is not None:
                 self._draw(r, texts)
@@ -51,6 +52,10 @@ class Ahead:
             self.drafting.old.put(id, text)
         self.drafting.policy.stats.ahead_tokens += sum(map(len, texts.values()))
         r.end()
+
+    def _others_decode(self) -> bool:
+        """Whether a replica that has responses of the round has not ended its window."""
+        return self.store.add("ended", 0) < self.expected
 
     def _launch(self, r: Round) -> dict[SampleId, Sequence[int]]:
         """Queue the next round's responses: first those that this replica will decode. Return them without a text."""
@@ -68,7 +73,7 @@ class Ahead:
     def _draw(self, r: Round, texts: dict[SampleId, Sequence[int]]) -> None:
         """Draw until all replicas that have responses of the round have ended their window."""
         accepted = r.engine.stats.accepted_tokens
-        while not r.engine.is_idle and self.store.add("ended", 0) < self.expected:
+        while not r.engine.is_idle and self._others_decode():
             start = perf_counter()
             texts |= {sample.id: sample.token_ids for sample in r.engine.step()}
             r.clock.add("ahead", start, perf_counter())

@@ -334,6 +334,14 @@ def test_a_group_is_timed_from_its_first_rollout_to_its_last_update() -> None:
 
 
 @pytest.mark.slow
+def test_an_exchanged_round_goes_the_way_of_the_simulated_one() -> None:
+    for control in load("control_path"):
+        few, many = control.exchanged(4), control.exchanged(8)  # each asserts that its round is over at its end
+        assert few["windows"] > 10 and 0 < few["kib"] < many["kib"] and few["events"] < many["events"]
+        assert few["token_bytes"] > 0 and control.timed(4, 16, 2)["responses"] >= 2 * 16 * 8
+
+
+@pytest.mark.slow
 def test_over_a_slow_link_one_model_crosses() -> None:
     for mux_sync in load("mux_sync"):
         if problem := mux_sync.problem():
