@@ -313,7 +313,7 @@ def can_split(shape: ModelShape, size: int) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, inference: bool) -> Tensor:
     """Normalise the last dimension. [..., n], [n] -> [..., n]"""
-    if inference and x.dim() == 2 and kernels.use_triton(x):
+    if inference and x.dim() == 2 and kernels.is_fused(x):
         return kernels.add_rms_norm(x, None, weight, eps)[0]
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -350,7 +350,7 @@ def run_layer(
     x = x + reduce(linear(attended.flatten(1), w.out, w.out_bias))
     normed = rms_norm(x, w.post_norm, eps, inference)
     gate_up = linear(normed, w.gate_up, w.gate_up_bias)
-    if inference and kernels.use_triton(gate_up):
+    if inference and kernels.is_fused(gate_up):
         activated = kernels.silu_mul(gate_up, split.mlp_blocks)
     else:
         activated = kernels.silu_mul_torch(gate_up, split.mlp_blocks)

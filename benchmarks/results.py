@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, OLD = Path("benchmarks/results"), Path("benchmarks/old_results.json")
 BLOCK = re.compile(r"<!-- results:(\S+)(.*?)-->(.*?)<!-- end -->", re.DOTALL)
 
-ENGINE = ("rollout.py", "engine/*.py", "attention.py", "sampling.py", "model.py")
+ENGINE = ("rollout.py", "engine/*.py", "engine/native.cpp", "attention.py", "sampling.py", "model.py")
 ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "parallel.py")
 TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py", "lora.py")
 REWARDS = ("reward.py", "rewards/*.py")

@@ -1,8 +1,9 @@
 """Triton kernels for the decode step, each with a plain-torch twin (`*_torch`) of the same signature and result.
 
 The public functions choose: Triton for CUDA tensors and inside Triton's interpreter (TRITON_INTERPRET=1 before the
-first import of triton), else the twin. Inference only. All can be captured in a CUDA graph: grids and buffers depend
-on shapes alone and nothing waits for the device; first calls compile, so warm up before capturing.
+first import of triton), on a CPU with a compiler those of engine/native.py, else the twin. Inference only. All can be
+captured in a CUDA graph: grids and buffers depend on shapes alone and nothing waits for the device; first calls
+compile, so warm up before capturing.
 
 Shapes: n rows, H query heads, K key/value heads, G = H / K, D head size. Sums are float32 whatever the inputs are.
 """
@@ -12,6 +13,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine import native
 
 try:
     import triton
@@ -35,6 +38,11 @@ _GOLDEN, _MIX1, _MIX2, _NUMBERS = map(tl.constexpr, (GOLDEN, MIX1, MIX2, NUMBERS
 
 def use_triton(x: Tensor) -> bool:
     return HAS_TRITON and (x.is_cuda or INTERPRETED)
+
+
+def is_fused(x: Tensor) -> bool:
+    """Whether the functions below take `x` by a kernel: then a caller saves operations by them."""
+    return use_triton(x) or native.takes(x)
 
 
 @triton.jit
@@ -117,6 +125,9 @@ def paged_decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, len
     its newest keys only, so many; 0: all.
     """
     if not use_triton(q):
+        takes = out is None and lengths.dtype == torch.int32 and lengths.is_contiguous() and native.takes(q)
+        if takes and native.can_page(k_pages, v_pages, table):
+            return native.paged_decode(q, k_pages, v_pages, table, lengths, window)
         return paged_decode_torch(q, k_pages, v_pages, table, lengths, out, window)
     (n, num_heads, size), (num_kv, page) = q.shape, k_pages.shape[1:3]
     out = q.new_empty(q.shape) if out is None else out
@@ -179,7 +190,8 @@ def _rms_norm(x, residual, weight, normed, summed, x_row, residual_row, eps, SIZ
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (torch's RMSNorm of x + residual, x + residual), [n, size] each. residual None adds nothing."""
     if not use_triton(x):
-        return add_rms_norm_torch(x, residual, weight, eps)
+        of_cpu = native.add_rms_norm if native.takes(x, residual, weight) else add_rms_norm_torch
+        return of_cpu(x, residual, weight, eps)
     (n, size), block = x.shape, triton.next_power_of_2(x.shape[1])
     assert x.stride(1) == weight.stride(0) == 1 and (residual is None or residual.stride(1) == 1), x.stride()
     normed, summed = x.new_empty(n, size), x if residual is None else x.new_empty(n, size)
@@ -238,7 +250,10 @@ def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, tab
     """
     args = (qkv, cos, sin, positions, table, k_pages, v_pages)
     if not use_triton(qkv):
-        return rope_and_write_torch(*args, num_heads, num_kv_heads, q_norm, k_norm, eps)
+        takes = native.takes(qkv, cos, sin, q_norm, k_norm) and native.can_page(k_pages, v_pages, table)
+        takes = takes and positions.dtype == torch.int64 and positions.is_contiguous()
+        of_cpu = native.rope_and_write if takes else rope_and_write_torch
+        return of_cpu(*args, num_heads, num_kv_heads, q_norm, k_norm, eps)
     n, groups, (page, size) = len(qkv), num_heads // num_kv_heads, k_pages.shape[2:]
     assert page & (page - 1) == 0 and num_heads % num_kv_heads == size % 2 == 0, (page, num_heads, size)
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * size and (q_norm is None) == (k_norm is None), qkv.shape
@@ -287,7 +302,7 @@ def _silu_mul(gate_up, out, row_length, width, BLOCK: tl.constexpr):
 def silu_mul(gate_up: Tensor, num_blocks: int = 1) -> Tensor:
     """Return silu(gate) * up. [n, 2 * I], which is `num_blocks` times (gate, up) of I / num_blocks each -> [n, I]"""
     if not use_triton(gate_up):
-        return silu_mul_torch(gate_up, num_blocks)
+        return (native.silu_mul if native.takes(gate_up) else silu_mul_torch)(gate_up, num_blocks)
     n, width = len(gate_up), gate_up.shape[1] // (2 * num_blocks)
     assert gate_up.stride(1) == 1 and gate_up.shape[1] == 2 * num_blocks * width, (gate_up.shape, num_blocks)
     out, block = gate_up.new_empty(n, num_blocks * width), min(1024, triton.next_power_of_2(width))
@@ -375,6 +390,9 @@ def race(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float) ->
     their tokens' rates, then the tokens of the first block run. So about 2 * sqrt(V) numbers are hashed and not V.
     """
     if not use_triton(logits):
+        if native.takes(logits):
+            constants = (GOLDEN, MIX1, MIX2, NUMBERS)
+            return native.race(logits, keys, positions, temperature, block_size(logits.shape[1]), constants)
         return race_torch(logits, keys, positions, temperature)
     n, vocab = logits.shape
     assert logits.stride(1) == keys.stride(0) == positions.stride(0) == 1 and keys.dtype == torch.int64, keys.dtype

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from engine import native
 from engine.batcher import Batcher, Removed, Started
 from engine.cpu import BatchedPages, DenseAttention, DraftAttention, PageAttention, draft_attention
 from engine.drafts import Drafts
@@ -73,22 +74,7 @@ class Runner:
         """
         rows, kv, num_running = self.rows, self.memory.kv, len(batcher.running)
         n = 0 if self.graphs or not decodes else num_running  # rows that decode in this forward
-        inputs = rows.last_token[:n], rows.length[:n]
-        decode: PageAttention | DraftAttention | DenseAttention | None = None
-        prefill = None
-        if n:
-            assert isinstance(self.pages, BatchedPages)
-            table, length = batcher.table, batcher.length[:n]
-            if drafts:
-                inputs = rows.inputs(drafts)
-                decode = draft_attention(self.pages, table, length, kv, drafts, self.weights.split.groups)
-            else:
-                owner = self.pages.row[: self.pages.dense]
-                decode = PageAttention(self.pages, owner, table, length, kv, bool(chunks))
-        if chunks:
-            prefill = ChunkAttention(chunks, self.pages.page_size, kv.device)
-        attention = StepAttention(kv, decode, inputs, prefill)
-        hidden = self.weights(attention.token_ids, attention.positions, attention)
+        hidden = self._compute(batcher, chunks, drafts, n)
         if n and drafts:
             self.verify(batcher, drafts, hidden[: drafts.num_tokens])
             n, hidden = 0, hidden[drafts.num_tokens :]
@@ -100,6 +86,25 @@ class Runner:
             hidden = hidden[upload([*range(n), *(n + token for token in started.predicts)], kv.device)]
         if len(hidden):
             rows.draw(slice(num_running - n, len(batcher.running)), self.weights.logits(hidden))
+
+    def _compute(self, batcher: Batcher, chunks: list[Chunk], drafts: Drafts | None, n: int) -> Tensor:
+        """Return hidden states of `n` decoding rows and their drafts, then of the chunks. [T, hidden_size]"""
+        rows, kv, table, length = self.rows, self.memory.kv, batcher.table, batcher.length[:n]
+        inputs = rows.inputs(drafts) if n and drafts else (rows.last_token[:n], rows.length[:n])
+        if not chunks and native.can_decode(kv):
+            table = table[drafts.row] if drafts else table[:n]
+            return self.weights.decode(*inputs, upload(table, kv.device, torch.int32), kv)
+        decode: PageAttention | DraftAttention | DenseAttention | None = None
+        if n:
+            assert isinstance(self.pages, BatchedPages)
+            if drafts:
+                decode = draft_attention(self.pages, table, length, kv, drafts, self.weights.split.groups)
+            else:
+                owner = self.pages.row[: self.pages.dense]
+                decode = PageAttention(self.pages, owner, table, length, kv, bool(chunks))
+        prefill = ChunkAttention(chunks, self.pages.page_size, kv.device) if chunks else None
+        attention = StepAttention(kv, decode, inputs, prefill)
+        return self.weights(attention.token_ids, attention.positions, attention)
 
     def verify(self, batcher: Batcher, drafts: Drafts, hidden: Tensor) -> None:
         """Draw after each token of a step with drafts, and keep what each row's draft foresaw. [T, hidden_size]"""

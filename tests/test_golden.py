@@ -17,6 +17,8 @@ import pytest
 import torch
 from conftest import ROOT, steps_of, train_runs
 
+from parallel import World
+
 FILE = ROOT / "tests" / "golden.json"
 MODE = os.environ.get("GOLDEN", "short")
 SMALL: dict[str, Any] = dict(
@@ -63,6 +65,12 @@ SHORT |= {("sharded rollout over two", 2): 3}
 SAME = ("tail batching", "stream training", "sharded", "sharded rollout", "sharded rollout over two", "tensor parallel")
 
 
+def play(world: World, *runs: list[str]) -> None:
+    """Train by torch's operations, which are bit-equal wherever a compiler is; tests/test_native.py has the others."""
+    os.environ["CXX"] = ""
+    train_runs(world, *runs)
+
+
 def trajectory(folder: Path) -> dict[str, list]:
     """Return what must not move: of each step the loss, the gradient's norm and a hash of the trained tokens."""
     steps = steps_of(folder)
@@ -94,7 +102,7 @@ def test_trajectories_are_the_golden_ones(ranks: int, settings, run_ranks, tmp_p
     rows = [{"prompt": "count " + "up " * (i % 5) + str(i), "answer": str(i)} for i in range(48)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     make = partial(settings, data__train=tmp_path / "prompts.jsonl", rollout__max_prompt_tokens=32)
-    run_ranks(ranks, train_runs, *(make(n, **SMALL | SETTINGS[n][2] | {"run__steps": chosen[n]}) for n in chosen))
+    run_ranks(ranks, play, *(make(n, **SMALL | SETTINGS[n][2] | {"run__steps": chosen[n]}) for n in chosen))
     played = {name: trajectory(tmp_path / name) for name in chosen}
     golden: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"machine": "", "runs": {}}
     if MODE == "write":

@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import kernels
+from engine import kernels, native
 from sampling import SamplingConfig, sample, sample_key
 
 NATIVE = kernels.HAS_TRITON and torch.cuda.is_available() and not kernels.INTERPRETED
 DEVICE = torch.device("cuda" if NATIVE else "cpu")
 RUNNERS = ["torch", "triton"] if NATIVE or kernels.INTERPRETED else ["torch"]
+RUNNERS += ["compiled"] if native.library() and RUNNERS == ["torch"] else []  # by a C++ compiler
 FAR = 1 << 30  # a page number that nobody may follow
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 3e-6}, torch.bfloat16: {"rtol": 1e-2, "atol": 8e-3}}
 both = pytest.mark.parametrize("runner", RUNNERS)
@@ -59,6 +60,8 @@ def poisoned_memory():
 
 
 def pick(name: str, runner: str):
+    if runner == "compiled":  # in float32; these call the twin for the rest
+        return torch.no_grad()(getattr(kernels, name))
     assert runner == "torch" or kernels.use_triton(torch.empty(0, device=DEVICE))
     return getattr(kernels, name if runner == "triton" else f"{name}_torch")
 
@@ -360,7 +363,7 @@ def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(RUNNERS != ["torch"] or not kernels.HAS_TRITON, reason="needs triton, and runs its kernels itself")
+@pytest.mark.skipif("triton" in RUNNERS or not kernels.HAS_TRITON, reason="needs triton, and runs its kernels itself")
 def test_kernels_in_the_interpreter() -> None:
     engine = f"{Path(__file__).parent}/test_rollout.py::test_other_families_draw_the_same_tokens_by_fused_kernels"
     tests = ["-k", "triton or splits or qwen3-3-5", __file__, engine]

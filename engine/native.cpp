@@ -1,0 +1,231 @@
+// The CPU's kernels of a decode step in C++: what each computes is said beside its name in engine/kernels.py.
+//
+// Float32 only. Rows are shared between OpenMP's threads where they are worth it. Sums go by lanes of 16, so a result
+// does not depend on the other rows of a batch, nor on the number of threads.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
+constexpr int64_t WORTH = 1 << 15;  // elements of a call that pay for waking threads
+
+static inline const Lanes &at(const float *x) { return *(const Lanes *)x; }
+
+static inline float total(Lanes x) {
+  float sum = 0;
+  for (int step = 8; step; step /= 2)
+    for (int i = 0; i < step; i++) x[i] += x[i + step];
+  return sum + x[0];
+}
+
+// exp: 2^n * e^r with r = x - n * ln 2 in two parts, e^r by its series; 0 below e^-87.
+static inline float exponential(float x) {
+  float y = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
+  float n = (y * 1.44269504f + 12582912.f) - 12582912.f;  // rounds: floats near 1.5 * 2^23 are whole numbers
+  float r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+  float e = 1 + r * (1 + r * (1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r * (1 / 720.f + r / 5040))))));
+  int32_t bits = ((int32_t)n + 127) << 23;
+  float power;
+  memcpy(&power, &bits, 4);
+  return x < -87.f ? 0.f : e * power;
+}
+
+static float inverse_rms(const float *x, int64_t size, float eps) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
+  return 1 / std::sqrt(sum / size + eps);
+}
+
+extern "C" void add_rms_norm(const float *x, const float *residual, const float *weight, float *normed, float *summed,
+                             int64_t n, int64_t size, float eps) {
+#pragma omp parallel for if (n > 1 && n * size > WORTH)
+  for (int64_t row = 0; row < n; row++) {
+    const float *sum = x + row * size;
+    if (residual) {
+      float *to = summed + row * size;
+      for (int64_t i = 0; i < size; i++) to[i] = sum[i] + residual[row * size + i];
+      sum = to;
+    }
+    float scale = inverse_rms(sum, size, eps);
+    for (int64_t i = 0; i < size; i++) normed[row * size + i] = sum[i] * scale * weight[i];
+  }
+}
+
+extern "C" void silu_mul(const float *gate_up, float *out, int64_t n, int64_t blocks, int64_t width) {
+#pragma omp parallel for if (n * blocks > 1 && n * blocks * width > WORTH / 4)
+  for (int64_t row = 0; row < n * blocks; row++) {
+    const float *gate = gate_up + 2 * row * width, *up = gate + width;
+    float *to = out + row * width;
+    for (int64_t i = 0; i < width; i++) to[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+  }
+}
+
+// The places of a key head's keys and values, in pages of a row.
+struct Pages {
+  float *keys, *values;
+  int64_t of_page, of_head, size;  // strides in floats; tokens of a page
+};
+
+static void turn(const float *from, float *to, const float *cos, const float *sin, const float *norm, int64_t half,
+                 float eps) {
+  float scale = norm ? inverse_rms(from, 2 * half, eps) : 1;
+  for (int64_t i = 0; i < half; i++) {
+    float x = from[i], y = from[i + half];
+    if (norm) x *= scale * norm[i], y *= scale * norm[i + half];
+    to[i] = x * cos[i] - y * sin[i], to[i + half] = y * cos[i] + x * sin[i];
+  }
+}
+
+extern "C" void rope_and_write(const float *qkv, const float *cos, const float *sin, const int64_t *positions,
+                               const int32_t *table, int64_t row_of_table, const Pages *pages, const float *q_norm,
+                               const float *k_norm, float *q, int64_t n, int64_t heads, int64_t groups, int64_t size,
+                               float eps) {
+  int64_t half = size / 2;
+#pragma omp parallel for if (n > 1 && n * heads * (groups + 2) * size > WORTH)
+  for (int64_t row = 0; row < n; row++) {
+    int64_t position = positions[row];
+    if (position < 0) {
+      memset(q + row * heads * groups * size, 0, heads * groups * size * sizeof(float));
+      continue;
+    }
+    const float *c = cos + position * half, *s = sin + position * half;
+    int64_t page = table[row * row_of_table + position / pages->size];
+    for (int64_t head = 0; head < heads; head++) {
+      const float *from = qkv + (row * heads + head) * (groups + 2) * size;
+      float *to = q + (row * heads + head) * groups * size;
+      for (int64_t g = 0; g < groups; g++) turn(from + g * size, to + g * size, c, s, q_norm, half, eps);
+      int64_t place = page * pages->of_page + head * pages->of_head + position % pages->size * size;
+      turn(from + groups * size, pages->keys + place, c, s, k_norm, half, eps);
+      memcpy(pages->values + place, from + (groups + 1) * size, size * sizeof(float));
+    }
+  }
+}
+
+// Attention of `COUNT` query heads that share one key head, to the tokens begin .. end of a row. scores [COUNT, tokens]
+template <int SIZE, int COUNT>
+static void attend(const float *q, const Pages &pages, int64_t head, const int32_t *table, int64_t begin, int64_t end,
+                   float *scores, float *out) {
+  constexpr int PARTS = SIZE / 16;
+  const float scale = 1 / std::sqrt((float)SIZE);
+  int64_t length = end - begin, count;
+  for (int64_t start = begin; start < end; start += count) {
+    int64_t place = start % pages.size, page = table[start / pages.size];
+    const float *keys = pages.keys + page * pages.of_page + head * pages.of_head + place * SIZE;
+    count = end - start < pages.size - place ? end - start : pages.size - place;
+    for (int64_t t = 0; t < count; t++) {
+      Lanes sums[COUNT] = {};
+      for (int p = 0; p < PARTS; p++)
+        for (int g = 0; g < COUNT; g++) sums[g] += at(keys + t * SIZE + 16 * p) * at(q + g * SIZE + 16 * p);
+      for (int g = 0; g < COUNT; g++) scores[g * length + start - begin + t] = total(sums[g]);
+    }
+  }
+  float sums[COUNT];
+  for (int g = 0; g < COUNT; g++) {
+    float *row = scores + g * length, peak = row[0], sum = 0;
+#pragma omp simd reduction(max : peak)
+    for (int64_t t = 0; t < length; t++) peak = row[t] > peak ? row[t] : peak;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t t = 0; t < length; t++) sum += row[t] = exponential((row[t] - peak) * scale);
+    sums[g] = sum;
+  }
+  Lanes result[COUNT][PARTS] = {};
+  for (int64_t start = begin; start < end; start += count) {
+    int64_t place = start % pages.size, page = table[start / pages.size];
+    const float *values = pages.values + page * pages.of_page + head * pages.of_head + place * SIZE;
+    count = end - start < pages.size - place ? end - start : pages.size - place;
+    for (int64_t t = 0; t < count; t++)
+      for (int g = 0; g < COUNT; g++)
+        for (int p = 0; p < PARTS; p++)
+          result[g][p] += scores[g * length + start - begin + t] * at(values + t * SIZE + 16 * p);
+  }
+  for (int g = 0; g < COUNT; g++)
+    for (int p = 0; p < PARTS; p++) *(Lanes *)(out + g * SIZE + 16 * p) = result[g][p] / sums[g];
+}
+
+template <int SIZE>
+static void attend_all(const float *q, const Pages &pages, const int32_t *table, int64_t row_of_table,
+                       const int32_t *lengths, float *out, int64_t n, int64_t heads, int64_t groups, int64_t window) {
+  int64_t work = 0;
+  for (int64_t row = 0; row < n; row++) work += lengths[row] * heads * groups * SIZE;
+#pragma omp parallel for schedule(dynamic) if (n * heads > 1 && work > WORTH)
+  for (int64_t task = 0; task < n * heads; task++) {
+    static thread_local std::vector<float> scores;
+    int64_t row = task / heads, head = task % heads, end = lengths[row];
+    int64_t begin = window && end > window ? end - window : 0;
+    const int32_t *own = table + row * row_of_table;
+    if ((int64_t)scores.size() < 4 * (end - begin)) scores.resize(8 * (end - begin));
+    for (int64_t g = 0; g < groups; g += 4) {
+      const float *from = q + (task * groups + g) * SIZE;
+      float *to = out + (task * groups + g) * SIZE, *s = scores.data();
+      int64_t count = groups - g < 4 ? groups - g : 4;
+      if (!end) {
+        memset(to, 0, count * SIZE * sizeof(float));
+        continue;
+      }
+      auto some = count == 4   ? attend<SIZE, 4>
+                  : count == 3 ? attend<SIZE, 3>
+                  : count == 2 ? attend<SIZE, 2>
+                               : attend<SIZE, 1>;
+      some(from, pages, head, own, begin, end, s, to);
+    }
+  }
+}
+
+extern "C" void paged_decode(const float *q, const Pages *pages, const int32_t *table, int64_t row_of_table,
+                             const int32_t *lengths, float *out, int64_t n, int64_t heads, int64_t groups, int64_t size,
+                             int64_t window) {
+  auto all = size == 16   ? attend_all<16>
+             : size == 32 ? attend_all<32>
+             : size == 64 ? attend_all<64>
+             : size == 80 ? attend_all<80>
+             : size == 96 ? attend_all<96>
+                          : attend_all<128>;
+  all(q, *pages, table, row_of_table, lengths, out, n, heads, groups, window);
+}
+
+struct Hash {
+  uint64_t golden, mix1, mix2, numbers;
+};
+
+// The time at which a runner of rate 1 arrives: -log of `uniforms`.
+static double arrival(const Hash &hash, uint64_t key, uint64_t position, uint64_t place) {
+  uint64_t x = key + (position * hash.numbers + 1) * hash.golden + place * hash.golden;
+  x = (x ^ (x >> 30)) * hash.mix1;
+  x = (x ^ (x >> 27)) * hash.mix2;
+  return -std::log(((double)((x ^ (x >> 31)) >> 12) + 0.5) * 0x1p-52);
+}
+
+extern "C" void race(const float *logits, const int64_t *keys, const int64_t *positions, int64_t *tokens,
+                     float *logprobs, int64_t n, int64_t vocab, int64_t row_of_logits, int64_t block,
+                     float temperature, const Hash *hash) {
+#pragma omp parallel for if (n > 1 && n * vocab > WORTH / 4)
+  for (int64_t row = 0; row < n; row++) {
+    static thread_local std::vector<float> rates;
+    rates.resize(vocab);
+    const float *x = logits + row * row_of_logits;
+    float peak = x[0];
+    double best = -1, sum = 0;
+#pragma omp simd reduction(max : peak)
+    for (int64_t i = 0; i < vocab; i++) peak = x[i] > peak ? x[i] : peak;
+    for (int64_t i = 0; i < vocab; i++) rates[i] = exponential((x[i] - peak) / temperature);
+    int64_t blocks = (vocab + block - 1) / block, first = 0, token = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+      int64_t end = (b + 1) * block < vocab ? (b + 1) * block : vocab;
+      float mass = 0;
+#pragma omp simd reduction(+ : mass)
+      for (int64_t i = b * block; i < end; i++) mass += rates[i];
+      sum += mass;
+      double speed = mass / arrival(*hash, keys[row], positions[row], b);
+      if (speed > best) best = speed, first = b;
+    }
+    best = -1;
+    for (int64_t i = first * block; i < vocab && i < (first + 1) * block; i++) {
+      double speed = rates[i] / arrival(*hash, keys[row], positions[row], blocks + i - first * block);
+      if (speed > best) best = speed, token = i;
+    }
+    tokens[row] = token;
+    logprobs[row] = (x[token] - peak) / temperature - (float)std::log(sum);
+  }
+}

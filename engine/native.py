@@ -1,0 +1,155 @@
+"""Loads the C++ twins of the decode step's kernels (native.cpp), compiled once for this CPU where a compiler is.
+
+A decode step of a small model in torch is some hundred operations of a microsecond each; in these it is dozens.
+The functions have the signatures and results of their names in engine/kernels.py, which calls them where `takes` says
+so. Without a compiler (`CXX`, else g++; `CXX=` for none) torch's operations stay.
+"""
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+HEAD_SIZES = (16, 32, 64, 80, 96, 128)
+SECONDS = 120.0  # for the compiler, on a busy machine
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = [("keys", ctypes.c_void_p), ("values", ctypes.c_void_p)] + [
+        (name, ctypes.c_int64) for name in ("of_page", "of_head", "size")
+    ]
+
+
+class _Hash(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("golden", "mix1", "mix2", "numbers")]
+
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES = {
+    "add_rms_norm": [_P] * 5 + [_I, _I, _F],
+    "silu_mul": [_P, _P, _I, _I, _I],
+    "rope_and_write": [_P] * 5 + [_I, ctypes.POINTER(_Pages), _P, _P, _P, _I, _I, _I, _I, _F],
+    "paged_decode": [_P, ctypes.POINTER(_Pages), _P, _I, _P, _P, _I, _I, _I, _I, _I],
+    "race": [_P] * 5 + [_I, _I, _I, _I, _F, ctypes.POINTER(_Hash)],
+}
+
+
+def _compiled() -> Path | None:
+    """Return the compiled file, made now if this machine has not made it before; None where that cannot be."""
+    compiler = os.environ.get("CXX", "g++")
+    # Torch's own OpenMP, so that both share threads; two runtimes would spin beside each other.
+    openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    command = [*compiler.split(), *FLAGS, *(("-fopenmp",) if openmp else ("-fopenmp-simd",)), str(SOURCE)]
+    command += [f"-Wl,--no-as-needed,{openmp[0]}"] if openmp else []
+    try:
+        cpu = [
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model name", "flags"))
+        ]
+        key = hashlib.sha256("\n".join((*command, SOURCE.read_text(), *cpu[:2])).encode()).hexdigest()[:16]
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plainroll"
+        path = folder / f"native-{key}.so"
+        if not path.exists() and compiler:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as own:  # ranks may compile at the same time
+                subprocess.run([*command, "-o", f"{own}/it.so"], check=True, capture_output=True, timeout=SECONDS)
+                os.replace(f"{own}/it.so", path)
+        return path if compiler else None
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Return the kernels, or None where there is no compiler, or no place to keep what it makes."""
+    path = _compiled()
+    try:
+        found = ctypes.CDLL(str(path)) if path else None
+    except OSError:
+        return None
+    for name, types in SIGNATURES.items() if found else ():
+        function = getattr(found, name)
+        function.argtypes, function.restype = types, None
+    return found
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether the kernels are here, and take these: float32, contiguous, on a CPU, without gradients."""
+    if torch.is_grad_enabled() or library() is None:
+        return False
+    return all(x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.is_cuda) for x in tensors)
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _call(name: str, *args: object) -> None:
+    getattr(library(), name)(*args)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    normed, summed = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    args = (_at(x), _at(residual), _at(weight), _at(normed), _at(summed))
+    _call("add_rms_norm", *args, len(x), x.shape[1], eps)
+    return normed, summed
+
+
+def silu_mul(gate_up: Tensor, num_blocks: int = 1) -> Tensor:
+    n, width = len(gate_up), gate_up.shape[1] // (2 * num_blocks)
+    out = gate_up.new_empty(n, num_blocks * width)
+    _call("silu_mul", _at(gate_up), _at(out), n, num_blocks, width)
+    return out
+
+
+def _pages(k_pages: Tensor, v_pages: Tensor) -> _Pages:
+    return _Pages(k_pages.data_ptr(), v_pages.data_ptr(), k_pages.stride(0), k_pages.stride(1), k_pages.shape[2])
+
+
+def can_page(k_pages: Tensor, v_pages: Tensor, table: Tensor) -> bool:
+    """Whether `rope_and_write` and `paged_decode` take these pages."""
+    is_dense = k_pages.stride() == v_pages.stride() and k_pages.stride()[2:] == (k_pages.shape[3], 1)
+    return is_dense and table.stride(1) == 1 and table.dtype == torch.int32 and can_decode(k_pages)
+
+
+def can_decode(kv: Tensor) -> bool:
+    """Whether attention to this memory of pages [..., D] can be by `paged_decode`."""
+    return kv.shape[-1] in HEAD_SIZES and kv.dtype == torch.float32 and not kv.is_cuda and library() is not None
+
+
+def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, table: Tensor, k_pages: Tensor,
+                   v_pages: Tensor, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
+                   k_norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:  # fmt: skip
+    n, size = len(qkv), k_pages.shape[3]
+    q = qkv.new_empty(n, num_heads, size)
+    args = (_at(qkv), _at(cos), _at(sin), _at(positions), _at(table), table.stride(0), _pages(k_pages, v_pages))
+    sizes = (n, num_kv_heads, num_heads // num_kv_heads, size)
+    _call("rope_and_write", *args, _at(q_norm), _at(k_norm), _at(q), *sizes, eps)
+    return q
+
+
+def paged_decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor, window: int = 0
+) -> Tensor:
+    out, heads = torch.empty_like(q), k_pages.shape[1]
+    args = (_at(q), _pages(k_pages, v_pages), _at(table), table.stride(0), _at(lengths), _at(out))
+    _call("paged_decode", *args, len(q), heads, q.shape[1] // heads, q.shape[2], window)
+    return out
+
+
+def race(
+    logits: Tensor, keys: Tensor, positions: Tensor, temperature: float, block: int, constants: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """`constants`: of the hash, in the order of `_Hash`."""
+    n, vocab = logits.shape
+    tokens, logprobs = logits.new_empty(n, dtype=torch.int64), logits.new_empty(n)
+    args = (_at(logits), _at(keys.contiguous()), _at(positions.contiguous()), _at(tokens), _at(logprobs))
+    _call("race", *args, n, vocab, logits.stride(0), block, temperature, _Hash(*constants))
+    return tokens, logprobs

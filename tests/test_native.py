@@ -1,0 +1,114 @@
+"""The CPU's compiled kernels: who takes what, the same tokens with and without them, no compiler at all."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from core import Sample
+from engine import kernels, native
+from engine.cpu import Packed
+from model import Model, parse_shape
+from rollout import Engine, RolloutConfig
+from sampling import SamplingConfig
+
+needs_compiler = pytest.mark.skipif(not native.library(), reason="no C++ compiler")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Look for the compiler again, now and afterwards."""
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@pytest.fixture
+def model() -> Model:
+    """A model with heads as large as the kernels want them."""
+    config = dict(model_type="qwen3", vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    config |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    return Model(parse_shape(config, "here"))
+
+
+def generate(model: Model) -> list[Sample]:
+    config = RolloutConfig(max_prompt_tokens=16, max_response_tokens=40, page_size=8, kv_gib=0.01, max_running=6)
+    engine = Engine(model, config, SamplingConfig(temperature=0.9), [])
+    prompts = [[3 + i, *range(5, 9 + i)] for i in range(4)]
+    return [sample for group in engine.generate(prompts, 3, seed=2) for sample in group]
+
+
+@needs_compiler
+def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monkeypatch) -> None:
+    called, call = set(), native._call
+    monkeypatch.setattr(native, "_call", lambda name, *args: (called.add(name), call(name, *args)))
+    compiled = generate(model)
+    assert called == native.SIGNATURES.keys(), "a kernel that no engine takes"
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "_call", None)
+    plain = generate(model)
+    assert [s.token_ids for s in compiled] == [s.token_ids for s in plain]
+    for mine, torchs in zip(compiled, plain, strict=True):
+        assert mine.logprobs == pytest.approx(torchs.logprobs, abs=1e-5)
+
+
+@needs_compiler
+def test_training_and_other_types_keep_the_operations_of_torch() -> None:
+    x = torch.ones(2, 4)
+    assert not native.takes(x), "kernels have no backward pass"
+    with torch.no_grad():
+        assert native.takes(x, None) and not native.takes(x, x.bfloat16()) and not native.takes(x.T)
+    assert native.can_decode(torch.empty(1, 64)) and not native.can_decode(torch.empty(1, 20))
+
+
+@needs_compiler
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """Bit by bit: so neither on threads, which share rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    with torch.no_grad():
+        x, weight, keys, places = randn(64, 512), randn(512), torch.arange(64), torch.arange(64)
+        q, (k, v), lengths = randn(64, 4, 16), randn(2, 256, 2, 8, 16), torch.arange(64, dtype=torch.int32) % 32
+        table = torch.randperm(256, generator=generator).view(64, 4).int()
+        for alone, whole in (
+            (kernels.add_rms_norm(x[7:8], None, weight, 1e-6)[0], kernels.add_rms_norm(x, None, weight, 1e-6)[0]),
+            (kernels.silu_mul(x[7:8]), kernels.silu_mul(x)),
+            (kernels.race(x[7:8], keys[7:8], places[7:8], 1.0)[1], kernels.race(x, keys, places, 1.0)[1]),
+            (
+                kernels.paged_decode(q[7:8], k, v, table[7:8], lengths[7:8]),
+                kernels.paged_decode(q, k, v, table, lengths),
+            ),
+        ):
+            assert torch.equal(alone[0], whole[7])
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("compiler", ["", "/no/such/compiler"])
+def test_without_a_compiler_torchs_operations_stay(compiler: str, tmp_path: Path, model: Model, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library() is None
+    assert generate(model)
+    assert not [*tmp_path.rglob("*.so")]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "plainroll").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library() is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_packed_weights_take_few_rows(rows: int) -> None:
+    """oneDNN gets at least four; the caller sees its own."""
+    weight, bias = torch.randn(1024, 1024), torch.randn(1024)
+    x = torch.randn(rows, 1024)
+    torch.testing.assert_close(Packed(weight)(x, bias), torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=0)
