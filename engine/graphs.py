@@ -66,10 +66,10 @@ class DecodeGraphs:
         if self.captures and (self.layout, self.max_rows) not in self.graphs:
             self.graphs |= {(self.layout, rows): self._capture(step, rows) for rows in row_counts(self.max_rows)}
 
-    def run(self, step: Callable[[int], None], n: int) -> None:
-        """Launch one step over at least n rows."""
+    def run(self, step: Callable[[int], None], n: int, eager: bool = False) -> None:
+        """Launch one step over at least n rows. `eager`: it is not what was captured."""
         rows = min(row_bucket(n), self.max_rows)
-        if not self.captures:
+        if eager or not self.captures:
             return step(rows)
         self.capture(step)
         self.graphs[self.layout, rows].replay()

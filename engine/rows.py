@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core import Tokenizer
+from core import SampleId, Tokenizer
 from engine.batcher import Removed, Started
 from engine.drafts import Drafts
 from engine.host import upload
@@ -27,6 +27,8 @@ class Rows:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.sampling, self.device = sampling, device
+        self.own: dict[SampleId, SamplingConfig] = {}  # of samples that are drawn otherwise (server/loop.py)
+        self.samplings = [sampling] * num_rows  # of each row
         self.ends = frozenset(eos_ids)
         self.eos_ids = torch.tensor(sorted(self.ends), dtype=torch.int64, device=device)
         self.last_token = state(num_rows)  # sampled, not yet in the cache
@@ -64,7 +66,7 @@ class Rows:
         ):
             tensor[rows] = upload(values, self.device, tensor.dtype)
         for s in sequences:
-            self.known[s.row] = 0
+            self.known[s.row], self.samplings[s.row] = 0, self.own.get(s.id, self.sampling)
             if s.token_ids:
                 self.tokens[s.row, : len(s.token_ids)] = upload(s.token_ids, self.device)
                 self.logprobs[s.row, : len(s.token_ids)] = upload(s.logprobs, self.device, torch.float32)
@@ -72,12 +74,24 @@ class Rows:
     def draw(self, rows: slice, logits: Tensor) -> None:
         """Draw the next token of each of `rows` that has not ended, record it, mark the rows that it ends. [n, V]"""
         alive, count = self.ended[rows] == 0, self.count[rows]
-        token, logprob = sample(logits, self.key[rows], count, self.sampling)
+        token, logprob = self._sample(rows, logits, count)
         self.tokens[rows].scatter_(1, count[:, None], token[:, None])
         self.logprobs[rows].scatter_(1, count[:, None], logprob[:, None])
         self.last_token[rows] = token.where(alive, self.last_token[rows])
         count += alive
         self._end(rows, token, alive)
+
+    def _sample(self, rows: slice | Tensor, logits: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw a token for each of `rows`, some perhaps by samplings of their own. [n], [n, V], [n] -> [n], [n]"""
+        keys = self.key[rows]
+        if not self.own:
+            return sample(logits, keys, count, self.sampling)
+        kinds = self.samplings[rows] if isinstance(rows, slice) else [self.samplings[row] for row in rows.tolist()]
+        token, logprob = torch.empty_like(keys), torch.empty(len(keys), device=self.device)
+        for kind in dict.fromkeys(kinds):
+            at = upload([i for i, other in enumerate(kinds) if other == kind], self.device)
+            token[at], logprob[at] = sample(logits[at], keys[at], count[at], kind)
+        return token, logprob
 
     def _end(self, rows: slice, token: Tensor, alive: Tensor) -> None:
         """Mark the rows that end with the token that each of the `alive` has drawn."""
@@ -110,7 +124,7 @@ class Rows:
         n, row = len(drafts.order), upload(drafts.row, self.device)
         count = self.count[row] + upload(drafts.place, self.device)
         parts = [slice(i, i + len(self.key)) for i in range(0, len(row), len(self.key))]
-        drawn = [sample(logits(part), self.key[row[part]], count[part], self.sampling) for part in parts]
+        drawn = [self._sample(row[part], logits(part), count[part]) for part in parts]
         token, logprob = drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn))
         self.tokens[row, count], self.logprobs[row, count] = token, logprob
         newest = token[upload(drafts.settle(token.cpu().numpy()), self.device)]
@@ -140,6 +154,8 @@ class Rows:
                 tensor[target] = tensor[source]
             source, target = zip(*removed.rows)
             self.host[[*target]], self.known[[*target]] = self.host[[*source]], self.known[[*source]]
+            for a, b in removed.rows:
+                self.samplings[b] = self.samplings[a]
         self.ended[num_running : num_running + removed.num_rows] = 1
         if self.moved:
             self.moved.record()

@@ -52,7 +52,7 @@ class Runner:
             table = upload(batcher.table[drafts.row], self.memory.kv.device, torch.int32)
             return self.verify(batcher, drafts, self.weights.decode(*self.rows.inputs(drafts), table, self.memory.kv))
         self.graphs.send(batcher.table[:n])
-        self.graphs.run(self.decode_step, n)
+        self.graphs.run(self.decode_step, n, eager=bool(self.rows.own))
         batcher.count_decoded(n)
 
     def decode_step(self, n: int) -> None:

@@ -185,6 +185,25 @@ def test_sampled_tokens_depend_on_nothing_but_the_sequence(model, oracle, name: 
 
 
 @kinds
+def test_a_sample_may_have_a_sampling_of_its_own(model, oracle, kind) -> None:
+    own = [GREEDY, SamplingConfig(temperature=0.7), SamplingConfig(top_p=0.5), SamplingConfig(1.5, 20, 0.9, 0.01), None]
+    sequences = make_sequences(20)
+    expected = [own[i % 5] or SamplingConfig(0.9) for i in range(20)]
+    engine = make_engine(model, SamplingConfig(0.9), kind=kind, num_pages=100)  # some rows are preempted, all move
+    engine.runner.rows.own = {s.id: kind for s, kind in zip(sequences, own * 4) if kind}
+    samples = generate(engine, sequences)
+    assert engine.stats.preemptions > 0
+    for s, sampling in zip(sequences, expected):
+        sample = samples[s.id]
+        assert sample.token_ids == oracle(s.prompt_ids, s.key, sampling)
+        logits = full_logits(model, [*s.prompt_ids, *sample.token_ids])[len(s.prompt_ids) - 1 : -1]
+        wanted = (
+            score(logits, torch.tensor(sample.token_ids), sampling)[0] if sampling.temperature else torch.zeros(LIMIT)
+        )
+        assert torch.tensor(sample.logprobs) == pytest.approx(wanted.numpy(), abs=1e-3)
+
+
+@kinds
 def test_tokens_do_not_depend_on_when_a_sequence_joins(model, oracle, kind) -> None:
     sequences, engine = make_sequences(12), make_engine(model, kind=kind, max_running=5)
     samples: dict[tuple, Sample] = {}
