@@ -55,11 +55,32 @@ class ModelShape:
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int, ...] = ()  # of each layer: newest tokens that a token attends to, itself included; 0: all
+    num_experts: int = 0  # of each layer, `intermediate_size` wide; 0: one MLP for all tokens
+    experts_per_token: int = 0
+    normalise_experts: bool = False  # the weights of a token's experts have the sum 1
 
     @property
     def mlp_blocks(self) -> int:
-        """Blocks in which gate and up rows alternate: one for each of up to 8 tensor-parallel ranks."""
-        return math.gcd(self.intermediate_size, 8)
+        """Blocks in which gate and up rows alternate: one for each of up to 8 tensor-parallel ranks.
+
+        An expert is on one rank.
+        """
+        return 1 if self.num_experts else math.gcd(self.intermediate_size, 8)
+
+    @property
+    def mlp_width(self) -> int:
+        """Rows of gate, or of up, that a token is multiplied by."""
+        return self.intermediate_size * max(self.experts_per_token, 1)
+
+    @property
+    def mlp_numbers(self) -> int:
+        """Numbers in the MLP of a layer, or in its experts and their router, but for biases."""
+        return self.hidden_size * (3 * self.intermediate_size * max(self.num_experts, 1) + self.num_experts)
+
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes of the experts that a token takes in all layers."""
+        return self.num_layers * self.experts_per_token
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -188,6 +209,8 @@ class Sample:
     logprobs: Sequence[float]  # of the distribution that was sampled, one per response token; 0 outside the spans
     finish_reason: str  # one of `FINISH_REASONS`
     spans: tuple[Span, ...]  # the tokens that were sampled, in order; the others were given, and are not trained
+    #: Of a mixture, the experts that each token of prompt and response took, but the last: [tokens, layers, k] uint8.
+    experts: Sequence[int] = ()  # bytes, or none: not recorded
 
     @property
     def id(self) -> SampleId:
@@ -251,6 +274,7 @@ class Example:
     advantage: float
     old_logprobs: Sequence[float] | None = None  # of the sampled tokens, recomputed by the trainer if asked to
     turn_advantages: tuple[float, ...] = ()  # of each turn, in place of `advantage`
+    experts: Sequence[int] = ()  # as of its sample
 
     @property
     def num_tokens(self) -> int:

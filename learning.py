@@ -66,7 +66,15 @@ def examples_of(
 ) -> list[Example]:
     """Return what there is to learn from samples of one prompt."""
     return [
-        Example(sample.id, prompt.token_ids, sample.token_ids, sample.spans, sample.logprobs, advantage)
+        Example(
+            sample.id,
+            prompt.token_ids,
+            sample.token_ids,
+            sample.spans,
+            sample.logprobs,
+            advantage,
+            experts=sample.experts,
+        )
         for sample, advantage in zip(samples, advantages, strict=True)
         if not (mask_truncated and sample.is_truncated)
     ]

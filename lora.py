@@ -171,6 +171,8 @@ def _places(model: Model, config: LoraConfig) -> Iterator[tuple[Layer, str, Adap
     for layer in model.layers:
         for place, name in FIELDS.items():
             weight = getattr(layer, name).weight
+            if weight.dim() > 2:  # experts have no adapters
+                continue
             adapted = Adapted(weight, parts[id(weight)], sorted(targets), config.alpha / config.rank)
             if adapted.projections():
                 yield layer, place, adapted
@@ -178,7 +180,8 @@ def _places(model: Model, config: LoraConfig) -> Iterator[tuple[Layer, str, Adap
 
 def _names(model: Model) -> set[str]:
     """Return the names of all projections that can have adapters."""
-    places = {id(getattr(layer, name).weight) for layer in model.layers for name in FIELDS.values()}
+    weights = [getattr(layer, name).weight for layer in model.layers for name in FIELDS.values()]
+    places = {id(weight) for weight in weights if weight.dim() == 2}
     return {name.split(".")[-2] for w, parts in model.hf_parts() if id(w) in places for name, _, _ in parts(w.data)}
 
 

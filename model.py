@@ -1,4 +1,4 @@
-"""One decoder for rollout and training: the Qwen2/2.5, Qwen3, Llama and Mistral families.
+"""One decoder for rollout and training: the Qwen2/2.5, Qwen3, Qwen3-MoE, Llama and Mistral families.
 
 Tokens come packed, [T], without padding; attention is a callable, so training, prefill and decode differ only in
 what they pass. Projections are fused (q|k|v and gate|up); `hf_tensors` names their parts as Hugging Face does.
@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
 from core import ModelShape
-from engine import kernels
+from engine import experts, kernels
+from engine.experts import Choose, own_choice
 from parallel import World
 
 # (layer, q [T, H, D], k [T, K, D], v [T, K, D], newest tokens to attend to or 0 for all) -> [T, H, D]
@@ -32,6 +33,7 @@ HFTensor = tuple[str, Tensor, tuple[int, ...]]
 FAMILIES: dict[str, Callable[[dict], dict[str, Any]]] = {
     "qwen2": lambda c: dict(qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False) | _late_windows(c),
     "qwen3": lambda c: _attention_bias(c) | dict(mlp_bias=False, qk_norm=True) | _late_windows(c),
+    "qwen3_moe": lambda c: _attention_bias(c) | dict(mlp_bias=False, qk_norm=True) | _experts(c),
     "llama": lambda c: _attention_bias(c) | dict(mlp_bias=c.get("mlp_bias", False), qk_norm=False),
     "mistral": lambda c: _attention_bias({}) | dict(mlp_bias=False, qk_norm=False) | _windows(c),
 }
@@ -40,6 +42,12 @@ MAX_POSITIONS = {"llama": 2048, "mistral": 131072}  # where a config does not sa
 
 def _attention_bias(c: dict) -> dict[str, bool]:
     return dict.fromkeys(("qkv_bias", "out_bias"), c.get("attention_bias", False))
+
+
+def _experts(c: dict) -> dict[str, int]:
+    names = ("num_experts", "experts_per_token", "intermediate_size")
+    sizes = {name: c[key] for name, key in zip(names, MIXTURE_SIZES)}
+    return sizes | {"normalise_experts": bool(c.get("norm_topk_prob"))}
 
 
 def _windows(c: dict, kinds: Sequence[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -58,7 +66,8 @@ def _late_windows(c: dict) -> dict[str, tuple[int, ...]]:
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
-LARGEST, MOST_LAYERS = 2**31 - 1, 1000
+MIXTURE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+LARGEST, MOST_LAYERS, MOST_EXPERTS = 2**31 - 1, 1000, 256  # a recorded choice is a byte
 SLIDING = "sliding_attention"  # a kind of layer
 ORIGINAL = "original_max_position_embeddings"
 
@@ -68,27 +77,20 @@ def parse_shape(c: dict, where: str) -> ModelShape:
     family = c.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(f"{where}: model_type = {family!r} is not supported; plainroll has {', '.join(FAMILIES)}")
-    if missing := [k for k in SIZES if k not in c]:
+    is_mixture = family == "qwen3_moe"
+    if is_mixture and "num_local_experts" in c:
+        c = {"num_experts": c["num_local_experts"]} | c
+    sizes = (*SIZES, *MIXTURE_SIZES) if is_mixture else SIZES
+    if missing := [k for k in sizes if k not in c]:
         raise ConfigError(f"{where}: missing {', '.join(missing)}; is this a complete Hugging Face config.json?")
     given = [k for k in OPTIONAL_SIZES if c.get(k) is not None]
-    if bad := [f"{k} = {c[k]!r}" for k in (*SIZES, *given) if type(c[k]) is not int or not 0 < c[k] <= LARGEST]:
+    if bad := [f"{k} = {c[k]!r}" for k in (*sizes, *given) if type(c[k]) is not int or not 0 < c[k] <= LARGEST]:
         raise ConfigError(f"{where}: {', '.join(bad)}: sizes are whole numbers over 0 and at most {LARGEST}")
     if isinstance(kinds := c.get("layer_types"), list) and len(kinds) != c["num_hidden_layers"]:
         raise ConfigError(f"{where}: layer_types has {len(kinds)} entries for {c['num_hidden_layers']} layers")
     if c["num_hidden_layers"] > MOST_LAYERS:
         raise ConfigError(f"{where}: num_hidden_layers = {c['num_hidden_layers']} is too many: at most {MOST_LAYERS}")
-    kinds, full = c.get("layer_types") or [], "plainroll attends to the full context"
-    slides = family in ("qwen2", "qwen3")
-    known = {"full_attention", SLIDING} if slides and c.get("use_sliding_window") else {"full_attention"}
-    for key, is_bad, remedy in (
-        ("quantization_config", bool(c.get("quantization_config")), "take the unquantised folder"),
-        ("use_sliding_window", bool(c.get("use_sliding_window")) and not slides, full),
-        ("layer_types", not isinstance(kinds, list) or any(kind not in known for kind in kinds), full),
-        ("max_window_layers", type(c.get("max_window_layers", 0)) is not int, "it is a number of layers"),
-        ("hidden_act", c.get("hidden_act", "silu") != "silu", "plainroll has silu"),
-    ):
-        if is_bad:
-            raise ConfigError(f"{where}: {key} = {c[key]!r} is not supported; {remedy}")
+    _refuse(c, where, is_mixture)
     rope = _parse_rope(c, where)
     eps = c.get("rms_norm_eps", 1e-6)
     _check_number(where, "rms_norm_eps", eps)
@@ -99,7 +101,7 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         raise ConfigError(f"{where}: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}")
     if head_dim % 2:
         raise ConfigError(f"{where}: head_dim = {head_dim} is not even; rotary positions turn pairs")
-    return ModelShape(
+    values: dict[str, Any] = dict(
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
         intermediate_size=c["intermediate_size"],
@@ -111,8 +113,28 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         norm_eps=eps,
         rope=rope,
         tied=bool(c.get("tie_word_embeddings")),
-        **FAMILIES[family](c),
     )
+    return ModelShape(**values | FAMILIES[family](c))
+
+
+def _refuse(c: dict, where: str, is_mixture: bool) -> None:
+    """Raise ConfigError for what the decoder does not have."""
+    kinds, slides = c.get("layer_types") or [], c["model_type"] in ("qwen2", "qwen3")
+    known = ("full_attention", SLIDING) if slides and c.get("use_sliding_window") else ("full_attention",)
+    full, every = "plainroll attends to the full context", "plainroll has experts in every layer"
+    for key, is_bad, remedy in (
+        ("quantization_config", bool(c.get("quantization_config")), "take the unquantised folder"),
+        ("use_sliding_window", bool(c.get("use_sliding_window")) and not slides, full),
+        ("layer_types", not isinstance(kinds, list) or any(kind not in known for kind in kinds), full),
+        ("max_window_layers", type(c.get("max_window_layers", 0)) is not int, "it is a number of layers"),
+        ("mlp_only_layers", is_mixture and bool(c.get("mlp_only_layers")), every),
+        ("decoder_sparse_step", is_mixture and c.get("decoder_sparse_step", 1) != 1, every),
+        ("num_experts", is_mixture and c["num_experts"] > MOST_EXPERTS, f"at most {MOST_EXPERTS}"),
+        ("num_experts_per_tok", is_mixture and c["num_experts_per_tok"] > c["num_experts"], "at most num_experts"),
+        ("hidden_act", c.get("hidden_act", "silu") != "silu", "plainroll has silu"),
+    ):
+        if is_bad:
+            raise ConfigError(f"{where}: {key} = {c[key]!r} is not supported; {remedy}")
 
 
 def _parse_rope(c: dict, where: str) -> dict:
@@ -246,10 +268,11 @@ class LayerWeights(NamedTuple):
     post_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    router: Tensor | None  # [experts, hidden]; then gate_up is [experts, 2 * I, hidden], and down [experts, hidden, I]
 
     def shard(self, split: "Split") -> "LayerWeights":
         """Return a rank's part: views, but for `qkv` when ranks outnumber KV heads."""
-        s, rank, size = split.shape, split.rank, split.size
+        s, rank, size = split.shape, split.rank, split.size  # of a mixture a rank has whole experts
         w = LayerWeights._make(t.detach() if t is not None else None for t in self)
 
         def rows(tensor: Tensor | None) -> Tensor | None:
@@ -270,7 +293,7 @@ class LayerWeights(NamedTuple):
             out_bias=w.out_bias if rank == 0 else None,  # added once, before the sum over ranks
             gate_up=rows(w.gate_up),
             gate_up_bias=rows(w.gate_up_bias),
-            down=w.down.chunk(size, 1)[rank],
+            down=w.down.chunk(size, 0 if s.num_experts else 1)[rank],
             down_bias=w.down_bias if rank == 0 else None,
         )
 
@@ -302,13 +325,14 @@ def check_split(shape: ModelShape, size: int) -> None:
     if not can_split(shape, size):
         raise ConfigError(
             f"tensor parallelism over {size} ranks does not divide {shape.num_heads} heads, {shape.num_kv_heads} "
-            f"KV heads and {shape.intermediate_size} intermediate rows; possible here: {possible}"
+            f"KV heads and {shape.num_experts or shape.intermediate_size} "
+            f"{'experts' if shape.num_experts else 'intermediate rows'}; possible here: {possible}"
         )
 
 
 def can_split(shape: ModelShape, size: int) -> bool:
-    kv = shape.num_kv_heads
-    return not (shape.num_heads % size or (kv % size and size % kv) or shape.mlp_blocks % size)
+    kv, mlp = shape.num_kv_heads, shape.num_experts or shape.mlp_blocks
+    return not (shape.num_heads % size or (kv % size and size % kv) or mlp % size)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, inference: bool) -> Tensor:
@@ -331,10 +355,13 @@ def run_layer(
     sin: Tensor,
     attend: Attend,
     reduce: Reduce = lambda part: part,
+    choose: Choose = own_choice,
     *,
     inference: bool,
 ) -> Tensor:
     """One decoder layer over a rank's share of the heads and of the MLP. x [T, hidden] -> [T, hidden]
+
+    `choose`: of a mixture, decides which experts a token takes.
 
     `inference`: the caller wants no gradients, so kernels without a backward pass take over what they can.
     """
@@ -349,12 +376,30 @@ def run_layer(
     attended = attend(index, q.flatten(1, 2), k[:, :, 0], v[:, :, 0], s.window(index))  # [T, H, D]
     x = x + reduce(linear(attended.flatten(1), w.out, w.out_bias))
     normed = rms_norm(x, w.post_norm, eps, inference)
-    gate_up = linear(normed, w.gate_up, w.gate_up_bias)
-    if inference and kernels.is_fused(gate_up):
-        activated = kernels.silu_mul(gate_up, split.mlp_blocks)
-    else:
-        activated = kernels.silu_mul_torch(gate_up, split.mlp_blocks)
-    return x + reduce(linear(activated, w.down, w.down_bias))
+    return x + reduce(run_mlp(w, split, index, normed, choose, inference))
+
+
+def run_mlp(w: LayerWeights, split: Split, index: int, x: Tensor, choose: Choose, inference: bool) -> Tensor:
+    """A rank's share of the MLP, or its experts' share of the mixture. x [T, hidden] -> [T, hidden]"""
+    silu_mul = kernels.silu_mul if inference else kernels.silu_mul_torch
+    if w.router is None:
+        activated = silu_mul(linear(x, w.gate_up, w.gate_up_bias), split.mlp_blocks)
+        return linear(activated, w.down, w.down_bias)
+    s = split.shape
+    logits = F.linear(x, w.router)
+    chosen, weights = experts.weigh(logits, s.experts_per_token, s.normalise_experts, index, choose)
+    return experts.mix(x, w.gate_up, w.down, chosen, weights, split.rank * len(w.gate_up), silu_mul)
+
+
+class Experts(nn.Module):
+    """The same projection of each expert. weight [experts, out, in]"""
+
+    bias = None
+
+    def __init__(self, num_experts: int, size_in: int, size_out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, size_out, size_in))
+        nn.init.uniform_(self.weight, -(size_in**-0.5), size_in**-0.5)  # as nn.Linear
 
 
 class Layer(nn.Module):
@@ -364,24 +409,28 @@ class Layer(nn.Module):
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         self.qkv_proj = nn.Linear(s.hidden_size, q + 2 * kv, bias=s.qkv_bias)
         self.o_proj = nn.Linear(q, s.hidden_size, bias=s.out_bias)
-        self.gate_up_proj = nn.Linear(s.hidden_size, 2 * s.intermediate_size, bias=s.mlp_bias)
-        self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=s.mlp_bias)
+        mlp = partial(Experts, s.num_experts) if s.num_experts else partial(nn.Linear, bias=s.mlp_bias)
+        self.gate_up_proj: Any = mlp(s.hidden_size, 2 * s.intermediate_size)
+        self.down_proj: Any = mlp(s.intermediate_size, s.hidden_size)
+        self.router = nn.Linear(s.hidden_size, s.num_experts, bias=False) if s.num_experts else None
         self.input_norm = nn.RMSNorm(s.hidden_size, s.norm_eps)
         self.post_norm = nn.RMSNorm(s.hidden_size, s.norm_eps)
         self.q_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else None
         self.k_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else None
         self.adapted: dict[str, Callable[..., Tensor]] = {}  # by name of a weight: what takes its place in training
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, inference: bool) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, inference: bool, choose: Choose = own_choice
+    ) -> Tensor:
         w = self.weights()
         if self.adapted and torch.is_grad_enabled():
             places: dict[str, Weight] = {name: partial(of, getattr(w, name)) for name, of in self.adapted.items()}
             w = w._replace(**places)
-        return run_layer(w, self.split, self.index, x, cos, sin, attend, inference=inference)
+        return run_layer(w, self.split, self.index, x, cos, sin, attend, choose=choose, inference=inference)
 
     def weights(self) -> LayerWeights:
         projections = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
-        norms = (self.input_norm, self.post_norm, self.q_norm, self.k_norm)
+        norms = (self.input_norm, self.post_norm, self.q_norm, self.k_norm, self.router)
         parts = [tensor for p in projections for tensor in (p.weight, p.bias)]
         return LayerWeights._make([*parts, *(n.weight if n else None for n in norms)])
 
@@ -401,16 +450,23 @@ class Model(nn.Module):
         self.shards: World | None = None  # the ranks over which the weights lie; None: they are whole
         self.recompute = False  # in the backward pass, instead of keeping what a layer computed
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, inference: bool = False) -> Tensor:
-        """Return final hidden states. [T] int64, [T] int64 -> [T, hidden_size]. `inference`: as for `run_layer`."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        inference: bool = False,
+        choose: Choose = own_choice,
+    ) -> Tensor:
+        """Return final hidden states. [T] int64, [T] int64 -> [T, hidden_size]. The rest: as for `run_layer`."""
         assert not (inference and torch.is_grad_enabled()), "some of the kernels have no backward pass"
         cos, sin = self.rope(positions)
         x = self.embed(token_ids)
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, attend, inference, use_reentrant=False)
+                x = checkpoint(layer, x, cos, sin, attend, inference, choose, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, attend, inference)
+                x = layer(x, cos, sin, attend, inference, choose)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -464,10 +520,17 @@ class Model(nn.Module):
             for kind, weight in layer.qkv_proj.named_parameters():  # [K, G + 2, D, ...]
                 places, sizes = {"q": slice(-2), "k": -2, "v": -1}, (s.num_kv_heads, -1, s.head_dim)
                 yield weight, partial(_fused, f"{at}.self_attn", kind, places, sizes)
-            for kind, weight in layer.gate_up_proj.named_parameters():  # [blocks, gate | up, I / blocks, ...]
-                places, sizes = {"gate": 0, "up": 1}, (s.mlp_blocks, 2, -1)
-                yield weight, partial(_fused, f"{at}.mlp", kind, places, sizes)
-            for name, module in (("self_attn.o_proj", layer.o_proj), ("mlp.down_proj", layer.down_proj)):
+            modules = {"self_attn.o_proj": layer.o_proj}
+            if layer.router is not None:
+                modules |= {"mlp.gate": layer.router}
+                for names, mlp in ((("gate", "up"), layer.gate_up_proj), (("down",), layer.down_proj)):
+                    yield mlp.weight, partial(_each_expert, f"{at}.mlp.experts", names)
+            else:
+                modules |= {"mlp.down_proj": layer.down_proj}
+                for kind, weight in layer.gate_up_proj.named_parameters():  # [blocks, gate | up, I / blocks, ...]
+                    places, sizes = {"gate": 0, "up": 1}, (s.mlp_blocks, 2, -1)
+                    yield weight, partial(_fused, f"{at}.mlp", kind, places, sizes)
+            for name, module in modules.items():
                 for kind, weight in module.named_parameters():
                     yield weight, partial(_whole, f"{at}.{name}.{kind}")
         yield self.norm.weight, partial(_whole, "model.norm.weight")
@@ -488,3 +551,12 @@ def _whole(name: str, tensor: Tensor) -> list[HFTensor]:
 def _fused(at: str, kind: str, places: dict[str, Any], sizes: tuple[int, ...], fused: Tensor) -> list[HFTensor]:
     rows, rest = fused.view(*sizes, *fused.shape[1:]), fused.shape[1:]
     return [(f"{at}.{name}_proj.{kind}", rows[:, place], (-1, *rest)) for name, place in places.items()]
+
+
+def _each_expert(at: str, names: tuple[str, ...], stacked: Tensor) -> list[HFTensor]:
+    """[experts, rows of all names, in]"""
+    return [
+        (f"{at}.{expert}.{name}_proj.weight", part, tuple(part.shape))
+        for expert, rows in enumerate(stacked)
+        for name, part in zip(names, rows.chunk(len(names)), strict=True)
+    ]

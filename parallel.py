@@ -342,7 +342,8 @@ def _connect(world: World) -> None:
 def header_of(sample: Sample, rank: int) -> Sample:
     """Return a sample without its tokens, which are on `rank`."""
     there = Elsewhere(len(sample.token_ids), rank)
-    return replace(sample, token_ids=there, logprobs=there)
+    experts = Elsewhere(len(sample.experts), rank) if sample.experts else ()
+    return replace(sample, token_ids=there, logprobs=there, experts=experts)
 
 
 def with_samples(groups: Iterable[Group], samples: Iterable[Sample]) -> list[Group]:
@@ -352,12 +353,17 @@ def with_samples(groups: Iterable[Group], samples: Iterable[Sample]) -> list[Gro
 
 
 class Parcel(NamedTuple):
-    """Tokens and log-probs of a sample on their way from rank to rank."""
+    """Tokens and log-probs of a sample, and its choices of experts, on their way from rank to rank."""
 
     target: int
     id: SampleId
     length: int
     source: int
+    experts: int  # bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return 8 * self.length + self.experts
 
 
 def bring_tokens(world: World, wanted: Sequence[Response], here: Iterable[Sample | Example]) -> list[Response]:
@@ -365,14 +371,14 @@ def bring_tokens(world: World, wanted: Sequence[Response], here: Iterable[Sample
     if world.size == 1:
         return list(wanted)
     missing = [
-        Parcel(world.rank, item.id, there.length, there.rank)
+        Parcel(world.rank, item.id, there.length, there.rank, len(item.experts))
         for item in wanted
         if isinstance(there := item.token_ids, Elsewhere)
     ]
     parcels = [parcel for part in gather_objects(world, missing) for parcel in part]
     known = {item.id: item for item in here}
     arrived: dict[SampleId, dict[str, Any]] = {}
-    sums = itertools.accumulate((8 * parcel.length for parcel in parcels), initial=0)
+    sums = itertools.accumulate((parcel.num_bytes for parcel in parcels), initial=0)
     for _, bucket in itertools.groupby(zip(sums, parcels), key=lambda item: item[0] // BUCKET_BYTES):
         arrived |= _carry(world, [parcel for _, parcel in bucket], known)
     return [replace(item, **arrived.get(item.id, {})) for item in wanted]
@@ -381,16 +387,17 @@ def bring_tokens(world: World, wanted: Sequence[Response], here: Iterable[Sample
 def _carry(
     world: World, parcels: Sequence[Parcel], known: Mapping[SampleId, Sample | Example]
 ) -> dict[SampleId, dict[str, Any]]:
-    """Carry parcels, sorted by target; return the `token_ids` and `logprobs` that arrive here."""
+    """Carry parcels, sorted by target; return the `token_ids`, `logprobs` and `experts` that arrive here."""
     leaving = [parcel for parcel in parcels if parcel.source == world.rank]
     arriving = sorted((p for p in parcels if p.target == world.rank), key=lambda parcel: parcel.source)
     out, into, packed = [0] * world.size, [0] * world.size, bytearray()
     for parcel in leaving:
-        out[parcel.target] += 8 * parcel.length
+        out[parcel.target] += parcel.num_bytes
         packed += array("i", known[parcel.id].token_ids)
         packed += array("f", known[parcel.id].logprobs)
+        packed += bytes(known[parcel.id].experts)
     for parcel in arriving:
-        into[parcel.source] += 8 * parcel.length
+        into[parcel.source] += parcel.num_bytes
     data = torch.empty(sum(into), dtype=torch.uint8)
     sent = torch.frombuffer(packed, dtype=torch.uint8) if packed else torch.empty_like(data[:0])
     dist.all_to_all_single(data, sent, into, out, group=world.objects)
@@ -401,6 +408,9 @@ def _carry(
         for part in (ids, values):
             part.frombytes(rest[: 4 * parcel.length])
             rest = rest[4 * parcel.length :]
+        if parcel.experts:
+            arrived[parcel.id]["experts"] = bytes(rest[: parcel.experts])
+            rest = rest[parcel.experts :]
     return arrived
 
 

@@ -80,7 +80,7 @@ class Engine:
         self.batcher = Batcher(config.max_running, config.step_tokens, longest)
         rows = Rows(config.max_running, config.max_response_tokens, sampling, eos_ids, self.device)
         graphs = DecodeGraphs(rows.ended, config.max_running, longest) if self._is_fused(self.device) else None
-        self.runner = Runner(rows, PageMemory(num_bytes, dtype, self.device), graphs)
+        self.runner = Runner(rows, PageMemory(num_bytes, dtype, self.device, cache), graphs)
         self.flights = Flights(self.batcher, self.runner, tokenizer)
         self.shards: dict[int, Shard] = {}
         self.is_stale = self.is_released = False  # stale: shard or memory must be made again

@@ -20,6 +20,7 @@ import sharding
 from attention import PackedAttention
 from config import option
 from core import Example
+from engine.experts import no_counts, replay, routing_record
 from engine.host import OnHost
 from lora import Adapters, LoraConfig
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
@@ -140,11 +141,10 @@ class Trainer:
         self.optimizer = make_optimizer(self.trained, config)
         self.offloaded = self.released = OnHost(())  # optimizer state between updates; all that lasts, in a release
         self._offload()
-        self.num_updates = 0
-        self.bad_updates = 0  # in a row
+        self.num_updates = self.bad_updates = 0  # bad: in a row
         self.seconds, self.tokens = 0.0, 0  # in `accumulate`, since they were taken
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=world.device)
-        self.worst_diff = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.worst_diff, self.routing = self.sums.new_zeros(()), no_counts(model.shape, world.device)
 
     def lr_at(self, update: int) -> float:
         """Return the learning rate of an update, counted from 0: up to the peak in the warm-up's last, then down."""
@@ -228,7 +228,8 @@ class Trainer:
         """Return log-probs (with gradient) and entropies of all sampled tokens of `batch`, [T] each."""
         token_ids, positions, predicts = (x.to(self.world.device) for x in join(batch))
         attend = PackedAttention([e.num_tokens for e in batch], self.world.device)
-        hidden = model(token_ids, positions, attend, inference)[predicts]  # [T, hidden_size]
+        choose = replay(model.shape, batch, self.routing if model is self.learner else None)
+        hidden = model(token_ids, positions, attend, inference, choose)[predicts]  # [T, hidden_size]
         targets = token_ids[predicts + 1]
 
         def score_part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,7 +274,7 @@ class Trainer:
         """
         gradients = [sharding.own_part(gradient) for gradient in self.gradients]
         parallel.sum_tensors(self.world if self.adapters else self.replicas, gradients)
-        parallel.sum_tensors(self.world, [self.sums])
+        parallel.sum_tensors(self.world, [self.sums, self.routing])
         parallel.max_tensor(self.world, self.worst_diff)
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         count, tokens, newest = max(sums["count"], 1.0), max(sums["tokens"], 1.0), sums["newest"]
@@ -281,7 +282,7 @@ class Trainer:
         norm = sharding.whole(torch.nn.utils.clip_grad_norm_(self.trained, self.config.grad_clip or math.inf)).item()
         stats = {
             "loss": sums["loss"] / count,
-            **{name: sums[name] / tokens for name in TOKEN_MEANS},
+            **{name: sums[name] / tokens for name in TOKEN_MEANS} | routing_record(self.routing),
             "logprob_diff_mean": sums["difference"] / newest if newest else math.nan,
             "logprob_diff_max": self.worst_diff.item() if newest else math.nan,
             "grad_norm": norm,
@@ -298,7 +299,7 @@ class Trainer:
             self._step(stats["lr"])
             self.bad_updates = 0
         self.num_updates += 1
-        for tensor in (*gradients, self.sums, self.worst_diff):
+        for tensor in (*gradients, self.sums, self.worst_diff, self.routing):
             tensor.zero_()
         if self.bad_updates == 3:
             raise NonFiniteError(

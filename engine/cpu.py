@@ -398,7 +398,7 @@ class Packed:
 
 def packed(weight: Tensor) -> "Tensor | Packed":
     """Return a weight in that layout, where that can be; else as it is."""
-    ours = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
+    ours = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0 and weight.dim() == 2
     can = ours and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return Packed(weight) if can else weight
 

@@ -94,7 +94,8 @@ class Flights:
             reason = "stop" if flag % 2 else "length" if length == s.max_new_tokens else "cut"
             token_ids = array("i", ids[:length])
             drawn = token_ids, array("f", values[:length]), reason, s.spans_to(length, version)
-            self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn))
+            taken = self.runner.experts(s, len(s.prompt_ids) + length - 1)
+            self.finished.append(Sample(s.prompt_index, s.response_index, s.epoch, *drawn, taken))
             if s.has_turns and reason == "stop" and not s.has_old_kv:
                 parked = Parked(s.prompt_ids, token_ids)
                 self.batcher.park(s, parked)

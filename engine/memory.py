@@ -36,6 +36,11 @@ class RolloutConfig:
         choices=("auto", *LAYOUTS),
     )
     page_size: int = option(64, "tokens in one KV page", min=1, max=1024)
+    replay_experts: bool = option(
+        True,
+        "of a mixture of experts: record which experts each token takes (a byte for each, in each layer), and train "
+        "with the same ones",
+    )
     kv_gib: float = option(
         0.0,
         "memory of the KV pages of one rank at the size rollout.tensor_parallel, in GiB (sharded weights leave more at "
@@ -49,11 +54,22 @@ class RolloutConfig:
         return "sharded" if self.weights == "sharded" else "whole"
 
 
-def cache_of(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype) -> Cache:
+@dataclass(frozen=True)
+class EngineCache(Cache):
+    """With what a mixture of experts leaves beside keys and values."""
+
+    choice: int = 0  # bytes that tell which experts a token took; each rank has them
+
+    def page_bytes(self, tensor_parallel: int) -> int:
+        return super().page_bytes(tensor_parallel) + self.page_size * self.choice
+
+
+def cache_of(config: RolloutConfig, shape: ModelShape, dtype: torch.dtype) -> EngineCache:
     """Return what the tokens of a rollout of this model leave in the cache."""
     longest = config.max_prompt_tokens + config.max_response_tokens
     kv = shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype.itemsize
-    return Cache(*kv, config.page_size, config.max_running, longest)
+    choice = shape.choice_bytes if config.replay_experts else 0
+    return EngineCache(*kv, config.page_size, config.max_running, longest, choice)
 
 
 def weight_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
@@ -95,8 +111,12 @@ class PageMemory:
     Both have the shape of one tensor-parallel size at a time: the smaller the part, the more pages.
     """
 
-    def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device):
-        self.length, self.dtype, self.device = -(-num_bytes // dtype.itemsize), dtype, device
+    def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device, cache: EngineCache | None = None):
+        """`cache`: of a mixture of experts; then there is a page more, for the choices of dead rows."""
+        self.dtype, self.device, self.choice = dtype, device, cache.choice if cache else 0
+        spare = cache.page_size * cache.choice if cache else 0
+        self.length = -(-(num_bytes + spare) // dtype.itemsize)
+        self.experts: Tensor | None = None  # that each token took [pages + 1, page, layers, k] uint8, behind the pages
         self.whole: Tensor | None = None
         self._kv: Tensor | None = None  # `whole` in the shape of pages
 
@@ -115,11 +135,16 @@ class PageMemory:
     def shape(self, start: int, shape: tuple[int, ...]) -> None:
         """Give the memory behind its first `start` elements the shape of pages."""
         assert self.whole is not None, "take it first"
-        self._kv = self.whole[start : start + math.prod(shape)].view(shape)
+        end = start + math.prod(shape)
+        self._kv = self.whole[start:end].view(shape)
+        if self.choice:
+            pages, page = shape[2] + 1, shape[4]
+            taken = self.whole[end:].view(torch.uint8)[: pages * page * self.choice]
+            self.experts = taken.view(pages, page, shape[0], -1)
 
     def free(self) -> None:
         """Give the memory back, on a CPU to the process only."""
-        self.whole = self._kv = None
+        self.whole = self._kv = self.experts = None
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy pages, (from, to) each. No copy reads what another writes."""
@@ -127,3 +152,5 @@ class PageMemory:
             source, target = upload(pairs, self.device).T
             kv = self.kv
             kv[:, :, target] = kv[:, :, source]
+            if self.experts is not None:
+                self.experts[target] = self.experts[source]

@@ -1,5 +1,7 @@
 """The device's part of an engine: it computes what the batcher has decided, and moves rows and pages where it says."""
 
+from collections import abc
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from engine import native
 from engine.batcher import Batcher, Removed, Started
 from engine.cpu import BatchedPages, DenseAttention, DraftAttention, PageAttention, draft_attention
 from engine.drafts import Drafts
+from engine.experts import record, record_rows
 from engine.graphs import DecodeGraphs
 from engine.host import upload
 from engine.memory import PageMemory
@@ -50,7 +53,9 @@ class Runner:
         n = len(batcher.running)
         if drafts:  # each token is a row of its own, with the pages of the tokens before it
             table = upload(batcher.table[drafts.row], self.memory.kv.device, torch.int32)
-            return self.verify(batcher, drafts, self.weights.decode(*self.rows.inputs(drafts), table, self.memory.kv))
+            tokens, positions = self.rows.inputs(drafts)
+            choose = record_rows(self.memory.experts, positions, table)
+            return self.verify(batcher, drafts, self.weights.decode(tokens, positions, table, self.memory.kv, choose))
         self.graphs.send(batcher.table[:n])
         self.graphs.run(self.decode_step, n, eager=bool(self.rows.own))
         batcher.count_decoded(n)
@@ -61,7 +66,9 @@ class Runner:
         rows = self.rows
         alive = rows.ended[:n] == 0
         positions = (rows.length[:n] + 1) * alive - 1  # an ended row: -1
-        hidden = self.weights.decode(rows.last_token[:n], positions, self.graphs.table[:n], self.memory.kv)
+        table = self.graphs.table[:n]
+        choose = record_rows(self.memory.experts, positions, table)
+        hidden = self.weights.decode(rows.last_token[:n], positions, table, self.memory.kv, choose)
         rows.length[:n] += alive
         rows.draw(slice(0, n), self.weights.logits(hidden))
 
@@ -92,8 +99,9 @@ class Runner:
         rows, kv, table, length = self.rows, self.memory.kv, batcher.table, batcher.length[:n]
         inputs = rows.inputs(drafts) if n and drafts else (rows.last_token[:n], rows.length[:n])
         if not chunks and native.can_decode(kv):
-            table = table[drafts.row] if drafts else table[:n]
-            return self.weights.decode(*inputs, upload(table, kv.device, torch.int32), kv)
+            rows_pages = upload(table[drafts.row] if drafts else table[:n], kv.device, torch.int32)
+            choose = record_rows(self.memory.experts, inputs[1], rows_pages)
+            return self.weights.decode(*inputs, rows_pages, kv, choose)
         decode: PageAttention | DraftAttention | DenseAttention | None = None
         if n:
             assert isinstance(self.pages, BatchedPages)
@@ -104,7 +112,8 @@ class Runner:
                 decode = PageAttention(self.pages, owner, table, length, kv, bool(chunks))
         prefill = ChunkAttention(chunks, self.pages.page_size, kv.device) if chunks else None
         attention = StepAttention(kv, decode, inputs, prefill)
-        return self.weights(attention.token_ids, attention.positions, attention)
+        choose = record(self.memory.experts, attention.pages, attention.offset)
+        return self.weights(attention.token_ids, attention.positions, attention, choose)
 
     def verify(self, batcher: Batcher, drafts: Drafts, hidden: Tensor) -> None:
         """Draw after each token of a step with drafts, and keep what each row's draft foresaw. [T, hidden_size]"""
@@ -118,14 +127,28 @@ class Runner:
         """Load the rows of sequences that begin to decode, and the pages of those that are resumed."""
         for parked, sequence in started.resumed:
             if parked.kv is not None:
-                self.memory.kv[:, :, sequence.pages[: parked.kv.shape[2]]] = parked.kv
+                pages = sequence.pages[: parked.kv.shape[2]]
+                self.memory.kv[:, :, pages] = parked.kv
+                if self.memory.experts is not None:
+                    self.memory.experts[pages] = parked.experts
         self.memory.copy(started.copies)
         self.rows.load(started)
 
     def park(self, sequence: Sequence, parked: Parked) -> None:
         """Keep what is in the pages of a sequence, if they do not stay."""
         if not self.pages.shares:
-            parked.kv = self.memory.kv[:, :, sequence.pages[: len(parked.pages)]]
+            pages = sequence.pages[: len(parked.pages)]
+            parked.kv = self.memory.kv[:, :, pages]
+            if self.memory.experts is not None:
+                parked.experts = self.memory.experts[pages]
+
+    def experts(self, sequence: Sequence, num_tokens: int) -> abc.Sequence[int]:
+        """Return which experts the first so many tokens of a sequence took, as `Sample.experts`; none: not recorded."""
+        if self.memory.experts is None:
+            return ()
+        with self.rows.reading():
+            taken = self.memory.experts[upload(sequence.pages, self.memory.kv.device)]
+            return taken.flatten(0, 1)[:num_tokens].cpu().numpy().tobytes()
 
     def close(self, removed: Removed, num_running: int) -> None:
         """Move pages and rows to the holes of sequences that have left `num_running` others."""

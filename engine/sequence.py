@@ -114,6 +114,7 @@ class Parked:
     pages: list[int] = field(default_factory=list)
     row: int = -1
     kv: Any = None  # a tensor: keys and values of pages that do not stay where they are (engine/cpu.py)
+    experts: Any = None  # of a mixture, a tensor: the choices in those pages
 
     @property
     def num_tokens(self) -> int:

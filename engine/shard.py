@@ -10,7 +10,8 @@ from torch import Tensor
 from core import ModelShape
 from engine import kernels
 from engine.cpu import Packed, packed
-from model import Attend, LayerWeights, Model, Split, empty_model, linear, rms_norm, run_layer
+from engine.experts import Choose, own_choice
+from model import Attend, LayerWeights, Model, Split, empty_model, linear, rms_norm, run_layer, run_mlp
 from parallel import TensorParallel
 from sharding import gather
 
@@ -120,15 +121,22 @@ class Shard:
         part = F.embedding(own.clamp(0, rows - 1), self.embedding)
         return self.parallel.reduce(part.masked_fill(~is_here[:, None], 0.0))  # a single rank has it: no rounding
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, choose: Choose = own_choice) -> Tensor:
         """As `Model.forward`. Every rank of the group calls it with the same arguments."""
         cos, sin = self.model.rope(positions)
         x = self._embed(token_ids)
         for index, weights in enumerate(self.layers):
-            x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce, inference=True)
+            x = run_layer(weights, self.split, index, x, cos, sin, attend, self.parallel.reduce, choose, inference=True)
         return rms_norm(x, self.norm, self.shape.norm_eps, inference=True)
 
-    def decode(self, token_ids: Tensor, positions: Tensor, table: Tensor, kv_pages: Tensor) -> Tensor:
+    def decode(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        kv_pages: Tensor,
+        choose: Choose = own_choice,
+    ) -> Tensor:
         """Return hidden states of one new token per row, its keys and values written to the row's pages. GPU path.
 
         token_ids, positions [n]; a negative position is a padding row; table [n, max_pages] int32; kv_pages
@@ -147,8 +155,7 @@ class Shard:
             attended = kernels.paged_decode(q, k_pages, v_pages, table, lengths, window=self.shape.window(index))
             x = reduce(linear(attended.flatten(1), w.out, w.out_bias))
             normed, residual = kernels.add_rms_norm(x, residual, w.post_norm, eps)
-            activated = kernels.silu_mul(linear(normed, w.gate_up, w.gate_up_bias), split.mlp_blocks)
-            x = reduce(linear(activated, w.down, w.down_bias))
+            x = reduce(run_mlp(w, split, index, normed, choose, inference=True))
         return kernels.add_rms_norm(x, residual, self.norm, eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -154,23 +154,27 @@ class Endless:
         r.early = [Finished(at, SampleId(*id), count) for at, id, count in own["early"] if r.is_first]
         self.interrupted = [self._sequence(*packed) for packed in own["sequences"]]
         for packed, reason, reward in own["samples"] if r.is_first else ():
-            id, tokens, logprobs, spans = _unpacked(*packed)
-            r.samples[id] = Sample(id.prompt, id.response, id.epoch, tokens, logprobs, reason, spans)
+            id, tokens, logprobs, spans, experts = _unpacked(*packed)
+            r.samples[id] = Sample(id.prompt, id.response, id.epoch, tokens, logprobs, reason, spans, experts)
             r.rewards[id] = Reward(**reward | {"parts": dict(reward["parts"])})
 
     def _sequence(self, *packed: Any) -> EngineSequence:
-        id, tokens, logprobs, spans = _unpacked(*packed)
+        id, tokens, logprobs, spans, _ = _unpacked(*packed)
         return replace(self.round.sequence(id), token_ids=tokens, logprobs=logprobs, spans=spans)
 
 
 def _packed(response: Sample | EngineSequence) -> tuple:
-    """Return name, tokens, log-probs and spans as plain values."""
+    """Return name, tokens, log-probs, spans and experts as plain values."""
     ids, values = array("i", response.token_ids), array("f", response.logprobs)
-    texts = (base64.b85encode(data).decode() for data in (ids, values))
-    return response.id, *texts, [astuple(span) for span in response.spans]
+    tokens, logprobs, experts = (
+        base64.b85encode(data).decode() for data in (ids, values, bytes(getattr(response, "experts", b"")))
+    )
+    return response.id, tokens, logprobs, [astuple(span) for span in response.spans], experts
 
 
-def _unpacked(id: Iterable[int], tokens: str, logprobs: str, spans: Iterable[Iterable[int]]) -> tuple:
-    """Return name, tokens, log-probs, spans."""
+def _unpacked(
+    id: Iterable[int], tokens: str, logprobs: str, spans: Iterable[Iterable[int]], experts: str = ""
+) -> tuple:
+    """Return name, tokens, log-probs, spans, experts."""
     ids, values = array("i", base64.b85decode(tokens)), array("f", base64.b85decode(logprobs))
-    return SampleId(*id), ids, values, tuple(Span(*span) for span in spans)
+    return SampleId(*id), ids, values, tuple(Span(*span) for span in spans), base64.b85decode(experts) or ()

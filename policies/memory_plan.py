@@ -61,7 +61,7 @@ class Demand:
     def matrix_numbers(self) -> int:
         """Numbers in the matrices of one layer; biases and norms are too few to count."""
         s, heads = self.shape, (2 * self.shape.num_heads + 2 * self.shape.num_kv_heads) * self.shape.head_dim
-        return s.hidden_size * (heads + 3 * s.intermediate_size)
+        return s.hidden_size * heads + s.mlp_numbers
 
     @property
     def embedding_numbers(self) -> int:
@@ -238,7 +238,7 @@ def layer_bytes(d: Demand) -> float:
     # q, k, v, the output. A CPU has k and v for all query heads, and pads the sequences: the packed output is a copy.
     attention = (2 * heads + 2 * kv if d.device else 5 * heads) * b
     qk_norms = 8 * (heads + kv) * s.qk_norm
-    return norms + attention + qk_norms + 4 * s.intermediate_size * b  # gate and up, silu(gate), their product
+    return norms + attention + qk_norms + 4 * s.mlp_width * b  # gate and up, silu(gate), their product
 
 
 def _training(d: Demand) -> dict[str, Lines]:
@@ -260,7 +260,7 @@ def _training(d: Demand) -> dict[str, Lines]:
         "gradient of the head": head * s.tied,  # waits for the embedding's
         "activations of one layer": layer * T * d.recompute,
         # In the MLP: those of gate and up, before and after they are joined, less what is freed on the way.
-        "gradients of activations": (2 * s.intermediate_size + 2 * s.hidden_size) * b * T,
+        "gradients of activations": (2 * s.mlp_width + 2 * s.hidden_size) * b * T,
     }
     return {
         "as a chunk of logits is scored": activations | logits | _fsdp(d, 0),
@@ -306,7 +306,7 @@ def _prefill(d: Demand) -> Lines:
     """Return what a forward of the rollout holds: a layer's MLP, and what drawing takes of each row's logits."""
     s, b = d.shape, d.itemsize
     return {
-        f"activations of {d.step_tokens} tokens": 3 * (s.intermediate_size + s.hidden_size) * b * d.step_tokens,
+        f"activations of {d.step_tokens} tokens": 3 * (s.mlp_width + s.hidden_size) * b * d.step_tokens,
         f"logits of {d.cache.max_running} rows": 20 * d.cache.max_running * s.vocab_size,
     }
 

@@ -23,7 +23,7 @@ Event = Any  # of a copy: a CUDA event, or a future on a CPU
 
 def token_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
     """Return the activation bytes of one token at the peak of a layer: in its MLP, or in its attention."""
-    mlp = 3 * shape.intermediate_size + 3 * shape.hidden_size
+    mlp = 3 * shape.mlp_width + 3 * shape.hidden_size
     attention = 3 * shape.hidden_size + (5 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
     return max(mlp, attention) * dtype.itemsize
 

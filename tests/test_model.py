@@ -45,6 +45,7 @@ YARN = {
     "beta_slow": 1.0,
 }
 YARN_MORE = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.4}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 2.0}
 SHAPES = {
     "qwen2 gqa 3": {"model_type": "qwen2"},
@@ -66,6 +67,11 @@ SHAPES = {
     "yarn, exact places, own scales": {"model_type": "llama", "head_dim": 16, "rope_parameters": YARN | YARN_MORE},
     "yarn, own factor": {"model_type": "llama", "rope_parameters": YARN | {"attention_factor": 1.7}},
     "dynamic rope, to the limit": {"model_type": "llama", "max_position_embeddings": 64, "rope_parameters": DYNAMIC},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8} | MIXTURE,
+    "qwen3_moe, one expert a token": {"model_type": "qwen3_moe", "head_dim": 8} | MIXTURE | {"num_experts_per_tok": 1},
+    "qwen3_moe, weights as they are": {"model_type": "qwen3_moe", "tie_word_embeddings": True}
+    | MIXTURE
+    | {"norm_topk_prob": False, "attention_bias": True},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral window": {"model_type": "mistral", "sliding_window": 7, "head_dim": 10, "tie_word_embeddings": True},
     "mistral window of one": {"model_type": "mistral", "sliding_window": 1},
@@ -93,7 +99,7 @@ def make_oracle(changes: dict, folder: Path):
     oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in oracle.parameters():
-            size = 0.25 if parameter.ndim == 2 else 1.0
+            size = 0.25 if parameter.ndim > 1 else 1.0
             parameter.copy_(torch.randn_like(parameter) * size)
     oracle.save_pretrained(folder)
     return oracle
@@ -135,7 +141,9 @@ def test_every_family_and_rope_type_is_compared():
     assert {c.get("rope_parameters", THETA)["rope_type"] for c in SHAPES.values()} == ROPE_TYPES.keys()
 
 
-@pytest.mark.parametrize("name", ["qwen2 tied", "qwen3 bias", "llama both biases, wide heads", "mistral window"])
+@pytest.mark.parametrize(
+    "name", ["qwen2 tied", "qwen3 bias", "llama both biases, wide heads", "mistral window", "qwen3_moe"]
+)
 def test_packed_gradients_equal_transformers(name, tmp_path):
     oracle = make_oracle(SHAPES[name], tmp_path)
     model = load_model(tmp_path, CPU, torch.float32)
@@ -144,6 +152,11 @@ def test_packed_gradients_equal_transformers(name, tmp_path):
     for logits in (packed_logits(model, sequences), oracle_logits(oracle, sequences)):
         logits.log_softmax(-1).gather(-1, targets).sum().backward()
     wanted = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    for name in [name for name in wanted if "experts" in name]:  # theirs are stacked
+        at, kind = name.split(".experts.")
+        for expert, own in enumerate(wanted.pop(name)):
+            parts = zip(("gate_proj", "up_proj"), own.chunk(2)) if kind == "gate_up_proj" else [(kind, own)]
+            wanted |= {f"{at}.experts.{expert}.{part}.weight": gradient for part, gradient in parts}
     for parameter in model.parameters():
         parameter.data = parameter.grad  # so that export names the gradients
     found = model.export()
@@ -277,8 +290,9 @@ def test_rope_keys_that_compete_mean_what_transformers_takes_them_for(name, tmp_
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_keys_mean_what_transformers_takes_for_them(family):
     config = without(SMALL, "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+    config |= MIXTURE if family == "qwen3_moe" else {}
     shape = parse_shape({"model_type": family, **config}, "here")
-    kv_heads = 6 if family == "mistral" else None  # whose own default is 8, whatever the heads are
+    kv_heads = 6 if family in ("mistral", "qwen3_moe") else None  # whose own defaults do not depend on the heads
     theirs = AutoConfig.for_model(family, **config, num_key_value_heads=kv_heads)
     assert shape.head_dim == getattr(theirs, "head_dim", SMALL["hidden_size"] // SMALL["num_attention_heads"])
     assert shape.num_kv_heads == theirs.num_key_value_heads == 6
@@ -295,8 +309,8 @@ def test_absent_keys_mean_what_transformers_takes_for_them(family):
 @pytest.mark.parametrize(
     "changes, value, remedy",
     [
-        ({"model_type": "gpt2"}, "'gpt2'", "qwen2, qwen3, llama"),
-        ({"model_type": None}, "None", "qwen2, qwen3, llama"),
+        ({"model_type": "gpt2"}, "'gpt2'", "qwen2, qwen3, qwen3_moe, llama"),
+        ({"model_type": None}, "None", "qwen2, qwen3, qwen3_moe, llama"),
         ({"use_sliding_window": True}, "use_sliding_window = True", "full context"),
         ({"hidden_act": "gelu"}, "'gelu'", "silu"),
         ({"rope_scaling": {"type": "su", "factor": 4.0}}, "'su'", "default, linear, dynamic, yarn, llama3"),
@@ -319,6 +333,11 @@ def test_absent_keys_mean_what_transformers_takes_for_them(family):
         ({"rope_parameters": LINEAR, "partial_rotary_factor": 0.5}, "0.5", "partial_rotary_factor"),
         ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "sliding_attention", "full context"),
         ({"layer_types": 3}, "layer_types = 3", "full context"),
+        ({"model_type": "qwen3_moe"}, "moe_intermediate_size", "complete Hugging Face config.json"),
+        ({"model_type": "qwen3_moe", **MIXTURE, "mlp_only_layers": [1]}, "[1]", "experts in every layer"),
+        ({"model_type": "qwen3_moe", **MIXTURE, "decoder_sparse_step": 2}, "= 2", "experts in every layer"),
+        ({"model_type": "qwen3_moe", **MIXTURE, "num_experts": 300}, "300", "at most 256"),
+        ({"model_type": "qwen3_moe", **MIXTURE, "num_experts_per_tok": 9}, "= 9", "at most num_experts"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8", "quantization_config"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_key_value_heads = 4", "num_attention_heads"),
         ({"head_dim": 7}, "head_dim = 7", "even"),

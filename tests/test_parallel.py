@@ -92,8 +92,9 @@ def check_samples(world: World) -> None:
     """Each rank gets the tokens of its share from the ranks that have them, however many travel at a time."""
     rng = Random(5)  # the same on all ranks
     whole = [
-        Sample(i, 0, 0, array("i", range(n)), array("f", [-rng.random() for _ in range(n)]), "stop", ())
+        Sample(i, 0, 0, array("i", range(n)), array("f", [-rng.random() for _ in range(n)]), "stop", (), took)
         for i, n in enumerate(rng.choices(range(1, 40), k=23))
+        for took in [bytes(range(3 * n)) if i % 3 else ()]  # which experts
     ]
     known = [
         sample if rank == world.rank else parallel.header_of(sample, rank)

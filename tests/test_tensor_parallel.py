@@ -39,6 +39,15 @@ FAMILIES = {
         "tie_word_embeddings": True,
     },
     "mistral": {"model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6},
+    "mixture": {
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
     "llama": {
         "model_type": "llama",
         "num_attention_heads": 4,
@@ -109,7 +118,14 @@ def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
 
 @pytest.mark.parametrize(
     "family, size, shared",
-    [("qwen2", 4, True), ("qwen3", 4, True), ("mistral", 2, True), ("llama", 2, True), ("llama", 2, False)],
+    [
+        ("qwen2", 4, True),
+        ("qwen3", 4, True),
+        ("mistral", 2, True),
+        ("mixture", 2, True),
+        ("llama", 2, True),
+        ("llama", 2, False),
+    ],
 )
 def test_ranks_together_draw_the_tokens_of_one(run_ranks, family, size, shared) -> None:
     run_ranks(4 if size == 4 else 2, same_tokens, size, family, shared)
