@@ -14,6 +14,7 @@ from test_layout import FOLDERS, ROOMS, SCRIPTS
 
 from config import flatten
 from mux import GroupFile
+from serve import ServeFile
 from settings import Config
 from simulate import SimulationConfig
 
@@ -37,7 +38,8 @@ def test_the_python_blocks_run(tiny_folder, tmp_path, monkeypatch) -> None:
 
 def test_keys_and_files_that_it_names_are_there() -> None:
     known = flatten(Config()).keys() | flatten(SimulationConfig()).keys() | flatten(GroupFile()).keys()
-    sections = {field.name for field in (*fields(Config), *fields(SimulationConfig))} - {"round"}
+    known |= flatten(ServeFile()).keys()
+    sections = {field.name for file in (Config, SimulationConfig, ServeFile) for field in fields(file)} - {"round"}
     named = set(re.findall(r"(?:--|[`(])([a-z_]+\.[a-z_]+)(?=[=` ])", TEXT))
     keys = {key for key in named if key.partition(".")[0] in sections and not key.endswith((".py", ".json"))}
     keys = {key for key in keys if key in known or key.partition(".")[2] not in names_in(key.partition(".")[0])}
@@ -113,6 +115,7 @@ def names_in(room: str) -> set[str]:
 def test_names_of_code_in_the_docs_are_there() -> None:
     """`room.name` and `room.Class.method` in backticks are settings or definitions."""
     keys = flatten(Config()).keys() | flatten(SimulationConfig()).keys() | flatten(GroupFile()).keys()
+    keys |= flatten(ServeFile()).keys()
     folders = "|".join(FOLDERS)
     named = set(re.findall(rf"`((?:(?:{folders})\.)?[a-z_]+)\.([A-Za-z_]+(?:\.[a-z_]+)?)`", TEXT))
     named = {(room, name) for room, name in named if names_in(room) and name not in ("py", "toml", "jsonl")}

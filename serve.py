@@ -1,0 +1,202 @@
+"""Serve a model to OpenAI clients: `python serve.py models/FOLDER`, `python serve.py --serve.follow=runs/tiny`.
+
+Our own engine behind an endpoint (server/). While it serves it takes new weights: those of a run that it follows, or
+those of a folder that an authorised client names.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import parallel
+from config import ConfigError, describe, load_config, option
+from core import ModelShape, Tokenizer
+from process import ending
+from rollout import Engine, RolloutConfig
+from sampling import SamplingConfig
+from server.endpoint import Endpoint, Limits
+from server.loop import EngineLoop
+from server.wire import ApiError, Json
+
+TOKEN = "PLAINROLL_TOKEN"  # in the environment: a command line can be read by everybody on the machine
+LOOK_SECONDS = 1.0  # between two looks for a newer checkpoint
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    host: str = option("127.0.0.1", f"address to listen at; any but a loopback address needs a token in {TOKEN}")
+    port: int = option(8000, "port to listen at; 0: any that is free", min=0, max=65535)
+    name: str = option("", "name of the model for clients; empty: that of its folder")
+    follow: str = option("", "folder of a run, whose newer checkpoints are taken as they come; empty: none")
+    device: str = option("auto", "auto (GPU if there is one), cpu or cuda", choices=("auto", "cpu", "cuda"))
+    dtype: str = option(
+        "auto", "auto (bfloat16 on GPU, float32 on CPU), float32 or bfloat16", choices=("auto", "float32", "bfloat16")
+    )
+    queue: int = option(1024, "responses that wait or decode at a time; more are refused with status 429", min=1)
+    request_seconds: float = option(600.0, "longest time of a request; then it gets status 504", above=0.0, max=1e7)
+    max_mib: float = option(8.0, "largest body of a request, in MiB", above=0.0, max=1024.0)
+    connections: int = option(1024, "connections at a time; more are closed", min=1, max=65536)
+
+
+@dataclass(frozen=True)
+class ServeFile:
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    rollout: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(max_prompt_tokens=2048, max_response_tokens=2048)
+    )
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+class Weights:
+    """The weights that a server has: where they are from, and how often they were changed."""
+
+    def __init__(self, folder: Path, shape: ModelShape, loop: EngineLoop):
+        self.folder, self.shape, self.loop, self.version = folder, shape, loop, 0
+        self.lock = threading.Lock()
+
+    def about(self) -> Json:
+        return {"weights": str(self.folder), "version": self.version, "max_model_len": self.shape.max_positions}
+
+    def take(self, folder: Path) -> None:
+        """Have the loop decode with the weights of a folder. Raises ApiError; then the old ones stay.
+
+        They are read into host memory first, so that the engine stands still for one copy only.
+        """
+        with self.lock:
+            try:
+                if (folder / checkpoint.CHECKSUMS).exists() and (wrong := checkpoint.damage(folder)):
+                    raise ConfigError(wrong)
+                shape, _ = checkpoint.check_model(folder, "folder")
+                if shape != self.shape:
+                    raise ConfigError(f"{folder}: the model has another shape than the one that is served")
+                weights = checkpoint.load_model(folder, torch.device("cpu"), self.loop.engine.model.dtype)
+            except (ConfigError, OSError) as error:
+                raise ApiError(400, str(error)) from None
+            self.loop.change_weights(weights, self.version + 1)
+            self.folder, self.version = folder, self.version + 1
+
+    def follow(self, run: Path) -> None:
+        """Take newer checkpoints of a run as they come, to the server's end. A damaged one is told of, and passed."""
+        seen = self.folder
+        while not self.loop.is_stopping:
+            newest = checkpoint.list_checkpoints(run)[-1:]
+            if newest and newest[0] != seen:
+                seen = newest[0]
+                try:
+                    self.take(seen)
+                    print(f"weights: {seen} (version {self.version})", flush=True)
+                except ApiError as error:
+                    print(f"passed: {error}", file=sys.stderr, flush=True)
+            time.sleep(LOOK_SECONDS)
+
+
+class Service:
+    """A model behind an endpoint. `run` serves until `stop`."""
+
+    def __init__(self, config: ServeFile, folder: Path, token: str = ""):
+        """Load the model and take the address. Raises ConfigError."""
+        c = config.serve
+        check(config, token)
+        world = parallel.start(c.device, 60.0)
+        auto = "bfloat16" if world.device.type == "cuda" else "float32"
+        model = checkpoint.load_model(folder, world.device, getattr(torch, auto if c.dtype == "auto" else c.dtype))
+        self.tokenizer: Tokenizer = checkpoint.load_tokenizer(folder)
+        ends = checkpoint.eos_ids(folder, self.tokenizer, model.shape.vocab_size)
+        self.engine = Engine(model, config.rollout, config.sampling, ends, self.tokenizer)
+        self.engine.runner.capture()
+        self.loop, self.config = EngineLoop(self.engine, c.queue), c
+        self.weights = Weights(folder, model.shape, self.loop)
+        name, limits = c.name or folder.resolve().name, Limits(c.request_seconds, int(c.max_mib * 2**20), c.connections)
+        told = self.weights.about, lambda given: self.weights.take(Path(given))
+        try:
+            self.endpoint = Endpoint((c.host, c.port), self.loop, self.tokenizer, name, token, limits, *told)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen at {c.host} port {c.port}: {error}; choose another") from None
+        self.address = "http://{}:{}/v1".format(
+            *(f"[{c.host}]" if ":" in c.host else c.host, self.endpoint.server_port)
+        )
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises what the engine raises. The calling thread is the engine's."""
+        works: list[Callable[[], None]] = [partial(self.endpoint.serve_forever, 0.1)]
+        works += [partial(self.weights.follow, Path(self.config.follow))] if self.config.follow else []
+        for work in works:
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            self.loop.run()
+        finally:
+            self.endpoint.shutdown()
+            self.endpoint.server_close()
+
+    def stop(self) -> None:
+        self.loop.stop()
+
+
+def check(config: ServeFile, token: str) -> None:
+    """Raise ConfigError for settings that one rank cannot serve by, or that would open the server to others."""
+    if config.rollout.tensor_parallel > 1 or config.rollout.weights == "sharded" or "RANK" in os.environ:
+        raise ConfigError(
+            "serve.py decodes on one rank, without torchrun, rollout.tensor_parallel and sharded rollout.weights"
+        )
+    if not token and not (config.serve.host in ("localhost", "::1") or config.serve.host.startswith("127.")):
+        raise ConfigError(f"serve.host = {config.serve.host!r}: others reach it; put a token into {TOKEN} first")
+    if token and (not token.isascii() or not token.isprintable() or len(token) < 8 or " " in token):
+        raise ConfigError(f"{TOKEN} must have at least 8 characters, all of them letters, digits or signs of ASCII")
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--config")
+    flags, rest = parser.parse_known_args(argv)
+    if flags.help:
+        print(USAGE + describe(ServeFile()))
+        return 0
+    folders, overrides = ([text for text in rest if text.startswith("--") == flag] for flag in (False, True))
+    try:
+        config = load_config(ServeFile, flags.config, overrides)
+        if len(folders) > 1 or not (folders or config.serve.follow):
+            raise ConfigError("name one folder of a model, or a run to follow: --serve.follow=RUN_FOLDER")
+        followed = [] if folders else checkpoint.list_checkpoints(Path(config.serve.follow))
+        if not folders and not followed:
+            raise ConfigError(
+                f"serve.follow = {config.serve.follow!r} has no checkpoint yet; name a folder to begin with"
+            )
+        service = Service(config, Path(folders[0]) if folders else followed[-1], os.environ.get(TOKEN, ""))
+    except (ConfigError, OSError) as error:
+        return ending.refuse(error)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: service.stop())
+    print(f"{service.endpoint.name} at {service.address} (Ctrl-C ends)", flush=True)
+    service.run()
+    return 0
+
+
+USAGE = f"""plainroll: a model behind an OpenAI-compatible endpoint
+
+usage: python serve.py FOLDER [--config FILE.toml] [--section.key=value ...]
+       python serve.py --serve.follow=RUN_FOLDER
+
+  FOLDER          a Hugging Face folder or a checkpoint of a run; without it the newest of serve.follow
+  --config FILE   settings from a TOML file
+  --help          this text
+
+POST /v1/completions, /v1/chat/completions, /weights; GET /v1/models, /health. Clients send the token in {TOKEN}, if
+there is one, as api_key. One rank serves.
+
+Every key, its default and its meaning:
+"""
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,407 @@
+"""The server: OpenAI's own client gets what the engine alone makes; bad requests end in clear errors."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from conftest import ROOT
+
+import checkpoint
+import serve
+from config import ConfigError
+from rollout import Engine, RolloutConfig
+from sampling import SamplingConfig
+from serve import ServeConfig, ServeFile, Service
+from server.wire import Writer
+
+LIMIT = 64  # response tokens
+ROLLOUT = RolloutConfig(max_prompt_tokens=64, max_response_tokens=LIMIT, kv_gib=0.01, max_running=16)
+PROMPT = "31?"
+
+
+@pytest.fixture(scope="module")
+def loud_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return folders of models whose every token depends on the whole context: without noise, and with it."""
+
+    def make(seed: int) -> Path:
+        folder = tmp_path_factory.mktemp("loud") / f"loud{seed}"
+        model = checkpoint.load_model(tiny_folder, torch.device("cpu"), torch.float32)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    weight.mul_(5).add_(0.05 * torch.randn(weight.shape, generator=generator))
+        checkpoint.save_model(folder, model, tiny_folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def folder(loud_folder) -> Path:
+    return loud_folder(0)
+
+
+class Gate:
+    """Lets an engine take as many steps as it is told."""
+
+    def __init__(self, engine: Engine):
+        self.step, self.permits = engine.step, threading.Semaphore(0)
+        engine.step = self
+
+    def __call__(self):
+        self.permits.acquire()
+        return self.step()
+
+    def open(self, steps: int = 10**6) -> None:
+        for _ in range(min(steps, 10**4)):
+            self.permits.release()
+
+
+@pytest.fixture
+def served(folder) -> Iterator[Callable[..., Any]]:
+    """Start a server; keywords are those of ServeConfig."""
+    started: list[tuple[Any, threading.Thread]] = []
+
+    def start(token: str = "", gated: bool = False, **settings) -> Any:
+        config = ServeFile(ServeConfig(**{"port": 0, "device": "cpu", "name": "tiny"} | settings), ROLLOUT)
+        service: Any = Service(config, folder, token)
+        service.gate = Gate(service.engine) if gated else None
+        thread = threading.Thread(target=service.run)
+        thread.start()
+        started.append((service, thread))
+        return service
+
+    yield start
+    for service, thread in started:
+        service.stop()
+        if service.gate:
+            service.gate.open()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def client_of(service: Service, key: str = "none") -> Any:  # untyped: it has our fields too
+    return openai.OpenAI(base_url=service.address, api_key=key, max_retries=0, timeout=300)
+
+
+def engine_of(folder: Path, sampling: SamplingConfig) -> Engine:
+    model, tokenizer = (
+        checkpoint.load_model(folder, torch.device("cpu"), torch.float32),
+        checkpoint.load_tokenizer(folder),
+    )
+    ends = checkpoint.eos_ids(folder, tokenizer, model.shape.vocab_size)
+    return Engine(model, ROLLOUT, sampling, ends, tokenizer)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def ask(service: Service, path: str, body: object, **headers: str) -> tuple[int, dict]:
+    """POST without a client: return status and answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", service.endpoint.server_port, timeout=300)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", path, data, {"Content-Type": "application/json"} | headers)
+    reply = connection.getresponse()
+    return reply.status, json.loads(reply.read())
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------
+
+
+def test_completions_are_those_of_the_engine_alone(served, folder) -> None:
+    """Several requests at once, each with its own sampling: tokens, log-probs, text and ends."""
+    client, prompts = client_of(served()), ["31?", "7", [49, 50, 51]]
+    kinds = [SamplingConfig(), SamplingConfig(0.0), SamplingConfig(0.7, 5), SamplingConfig(1.3, top_p=0.8)]
+
+    def complete(seed: int):
+        kind = kinds[seed % 4]
+        extra = {"return_token_ids": True, "top_k": kind.top_k}
+        prompt = [prompts[0], prompts[1]] if seed % 2 else prompts[2]
+        known = {"temperature": kind.temperature, "top_p": kind.top_p, "n": 2, "max_tokens": 40, "logprobs": 0}
+        return client.completions.create(model="tiny", prompt=prompt, seed=seed, extra_body=extra, **known)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(complete, range(8)))
+    tokenizer = checkpoint.load_tokenizer(folder)
+    for seed, answer in enumerate(answers):
+        engine, own = engine_of(folder, kinds[seed % 4]), prompts[:2] if seed % 2 else prompts[2:]
+        expected = [sample for samples in engine.generate(own, 2, seed, max_new_tokens=40) for sample in samples]
+        for choice, sample in zip(answer.choices, expected, strict=True):
+            assert choice.token_ids == list(sample.token_ids)
+            assert choice.logprobs.token_logprobs == pytest.approx(list(sample.logprobs), abs=1e-4)
+            assert choice.text == tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+            assert choice.finish_reason == sample.finish_reason
+            assert choice.spans == [{"start": 0, "end": len(sample.token_ids), "version": 0}]
+        ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in own]
+        assert [choice.prompt_token_ids for choice in answer.choices] == [prompt for prompt in ids for _ in range(2)]
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+        assert answer.usage.completion_tokens == sum(len(sample.token_ids) for sample in expected)
+
+
+@pytest.mark.parametrize("stop", [None, ["7", "1"]])
+def test_a_stream_is_the_whole_in_pieces(served, stop) -> None:
+    client, messages = client_of(served()), [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+    body = {"model": "tiny", "messages": messages, "n": 3, "seed": 4, "logprobs": True, "stop": stop}
+    extra = {"extra_body": {"return_token_ids": True}}
+    whole = client.chat.completions.create(**body, **extra)
+    texts: dict[int, str] = {}
+    ids: dict[int, list[int]] = {}
+    logprobs: dict[int, list[float]] = {}
+    ends: dict[int, str | None] = {}
+    chunks = list(client.chat.completions.create(**body, **extra, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        i = choice.index
+        texts[i] = texts.get(i, "") + choice.delta.content
+        ids[i] = ids.get(i, []) + choice.token_ids
+        logprobs[i] = logprobs.get(i, []) + [token.logprob for token in choice.logprobs.content]
+        ends[i] = choice.finish_reason
+    for choice in whole.choices:
+        i = choice.index
+        assert (texts[i], ids[i], ends[i]) == (choice.message.content, choice.token_ids, choice.finish_reason)
+        assert logprobs[i] == pytest.approx([token.logprob for token in choice.logprobs.content], abs=1e-4)
+        assert len(ids[i]) == len(logprobs[i])
+    if stop:
+        assert not any(text in choice.message.content for choice in whole.choices for text in stop)
+        assert "stop" in ends.values()
+
+
+def test_a_stop_text_ends_the_text_before_it(served, folder) -> None:
+    client, body = client_of(served()), {"model": "tiny", "prompt": PROMPT, "seed": 1, "max_tokens": LIMIT}
+    free = client.completions.create(**body, extra_body={"return_token_ids": True}).choices[0]
+    printable = [i for i in range(2, len(free.text) - 1) if free.text[i : i + 2].isascii()]
+    stop = free.text[printable[0] : printable[0] + 2]
+    cut = client.completions.create(**body, stop=stop, extra_body={"return_token_ids": True}).choices[0]
+    assert cut.text == free.text[: free.text.index(stop)] and cut.finish_reason == "stop"
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)] and len(cut.token_ids) < len(free.token_ids)
+
+
+def test_text_does_not_depend_on_how_tokens_come(folder) -> None:
+    tokenizer = checkpoint.load_tokenizer(folder)
+    ids = tokenizer.encode("a–b € END of it, EN", add_special_tokens=False) + [200, 226, 130]
+    for stop in ((), ("END",), (" it", "EN of"), ("no such",)):
+        whole = Writer(tokenizer, stop).add(ids, True)
+        for size in (1, 2, 3, 7):
+            writer, parts = Writer(tokenizer, stop), [ids[i : i + size] for i in range(0, len(ids), size)]
+            texts = [writer.add(part, i == len(parts) - 1) for i, part in enumerate(parts)]
+            assert "".join(texts) == whole, (stop, size)
+    assert Writer(tokenizer, ("END",)).add(ids, True) == "a–b € "
+
+
+# ---- errors and limits ---------------------------------------------------------------------------------------------
+
+CHAT = {"messages": [{"role": "user", "content": "1"}]}
+BAD = [
+    ("/v1/completions", b"{", 400, "not JSON"),
+    ("/v1/completions", [], 400, "not an object"),
+    ("/v1/completions", {}, 400, "prompt = None must be"),
+    ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt = "),
+    ("/v1/completions", {"prompt": [True]}, 400, "prompt = "),
+    ("/v1/completions", {"prompt": []}, 400, "prompt = "),
+    ("/v1/completions", {"prompt": [10**9]}, 400, "token ids"),
+    ("/v1/completions", {"prompt": ""}, 400, "prompt of 0 tokens"),
+    ("/v1/completions", {"prompt": "1" * 99}, 400, "rollout.max_prompt_tokens = 64"),
+    ("/v1/completions", {"prompt": "1" * 10**6}, 400, "far too many"),
+    ("/v1/completions", {"prompt": "1", "max_tokens": 10**6}, 400, "rollout.max_response_tokens"),
+    ("/v1/completions", {"prompt": "1", "max_tokens": 0}, 400, "max_tokens = 0"),
+    ("/v1/completions", {"prompt": "1", "temperature": "hot"}, 400, "temperature = 'hot' must be float"),
+    ("/v1/completions", {"prompt": "1", "temperature": float("nan")}, 400, "not a finite number"),
+    ("/v1/completions", {"prompt": "1", "top_p": 0}, 400, "sampling.top_p"),
+    ("/v1/completions", {"prompt": "1", "n": 999}, 400, "serve.queue"),
+    ("/v1/completions", {"prompt": "1", "seed": 1.5}, 400, "seed"),
+    ("/v1/completions", {"prompt": "1", "stop": [""]}, 400, "stop"),
+    ("/v1/completions", {"prompt": "1", "logprobs": 5}, 400, "logprobs"),
+    ("/v1/completions", {"prompt": "1", "echo": True}, 400, "no echo"),
+    ("/v1/completions", {"prompt": "1", "temprature": 1}, 400, "unknown field 'temprature'"),
+    ("/v1/completions", {"prompt": "1", "model": "gpt"}, 404, "the model here is 'tiny'"),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 7}]}, 400, "content"),
+    ("/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "no tools"),
+    ("/v1/chat/completions", CHAT | {"prompt": "1"}, 400, "unknown field 'prompt'"),
+    ("/v1/embeddings", {}, 404, "nothing is at"),
+    ("/weights", {"folder": "x"}, 403, "token"),
+]
+
+
+def test_bad_requests_get_one_clear_error(served) -> None:
+    service = served(queue=64)
+    for path, body, status, text in BAD:
+        got, answer = ask(service, path, body)
+        assert got == status and text in answer["error"]["message"], (body, got, answer)
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client_of(service).completions.create(model="tiny", prompt="1", temperature=-1)
+    assert service.loop.under_way == 0
+    good = {"prompt": "1", "presence_penalty": 0, "top_k": None, "user": "me", "max_tokens": 2}
+    assert ask(service, "/v1/completions", good)[0] == 200
+
+
+def test_bodies_and_names_of_others_are_refused(served) -> None:
+    service = served(max_mib=0.001)
+    assert ask(service, "/v1/completions", {"prompt": "1" * 2000})[0] == 413
+    assert ask(service, "/v1/completions", {"prompt": "1"}, **{"Content-Type": "text/plain"})[0] == 415
+    assert ask(service, "/v1/completions", {"prompt": "1"}, Host="evil.example:80")[0] == 403
+    assert ask(service, "/v1/completions", {"prompt": "1"}, **{"Content-Length": "x"})[0] == 411
+    with socket.create_connection(("127.0.0.1", service.endpoint.server_port)) as plain:
+        plain.sendall(b"no http at all\r\n\r\n")
+        assert b'"error"' in plain.makefile("rb").read()
+
+
+def test_only_who_has_the_token_is_served(served, folder) -> None:
+    service = served(token="a-long-secret")
+    for key in ("none", "a-long-secre"):
+        with pytest.raises(openai.AuthenticationError, match="bearer token"):
+            client_of(service, key).models.list()
+        assert ask(service, "/weights", {"folder": str(folder)}, Authorization=f"Bearer {key}")[0] == 401
+    client = client_of(service, "a-long-secret")
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+    with pytest.raises(ConfigError, match="PLAINROLL_TOKEN"):
+        Service(ServeFile(ServeConfig(host="0.0.0.0", device="cpu"), ROLLOUT), folder)
+    with pytest.raises(ConfigError, match="8 characters"):
+        Service(ServeFile(ServeConfig(device="cpu"), ROLLOUT), folder, "short")
+    with pytest.raises(ConfigError, match="one rank"):
+        Service(ServeFile(ServeConfig(device="cpu"), replace(ROLLOUT, tensor_parallel=2)), folder)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        Service(ServeFile(ServeConfig(port=service.endpoint.server_port, device="cpu"), ROLLOUT), folder)
+
+
+def test_a_full_queue_refuses_and_a_late_request_ends(served) -> None:
+    service = served(gated=True, queue=3, request_seconds=2.0)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, service, "/v1/completions", {"prompt": "1", "n": 3})
+        until(lambda: service.loop.under_way == 3)
+        with pytest.raises(openai.RateLimitError, match="serve.queue = 3"):
+            client_of(service).completions.create(model="tiny", prompt="1")
+        status, answer = first.result()
+    assert status == 504 and "serve.request_seconds = 2" in answer["error"]["message"]
+    service.gate.open()
+    until(lambda: service.loop.under_way == 0)
+    assert ask(service, "/v1/completions", {"prompt": "1"})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_aborts_its_responses(served, stream) -> None:
+    service = served(gated=True)
+    body = json.dumps({"prompt": "1", "n": 4, "max_tokens": LIMIT, "stream": stream}).encode()
+    with ExitStack() as stack:
+        plain = stack.enter_context(socket.create_connection(("127.0.0.1", service.endpoint.server_port)))
+        head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        plain.sendall(head.encode() + body)
+        until(lambda: service.loop.under_way == 4)
+        service.gate.open(2)
+        until(lambda: service.gate.permits._value == 0)
+    until(lambda: service.loop.inbox.qsize() > 0 or service.loop.under_way == 0)  # the handler has seen it
+    service.gate.open(1)
+    until(lambda: service.loop.under_way == 0)
+    assert service.engine.is_idle and service.engine.pages.used == 0 and not service.engine.runner.rows.own
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_change_while_it_serves(served, folder, loud_folder, tiny_folder, tmp_path) -> None:
+    """A response under way goes on with the new weights; later ones are the new model's."""
+    service, other = served(token="a-long-secret", gated=True), loud_folder(1)
+    client, key = client_of(service, "a-long-secret"), {"Authorization": "Bearer a-long-secret"}
+    extra = {"return_token_ids": True}
+    body = {"model": "tiny", "prompt": PROMPT, "seed": 3, "max_tokens": LIMIT, "extra_body": extra}
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(client.completions.create, **body)
+        until(lambda: service.loop.under_way == 1)
+        service.gate.open(6)
+        until(lambda: service.gate.permits._value == 0)
+        swapped = pool.submit(ask, service, "/weights", {"folder": str(other)}, **key)
+        until(lambda: service.loop.inbox.qsize() > 0 or service.engine.version == 1)
+        service.gate.open()
+        status, told = swapped.result()
+        choice = running.result().choices[0]
+    assert status == 200 and told["version"] == 1 and told["weights"] == str(other)
+    before, after = (engine_of(f, SamplingConfig()).generate([PROMPT], 1, 3)[0][0] for f in (folder, other))
+    [old, new] = choice.spans
+    assert (old["version"], new["version"]) == (0, 1) and old["end"] == new["start"] >= 6
+    assert choice.token_ids[: old["end"]] == list(before.token_ids[: old["end"]])
+    assert choice.token_ids != list(before.token_ids)
+    later = client.completions.create(**body)
+    assert later.choices[0].token_ids == list(after.token_ids)
+    assert client.models.retrieve("tiny").version == later.choices[0].spans[0]["version"] == 1
+    status, answer = ask(service, "/weights", {"folder": str(tmp_path)}, **key)
+    assert status == 400 and "config.json" in answer["error"]["message"]
+    assert client.completions.create(**body).choices[0].token_ids == list(after.token_ids)
+
+
+def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.05)
+    service = served(follow=str(tmp_path))
+    for step, is_whole in ((1, True), (2, False), (3, True)):
+        target = tmp_path / "checkpoints" / f".step_{step}"
+        source = loud_folder(step)
+        target.mkdir(parents=True)
+        (source / checkpoint.STATE).write_text("{}")
+        names = sorted(path.name for path in source.iterdir())
+        for name in names:
+            (target / name).write_bytes((source / name).read_bytes())
+        sums = {name: checkpoint._checksum(target / name) + (not is_whole) for name in names}
+        (target / checkpoint.CHECKSUMS).write_text(json.dumps(sums))
+        shown = target.rename(target.with_name(f"step_{step:06d}"))
+        if is_whole:
+            until(partial(lambda shown: service.weights.folder == shown, shown))
+            answer = client_of(service).completions.create(model="tiny", prompt=PROMPT, seed=0, max_tokens=LIMIT)
+            own = engine_of(shown, SamplingConfig()).generate([PROMPT], 1, 0)[0][0]
+            assert answer.choices[0].text == service.tokenizer.decode(own.token_ids, skip_special_tokens=True)
+        else:
+            until(lambda: "passed: " in capfd.readouterr().err)  # one line, in one write
+    assert service.weights.version == 2
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_refuses_in_one_line(folder, tmp_path, capsys) -> None:
+    for arguments, text in (
+        ([], "name one folder"),
+        ([str(folder), "x"], "name one folder"),
+        ([f"--serve.follow={tmp_path}"], "no checkpoint yet"),
+        ([str(tmp_path)], "config.json"),
+        ([str(folder), "--serve.port=x"], "serve.port"),
+        ([str(folder), "--serve.host=0.0.0.0"], "PLAINROLL_TOKEN"),
+    ):
+        assert serve.main(arguments) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1 and text in said, said
+    assert serve.main(["--help"]) == 0 and "--serve.queue" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_told_to_end(folder) -> None:
+    arguments = [sys.executable, "serve.py", str(folder), "--serve.port=0", "--serve.device=cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        line = process.stdout.readline()
+        address = line.split()[2]
+        client: Any = openai.OpenAI(base_url=address, api_key="none", timeout=300)
+        answer = client.chat.completions.create(model=folder.name, messages=CHAT["messages"], max_tokens=4)
+        assert answer.usage.completion_tokens <= 4
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 0
