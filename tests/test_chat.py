@@ -32,10 +32,16 @@ LLAMA = (  # its own also strips a message; what was sampled stays as it is
     "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
     "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-TEMPLATES = {"qwen2": CHATML, "qwen3": CHATML, "llama": LLAMA}  # of models that do not think aloud
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>"
+    "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+)
+# Of models that do not think aloud.
+TEMPLATES = {"qwen2": CHATML, "qwen3": CHATML, "qwen3_moe": CHATML, "llama": LLAMA, "mistral": MISTRAL}
 MARKS = {
     CHATML: ["<|im_start|>", "<|im_end|>"],
     LLAMA: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+    MISTRAL: ["<s>", "[INST]", "[/INST]", "</s>"],
 }
 MARKS[LLAMA] += ["<|eot_id|>"]
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "own_tools.py"))

@@ -315,9 +315,12 @@ def test_the_warm_start_trains_everything_before_the_adapters_begin(settings, tm
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_counts_the_numbers_that_there_are(family: str) -> None:
     sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
-    shape = parse_shape({"model_type": family, **sizes, "num_key_value_heads": 2, "head_dim": 16}, "test")
+    sizes |= dict(num_key_value_heads=2, head_dim=16)
+    sizes |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if family == "qwen3_moe" else {}
+    shape = parse_shape({"model_type": family, **sizes}, "test")
     model = Model(shape)
-    for lora in (LORA, FEW):
+    few = replace(FEW, targets=("q_proj", "v_proj")) if shape.num_experts else FEW  # experts have none
+    for lora in (LORA, few):
         check_lora(lora, shape)
         adapters = Adapters(model, lora)
         sizes_of = [adapted.weight.numel() for adapted in adapters.adapted]
@@ -325,3 +328,6 @@ def test_the_plan_counts_the_numbers_that_there_are(family: str) -> None:
         assert tuple(count(lora, shape).values()) == wanted
     with pytest.raises(ConfigError, match="embed_tokens"):
         check_lora(replace(LORA, targets=("embed_tokens",)), shape)
+    if shape.num_experts:
+        with pytest.raises(ConfigError, match="'up_proj' is no projection .* k_proj, o_proj, q_proj, v_proj"):
+            check_lora(FEW, shape)
