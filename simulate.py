@@ -34,7 +34,7 @@ from policies.split import SplitTimes, Work
 from policies.step_times import FittedTimes, Profile, SizeProfile, read_profile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
-from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, window
+from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, races, window
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Measured, Shape
 from simulation.drafts import DraftingReplica, DraftsConfig, check_drafts, drafts_record
 from simulation.episodes import EpisodeReplica, Episodes, EpisodesConfig, check_episodes, episodes_record, skip_idle
@@ -125,6 +125,7 @@ class SimulatedRound:
         self.stream = run.stream if run.stream and run.stream.begin(plan.kind) else None
         self.placement = Placement(len(self.replicas))
         self.iteration = self.windows = self.turns = self.migrated = 0
+        self.clock = 0.0  # at the newest window's end
         self.prompts: dict[VisitId, Prompt] = {}
         self.ended: dict[SampleId, float] = {}  # seconds since the rollout began
         self.lengths: dict[SampleId, int] = {}
@@ -138,14 +139,14 @@ class SimulatedRound:
         costs = [self.run.costs_at(i, tp) for i in range(self.run.config.decoding_gpus // tp)]
         given = [(each, each.pages, c.page_size, c.max_running, c.shared_prompts) for each in costs]
         episodes, drafts = self.run.episodes, self.run.config.drafts
-        if drafts.most and self.plan.kind == "long":
+        if drafts.most and not races(self.run.config.scheduler, self.plan.kind):
             seeds = [f"drafts {c.seed} {self.step} {i}" for i in range(len(given))]
             return [DraftingReplica(drafts, Random(seed), *each) for seed, each in zip(seeds, given, strict=True)]
         return [EpisodeReplica(episodes, *each) if episodes else Replica(*each) for each in given]
 
     @property
     def seconds(self) -> float:
-        return max(replica.clock for replica in self.replicas)
+        return max(self.clock, *(replica.clock for replica in self.replicas))
 
     @property
     def preemptions(self) -> int:
@@ -172,9 +173,9 @@ class SimulatedRound:
 
     def carry_out(self, decision: Decision, finished: Sequence[Finished] = ()) -> None:
         """Do as the policy says after a window in which `finished` ended."""
+        for replica, ids in self.placement.by_replica(decision.abort).items():
+            self.aborted.update({s.id: s.done for s in self.replicas[replica].remove(ids)})
         self.placement.remove([*(event.id for event in finished), *decision.abort])
-        for replica in self.replicas if decision.abort else ():
-            self.aborted.update({s.id: s.done for s in replica.remove({*decision.abort})})
         self._launch(decision.launch)
         if self.run.config.scheduler.migrate:
             self._move(self.placement.handovers())
@@ -185,41 +186,49 @@ class SimulatedRound:
         self.prompts.update({visit.id: visit.prompt for visit in prompts})
         lengths = {id: self.run.workload.lengths(id, count, self.step) for id in ids}
         spread = self.run.config.scheduler.placement == "spread"
-        for replica, share in zip(self.replicas, self.placement.launch(ids, count, expected, spread), strict=True):
+        for replica, share in enumerate(self.placement.launch(ids, count, expected, spread)):
             for id in share:
                 given = id, len(self.prompts[id.visit].token_ids), lengths[id.visit][id.response]
                 episodes = self.run.episodes
                 response = episodes.episode(*given, self.step) if episodes else Response(*given)
                 self.drawn.append(response.length)
-                replica.add(response)
+                self._add(self.replicas[replica], response)
+
+    def _add(self, replica: Replica, response: Response) -> None:
+        """Give a replica a response. One that had none has not gone along with the windows (see `decode`)."""
+        if replica.is_idle:
+            replica.clock, replica.iteration = max(replica.clock, self.clock), self.iteration
+        replica.add(response)
 
     def decode(self, looks: bool = False, until: float = math.inf) -> list[Finished]:
         """Go on to the end of the first window with an event, or of the next. They begin together on all replicas.
 
         `until`: a time at whose window to end if no event comes earlier, as far as the pace of now tells.
         """
+        busy = [replica for replica, live in zip(self.replicas, self.placement.live, strict=True) if live]
         may_leave = self.stream is not None and not self.stream.is_done
         is_watched = self.scale_down is not None or (self.run.planner is not None and self.run.planner.due > 0)
         size = window(self.run.config.scheduler, self.plan.kind, len(self.replicas), may_leave, is_watched)
         windows = 1
-        awaits = skip_idle(self.replicas, until)
+        awaits = self.run.episodes is not None and skip_idle(self.replicas, until)
         if size < math.inf:
-            first = min(replica.next_event() for replica in self.replicas)
+            first = min((replica.next_event() for replica in busy), default=math.inf)
             if first == math.inf and not awaits:
                 return []  # dynamic sampling waits for its grades
             windows = 1 if looks or awaits else math.ceil((first - self.iteration) / size)
             if until < math.inf and windows > 1:
-                pace = size * max(replica.step_seconds for replica in self.replicas)
+                pace = size * max(replica.step_seconds for replica in busy)
                 windows = min(windows, max(math.ceil((until - self.seconds) / pace), 1))
             self.iteration += windows * int(size)
-        before = [replica.plain for replica in self.replicas]
-        ended = [e for r in self.replicas for e in r.run_until(self.iteration if size < math.inf else math.inf)]
+        before = [replica.plain for replica in busy]
+        ended = [e for r in busy for e in r.run_until(self.iteration if size < math.inf else math.inf)]
         self.windows += windows
         if self.stream:
-            self._observe_steps(before)
-        latest = self.seconds + windows * self.run.model.efficiency.window_seconds
-        for replica in self.replicas if size < math.inf else ():
-            replica.clock = latest
+            self._observe_steps(busy, before)
+        if size < math.inf:
+            self.clock = self.seconds + windows * self.run.model.efficiency.window_seconds
+            for replica in busy:
+                replica.clock = self.clock
         self.ended.update({event.id: at for event, at in ended})
         self.lengths.update({event.id: event.num_tokens for event, _ in ended})
         return [event for event, _ in ended]
@@ -229,10 +238,10 @@ class SimulatedRound:
         for replica in self.replicas:
             replica.clock = max(self.seconds, until)
 
-    def _observe_steps(self, before: Sequence[tuple[int, int, float]]) -> None:
+    def _observe_steps(self, replicas: Sequence[Replica], before: Sequence[tuple[int, int, float]]) -> None:
         """Give the stream policy the step time of the slowest replica, as overlap/streamed.py does."""
         windows = []
-        for replica, old in zip(self.replicas, before, strict=True):
+        for replica, old in zip(replicas, before, strict=True):
             steps, drawn, seconds = (now - then for now, then in zip(replica.plain, old, strict=True))
             if steps:
                 windows.append((drawn / steps, replica.pages_used * replica.page_size, seconds / steps))
@@ -246,7 +255,7 @@ class SimulatedRound:
             leaving.setdefault(source, set()).add(id)
         travelling = {s.id: s for source, ids in leaving.items() for s in replicas[source].remove(ids)}
         for id, _, target in moves:
-            replicas[target].add(travelling[id])
+            self._add(replicas[target], travelling[id])
         self.migrated += len(moves)
 
     def _resize(self) -> None:

@@ -148,8 +148,8 @@ class Endless:
             keys = ("sequences", "samples", "early")
             whole = {key: sorted(x for part in replicas for x in part[key]) for key in keys}
             replicas = [{key: values[i::count] for key, values in whole.items()} for i in range(count)]
-        for live, part in zip(r.placement.live, replicas, strict=True):
-            live.update({SampleId(*packed[0]): 1.0 for packed in part["sequences"]})  # as when all are alike
+        for replica, part in enumerate(replicas):
+            r.placement.hold(replica, {SampleId(*packed[0]): 1.0 for packed in part["sequences"]})  # all alike
         own = replicas[r.engine.parallel.replica]
         r.early = [Finished(at, SampleId(*id), count) for at, id, count in own["early"] if r.is_first]
         self.interrupted = [self._sequence(*packed) for packed in own["sequences"]]

@@ -35,6 +35,8 @@ OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: ano
 REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
 TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
 
+MOST = 256  # tokens that a row drafts in a step, whatever a user wants
+
 LAST_EPOCH = -2  # in the names of texts that were trained: those of a newer epoch take their places
 
 Tokens = array  # of "i"
@@ -237,7 +239,7 @@ class DraftsConfig:
         "was aborted or not trained), siblings (other responses to the prompt), epoch (its responses of the last "
         "epoch), own (the response itself); none: no drafts. They change no token",
     )
-    most: int = option(16, "tokens that a response drafts in a step, at most", min=1, max=256)
+    most: int = option(16, "tokens that a response drafts in a step, at most", min=1, max=MOST)
     ahead: bool = option(
         False,
         "replicas with nothing left to decode draw the next round's responses, which are its `old` texts then; only "

@@ -1,6 +1,7 @@
 """Who computes what: work spread over ranks and moved between them. Pure functions, the same on every rank."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heapreplace
 
 from core import SampleId, VisitId
 
@@ -19,11 +20,12 @@ def group_sizes(num_ranks: int, node_size: int) -> list[int]:
 def assign_by_load(loads: Sequence[float], num_ranks: int, held: Sequence[float] = ()) -> list[list[int]]:
     """Spread items over ranks: the heaviest first, each to the lightest rank. `held` is what ranks have already."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    totals = list(held) or [0] * num_ranks
+    totals = [(load, rank) for rank, load in enumerate(held or [0] * num_ranks)]  # heap
+    heapify(totals)
     for i in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
-        rank = totals.index(min(totals))
+        total, rank = totals[0]
         shares[rank].append(i)
-        totals[rank] += loads[i]
+        heapreplace(totals, (total + loads[i], rank))
     return shares
 
 
@@ -41,6 +43,7 @@ class Placement:
     def __init__(self, num_replicas: int):
         self.replicas = [*range(num_replicas)]  # those that decode, in the order in which they have joined
         self.live: list[dict[SampleId, float]] = [{} for _ in range(num_replicas)]  # expected tokens, newest last
+        self.place: dict[SampleId, int] = {}  # of each in `live`
 
     @property
     def num_replicas(self) -> int:
@@ -48,7 +51,12 @@ class Placement:
 
     @property
     def num_live(self) -> int:
-        return sum(map(len, self.live))
+        return len(self.place)
+
+    def hold(self, replica: int, expected: Mapping[SampleId, float]) -> None:
+        """Note that the replica at this place decodes these sequences, the newest last."""
+        self.live[replica].update(expected)
+        self.place.update(dict.fromkeys(expected, replica))
 
     def launch(
         self, ids: Sequence[VisitId], num_responses: int, expected: Sequence[float] = (), spread: bool = False
@@ -58,6 +66,8 @@ class Placement:
         `expected`, tokens of a response by prompt, balances the replicas; without it, all are like those that run. A
         prompt's responses stay together, since they share its prefill, or are `spread`, which balances long prompts.
         """
+        if not ids:
+            return [[] for _ in self.live]
         held = [sum(live.values()) for live in self.live]
         expected = expected or [sum(held) / self.num_live if self.num_live else 1.0] * len(ids)
         tokens = {id.sample(r): e for id, e in zip(ids, expected, strict=True) for r in range(num_responses)}
@@ -65,40 +75,56 @@ class Placement:
         parts = [samples[i : i + size] for i in range(0, len(samples), size)]
         shares = assign_by_load([tokens[part[0]] * size for part in parts], len(held), held)
         started = [[id for i in sorted(share) for id in parts[i]] for share in shares]
-        for live, ids_here in zip(self.live, started, strict=True):
-            live.update({id: tokens[id] for id in ids_here})
+        for replica, ids_here in enumerate(started):
+            self.hold(replica, {id: tokens[id] for id in ids_here})
         return started
 
     def deal(self, tokens: Mapping[SampleId, float]) -> list[list[SampleId]]:
         """Return the sequences that each replica continues, as new replicas do; `tokens` so far of each."""
         ids = sorted(tokens)
         shares = assign_by_load([tokens[id] for id in ids], self.num_replicas)
-        self.live = [{ids[i]: tokens[ids[i]] for i in share} for share in shares]
+        self.live = [{} for _ in shares]
+        for replica, share in enumerate(shares):
+            self.hold(replica, {ids[i]: tokens[ids[i]] for i in share})
         return [list(live) for live in self.live]
 
+    def by_replica(self, ids: Iterable[SampleId]) -> dict[int, set[SampleId]]:
+        """Return those of `ids` that are decoded, by the place of their replica."""
+        found: dict[int, set[SampleId]] = {}
+        for id in ids:
+            if id in self.place:
+                found.setdefault(self.place[id], set()).add(id)
+        return found
+
     def remove(self, ids: Iterable[SampleId]) -> None:
-        gone = set(ids)
-        for live in self.live:
-            for id in live.keys() & gone:  # the smaller of the two is gone through
-                del live[id]
+        for id in ids:
+            if id in self.place:
+                del self.live[self.place.pop(id)][id]
 
     def handovers(self) -> list[tuple[SampleId, int, int]]:
         """Return moves (sequence, from, to) that level the replicas once one runs dry, else nothing.
 
         The newest sequences go: they still wait, or have the least to compute again.
         """
-        counts = [len(live) for live in self.live]
-        if max(counts) - min(counts) < MARGIN or 2 * min(counts) > max(counts):
+        least = [(len(live), replica) for replica, live in enumerate(self.live)]  # heaps: who gives never takes
+        most = [(-count, replica) for count, replica in least]
+        low, high = min(least)[0], -min(most)[0]
+        if high - low < MARGIN or 2 * low > high:
             return []
+        heapify(least)
+        heapify(most)
         moves = []
-        while max(counts) - min(counts) > 1:
-            source, target = counts.index(max(counts)), counts.index(min(counts))
-            id, expected = self.live[source].popitem()
-            self.live[target][id] = expected
-            counts[source] -= 1
-            counts[target] += 1
-            moves.append((id, self.replicas[source], self.replicas[target]))
+        while -most[0][0] - least[0][0] > 1:
+            (negative, source), (count, target) = most[0], least[0]
+            moves.append(self._move(next(reversed(self.live[source])), target))
+            heapreplace(most, (negative + 1, source))
+            heapreplace(least, (count + 1, target))
         return moves
+
+    def _move(self, id: SampleId, target: int) -> tuple[SampleId, int, int]:
+        source = self.place[id]
+        self.hold(target, {id: self.live[source].pop(id)})
+        return id, self.replicas[source], self.replicas[target]
 
     def join(self, replica: int) -> None:
         """Go on with one replica more, which has nothing to decode yet: `handovers` give it its share."""
@@ -107,11 +133,12 @@ class Placement:
 
     def shrink(self, num_replicas: int) -> list[tuple[SampleId, int, int]]:
         """Go on with the first replicas only; return the moves (sequence, from, to) that empty the others."""
+        counts = [(len(live), replica) for replica, live in enumerate(self.live[:num_replicas])]
+        heapify(counts)
         moves = []
-        for source in range(num_replicas, len(self.live)):
-            for id, expected in self.live[source].items():
-                target = min(range(num_replicas), key=lambda replica: len(self.live[replica]))
-                self.live[target][id] = expected
-                moves.append((id, self.replicas[source], self.replicas[target]))
+        for id in [id for live in self.live[num_replicas:] for id in live]:
+            count, target = counts[0]
+            moves.append(self._move(id, target))
+            heapreplace(counts, (count + 1, target))
         del self.replicas[num_replicas:], self.live[num_replicas:]
         return moves

@@ -79,6 +79,10 @@ class Replica:
         self.plain = (0, 0, 0.0)  # steps that compute no context: how many, the tokens that they drew, their seconds
 
     @property
+    def is_idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    @property
     def pages_used(self) -> int:
         return self._pages_at(self.iteration)
 
@@ -176,7 +180,8 @@ class Replica:
         return end if self._fits(end) else min(end, self.iteration + self._steps_left())
 
     def _is_current(self, end: int, id: SampleId) -> bool:
-        return id in self.running and self.running[id].ends == end
+        sequence = self.running.get(id)
+        return sequence is not None and sequence.ends == end
 
     # ---- pages -----------------------------------------------------------------------------------------------
 
@@ -243,7 +248,7 @@ class Replica:
 
     def _admit(self) -> None:
         """Start waiting sequences, in order. A prompt is computed once for all its responses."""
-        if not self.waiting:
+        if not self.waiting or len(self.running) >= self.admission.max_running:
             return
         newest = takewhile(lambda s: s.start == self.iteration, reversed(self.running.values()))
         ahead = sum((s.num_tokens - 1) % self.page_size == 0 for s in newest)  # pages of theirs that count from now on
@@ -298,7 +303,7 @@ class Replica:
             seconds = self.times.decode(rows, context, steps)
             self._spend(seconds)
             self.plain = self.plain[0] + steps, self.plain[1] + rows * steps, self.plain[2] + seconds
-        self.iteration, self.has_begun = iteration, False
+        self.iteration, self.has_begun = iteration, iteration < self.event  # until then nothing can change
 
     def _spend(self, seconds: float) -> None:
         self.clock += seconds

@@ -15,14 +15,16 @@ import numpy as np
 
 from config import ConfigError, option
 from core import SampleId
-from policies.drafts import choose
+from policies.drafts import MOST, choose
 from policies.replica import Replica
 from simulation.costs import Costs
 
 
 @dataclass(frozen=True)
 class DraftsConfig:
-    most: int = option(0, "tokens that a row drafts in a step of a round without a race, at most; 0: none", min=0)
+    most: int = option(
+        0, "tokens that a row drafts in a step of a round without a race, at most; 0: none", min=0, max=MOST
+    )
     agreement: float = option(
         0.996, "chance that weights which are one update older draw the same token", above=0.0, max=1.0
     )
@@ -84,7 +86,10 @@ class DraftingReplica(Replica):
         again = self.rng.random(len(rows)) * c.regain < 1 if c.regain else np.zeros(len(rows), bool)
         agrees = np.where(agrees, common > drafted, again)
         self.agrees.update(zip((s.id for s in rows), agrees.tolist(), strict=True))
+        plain = self.plain
         super()._advance(iteration)
+        if drafted.any():  # not the step time that others are fitted to: rounds.py leaves it out too
+            self.plain = plain
         self._spend(float(self.costs.beside(len(rows), drafted.sum())))
         for i in accepted.nonzero()[0]:
             self._jump(rows[i].id, int(accepted[i]))
@@ -98,6 +103,7 @@ class DraftingReplica(Replica):
         self._hold(sequence, 1)
         self.decoded += tokens
         self._expect(sequence)
+        self.has_begun = False  # it ends earlier
 
 
 def drafts_record(replicas: Iterable[Replica]) -> dict[str, dict[str, int]]:

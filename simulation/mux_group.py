@@ -69,7 +69,8 @@ class SharedRound(SimulatedRound):
     def join(self, now: float) -> None:
         """Go on with one replica more. It takes over what others have too much of."""
         replica = self.spare.pop()
-        replica.clock, replica.iteration = max([now, *(other.clock for other in self.replicas)]), self.iteration
+        clocks = (other.clock for other in self.replicas)
+        replica.clock, replica.iteration = max(now, self.clock, *clocks), self.iteration
         self.placement.join(len(self.replicas))
         self.replicas.append(replica)
 

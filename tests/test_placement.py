@@ -121,3 +121,25 @@ def test_a_dry_replica_gets_its_share_and_nothing_is_lost(seed: int) -> None:
 )
 def test_a_tail_goes_on_with_as_few_replicas_as_have_room(live: int, room: int, replicas: int, expected: int) -> None:
     assert tail_replicas(live, room, replicas) == expected
+
+
+def test_handovers_and_shrinking_choose_as_a_look_at_all_replicas_would() -> None:
+    rng = Random(4)
+    for _ in range(100):
+        count = rng.randint(2, 9)
+        placement = Placement(count)
+        placement.launch([VisitId(0, i) for i in range(rng.randint(1, 30))], rng.randint(1, 4))
+        gone = [id for live in placement.live[1:] for id in live if rng.random() < 0.8]
+        assert {id for ids in placement.by_replica(gone).values() for id in ids} == {*gone}
+        placement.remove(gone)
+        counts = [len(live) for live in placement.live]
+        for _, source, target in placement.handovers():
+            assert source == counts.index(max(counts)) and target == counts.index(min(counts))
+            counts[source], counts[target] = counts[source] - 1, counts[target] + 1
+        keep = rng.randint(1, count)
+        counts = counts[:keep]
+        for _, source, target in placement.shrink(keep):
+            assert source >= keep and target == counts.index(min(counts))
+            counts[target] += 1
+        assert counts == [len(live) for live in placement.live] and sum(counts) == placement.num_live
+        assert all(id in placement.live[place] for id, place in placement.place.items())

@@ -6,10 +6,11 @@ from random import Random
 import pytest
 from test_simulate import PAGES, config
 
-from config import ConfigError
+from config import ConfigError, load_config
 from core import SampleId
 from policies.replica import Replica, Response
-from simulate import ModelFile, load_hardware, simulate
+from settings import Config
+from simulate import ModelFile, SimulationConfig, load_hardware, simulate
 from simulation.costs import Costs
 from simulation.drafts import DraftingReplica, DraftsConfig
 
@@ -35,7 +36,9 @@ def play(drafts: DraftsConfig, num_pages: int = PAGES, lengths: list[int] = LENG
 
 def test_whole_texts_that_are_right_take_a_step_for_each_draft_and_its_next_token() -> None:
     replica = play(DraftsConfig(most=7, agreement=1.0), lengths=[401])
-    assert (replica.plain[0], replica.accepted, replica.drafted) == (50, 350, 350)  # the prefill has drawn the first
+    assert (replica.accepted, replica.drafted) == (350, 350)  # the prefill has drawn the first
+    assert not any(replica.plain), "steps with drafts are no plain steps"
+    assert replica.iteration == 64, "51 steps, to the end of a window"
 
 
 def test_rare_differences_leave_most_of_what_was_drafted() -> None:
@@ -49,7 +52,7 @@ def test_rare_differences_leave_most_of_what_was_drafted() -> None:
 
 def test_of_a_text_that_reaches_a_part_of_a_response_the_rest_is_drawn_token_by_token() -> None:
     replica = play(DraftsConfig(most=7, agreement=1.0, known=0.5), lengths=[400])
-    assert (replica.plain[0], replica.accepted) == (25 + 200 - 1, 7 * 25)
+    assert (replica.plain[0], replica.accepted) == (200 - 1, 7 * 25)
 
 
 @pytest.mark.parametrize("pages", [53, 60, 100])
@@ -82,6 +85,20 @@ def test_a_run_drafts_in_long_rounds_and_trains_the_same() -> None:
     assert {"short", "long"} == {record["round"]["kind"] for record in drafting.records}
 
 
+def test_rounds_of_dynamic_sampling_have_no_drafts_as_in_real_runs() -> None:
+    run = simulate(config(stream={"policy": "off"}, scheduler={"dynamic_sampling": True}, drafts={"most": 8}))
+    assert "long" in {record["round"]["kind"] for record in run.records}
+    assert not any("drafts" in record for record in run.records)
+
+
 def test_settings_that_would_do_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="drafts.most = 0"):
         simulate(config(drafts={"lag": 2.0}))
+
+
+def test_a_real_run_and_a_simulated_one_take_the_same_longest_draft() -> None:
+    assert load_config(SimulationConfig, None, ["--drafts.most=256"]).drafts.most == 256
+    assert load_config(Config, None, ["--drafts.most=256"]).drafts.most == 256
+    for kind in (SimulationConfig, Config):
+        with pytest.raises(ConfigError, match="drafts.most"):
+            load_config(kind, None, ["--drafts.most=257"])
