@@ -233,9 +233,10 @@ class Engine:
         if batcher.running:
             self._make_room()
         chunks, n = batcher.plan_chunks(), len(batcher.running)
+        start = time.perf_counter()
         if drafter and asks and n:
             drafts = propose(drafter, batcher, runner.rows.drawn, runner.rows.ends, chunks)
-        start = time.perf_counter()
+        start = start if drafts else time.perf_counter()  # to look for drafts is part of what they cost
         if runner.graphs and n:
             runner.launch(batcher, drafts)
         if chunks or (n and not runner.graphs):

@@ -32,6 +32,7 @@ PRIOR = 8.0  # tokens that a rate is worth before the first
 TRIAL_STEPS, TRIAL_ROWS = 32, 8  # steps between two trials; rows that take part
 REST_STEPS = 16  # steps, at most, in which no source is asked after it was asked in vain: half of the rows, if fewer
 OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
+FIRST_DRAFTS = 0.2  # of a step without drafts costs that it has some, before this was measured
 REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
 TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
 
@@ -331,7 +332,7 @@ class StepCosts:
         self.kinds: dict[tuple[int, int], list[float]] = {}  # by the bits of rows and drafted: their means, and when
         self.count = 0
         # Of a step, a token, a step with drafts; before the first fit only their ratios mean anything.
-        self.weights, self.is_fitted = [32.0, 1.0, 6.0], False
+        self.weights, self.is_fitted = [32.0, 1.0, 32 * FIRST_DRAFTS], False
 
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         self.count += 1
@@ -346,9 +347,10 @@ class StepCosts:
         known = [kind for kind in self.kinds.values() if kind[3] >= SEEN]
         if len({round(rows).bit_length() for rows, *_ in known}) > 3:  # else noise could make tokens seem free
             points = [(1.0, rows + drafted, float(drafted > 0)) for rows, drafted, *_ in known]
-            count = 2 + any(drafted for _, drafted, *_ in known)  # before any, drafts cost nothing but their tokens
+            count = 2 + any(drafted for _, drafted, *_ in known)  # before any, their own cost is assumed
             weights = fit([point[:count] for point in points], [kind[2] for kind in known])
-            self.weights, self.is_fitted = [*weights, 0.0][:3], True
+            if weights[1]:  # else noise has hidden what a token costs, and any number of wrong ones would pay
+                self.weights, self.is_fitted = [*weights, FIRST_DRAFTS * weights[0]][:3], True
 
     def seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
         start, token, drafts = self.weights
@@ -451,7 +453,10 @@ class DraftPolicy:
         """Whether a step of so many rows may have drafts, or a trial is due."""
         self.steps, self.num_rows = self.steps + 1, 0
         self.tries = is_due(self.steps, TRIAL_STEPS)
-        self.asked = self._worth_asking(num_rows) if num_rows and not self.idle else []
+        self.asked = []
+        if num_rows and not self.idle:
+            self.asked = self._worth_asking(num_rows)
+            self.idle = 0 if self.asked else REST_STEPS // 2
         self.idle = max(self.idle - 1, 0)
         return bool(self.asked or self.tries)
 
