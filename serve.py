@@ -30,6 +30,7 @@ from server.wire import ApiError, Json
 
 TOKEN = "PLAINROLL_TOKEN"  # in the environment: a command line can be read by everybody on the machine
 LOOK_SECONDS = 1.0  # between two looks for a newer checkpoint
+LAST_SECONDS = 0.5  # at the end, in which requests under way get their error
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class Service:
         finally:
             self.endpoint.shutdown()
             self.endpoint.server_close()
+            if self.loop.under_way:
+                time.sleep(LAST_SECONDS)
 
     def stop(self) -> None:
         self.loop.stop()

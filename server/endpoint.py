@@ -62,10 +62,13 @@ class Endpoint(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request, client_address) -> None:
-        if self.places.acquire(blocking=False):
+        if not self.places.acquire(blocking=False):
+            return self.shutdown_request(request)
+        try:
             super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        except BaseException:  # no thread could begin
+            self.places.release()
+            raise
 
     def process_request_thread(self, request, client_address) -> None:
         try:
@@ -96,6 +99,8 @@ class Handler(BaseHTTPRequestHandler):
         self._reply(code, ApiError(code, message or "not a request that this server knows").body)
 
     def do_GET(self) -> None:
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # a body is not read: what follows would pass for the next request
         self._answer(self._get)
 
     def do_POST(self) -> None:
@@ -224,8 +229,9 @@ class Handler(BaseHTTPRequestHandler):
             yield piece
 
     def _check_client(self) -> None:
-        ready, _, _ = select.select([self.connection], [], [], 0)
-        if ready and not self.connection.recv(1, socket.MSG_PEEK):
+        poll = select.poll()  # `select` knows no descriptor over 1023
+        poll.register(self.connection, select.POLLIN)
+        if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
             self.close_connection = True
             raise ConnectionAbortedError("the client has gone")
 

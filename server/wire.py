@@ -15,6 +15,7 @@ Json = dict[str, object]
 T = TypeVar("T")
 
 MAX_STOPS, MAX_STOP = 16, 256  # stop texts of a request, and characters of each
+LEAST_TOP_P = 1e-30  # less would be 0 in fp32, and leave no token to draw
 SAMPLING = {"temperature": float, "top_p": float, "min_p": float, "top_k": int}
 COMMON = {*SAMPLING, "model", "n", "max_tokens", "stop", "seed", "stream", "stream_options", "return_token_ids"}
 COMMON |= {"user", "metadata", "store", "safety_identifier"}  # these tell nothing that a server here wants to know
@@ -79,12 +80,14 @@ def read_ask(
     _check_fields(asked, is_chat)
     take = _Taker(asked)
     chosen = {key: take(key, kind, getattr(sampling, key)) for key, kind in SAMPLING.items()}
+    if 0.0 < chosen["top_p"] < LEAST_TOP_P:
+        chosen["top_p"] = LEAST_TOP_P
     sampling = replace(sampling, **chosen)
     try:
         check_options(sampling, "sampling")
     except ConfigError as error:
         raise ApiError(400, str(error)) from None
-    top = take("logprobs", bool if is_chat else int, False if is_chat else -1)
+    top = take("logprobs", bool if is_chat else int, False if is_chat else -1, 0, 2**31)
     if not is_chat and top > 0:
         raise ApiError(
             400, f"logprobs = {top}: there are none but of sampled tokens; write logprobs = 0", param="logprobs"

@@ -1,8 +1,10 @@
 """The server: OpenAI's own client gets what the engine alone makes; bad requests end in clear errors."""
 
+import fcntl
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -28,6 +31,7 @@ from config import ConfigError
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 from serve import ServeConfig, ServeFile, Service
+from server.endpoint import Handler
 from server.wire import Writer
 
 LIMIT = 64  # response tokens
@@ -267,6 +271,40 @@ def test_bodies_and_names_of_others_are_refused(served) -> None:
     with socket.create_connection(("127.0.0.1", service.endpoint.server_port)) as plain:
         plain.sendall(b"no http at all\r\n\r\n")
         assert b'"error"' in plain.makefile("rb").read()
+
+
+def test_the_smallest_nucleus_has_a_token(served) -> None:
+    service, body = served(), {"prompt": PROMPT, "top_p": 1e-320, "logprobs": 0, "max_tokens": 2}
+    status, answer = ask(service, "/v1/completions", body)
+    assert status == 200 and set(answer["choices"][0]["logprobs"]["token_logprobs"]) == {0.0}
+    assert ask(service, "/v1/completions", body | {"logprobs": -5})[0] == 400
+
+
+def test_a_body_of_a_get_is_no_request(served) -> None:
+    service = served()
+    hidden = b"GET /health HTTP/1.1\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", service.endpoint.server_port), timeout=60) as plain:
+        plain.sendall(b"GET /v1/models HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(hidden), hidden))
+        assert plain.makefile("rb").read().count(b"HTTP/1.1 200") == 1
+
+
+def test_a_client_is_watched_whatever_the_number_of_its_descriptor(served) -> None:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < 1100:
+        pytest.skip("this system has no descriptor over 1023")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 1100), most))
+    try:
+        first, second = socket.socketpair()
+        with first, second:
+            high = fcntl.fcntl(first, fcntl.F_DUPFD, 1050)
+            with socket.socket(fileno=high) as own:
+                handler: Any = SimpleNamespace(connection=own)
+                Handler._check_client(handler)
+                second.close()
+                with pytest.raises(ConnectionAbortedError):
+                    Handler._check_client(handler)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
 def test_only_who_has_the_token_is_served(served, folder) -> None:
