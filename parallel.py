@@ -265,10 +265,12 @@ def with_shared_memory(world: World, slot_bytes: int = SharedMemory.SLOT_BYTES, 
     path = broadcast_object(world, SharedMemory.make_file(world.size, slot_bytes) if world.is_main else "")
     if not path:
         return world
-    shared = SharedMemory(path, world.rank, world.size, world.timeout_seconds, slot_bytes, naps)
-    barrier(world)
-    if world.is_main:
-        os.unlink(path)  # the memory stays until the last process has ended
+    try:
+        shared = SharedMemory(path, world.rank, world.size, world.timeout_seconds, slot_bytes, naps)
+        barrier(world)
+    finally:
+        if world.is_main:
+            os.unlink(path)  # the memory stays until the last process has ended
     return replace(world, shared=shared)
 
 

@@ -310,17 +310,21 @@ class SharedMemory:
     @classmethod
     def make_file(cls, size: int, slot_bytes: int) -> str:
         """Return the path of a file of memory for `size` ranks; "" without room, as in a small container."""
-        handle, path = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+        handle, path = -1, ""
         try:
+            handle, path = tempfile.mkstemp(dir=folder)
             # A file that is only truncated kills a writer for want of room.
             os.posix_fallocate(handle, 0, cls.num_bytes(size, slot_bytes))
             return path
         except OSError as error:
-            os.unlink(path)
-            print(f"ranks exchange tensors by gloo, which is slower: {os.path.dirname(path)}: {error.strerror}")
+            if path:
+                os.unlink(path)
+            print(f"ranks exchange tensors by gloo, which is slower: {folder}: {error.strerror}")
             return ""
         finally:
-            os.close(handle)
+            if handle >= 0:
+                os.close(handle)
 
     def exchange(self, x: Tensor) -> Tensor:
         """Return all ranks' `x`, [size, *x.shape], valid until the call after the next."""
@@ -350,7 +354,8 @@ class SharedMemory:
                 continue
             look = min(now + self.LOOK_SECONDS, deadline)
             late = [r for r in range(self.size) if self.counters[r] < self.round]
-            if dead := [r for r in late if not is_alive(int(self.pids[r]))]:
+            # One may have come and ended since the look at the counters.
+            if dead := [r for r in late if not is_alive(int(self.pids[r])) and self.counters[r] < self.round]:
                 raise ConnectionError(f"rank {self.rank} of a group of {self.size}: {dead} have ended")
             if now >= deadline:
                 raise TimeoutError(

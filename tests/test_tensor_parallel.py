@@ -1,6 +1,7 @@
 """Tensor-parallel engines against one that has the whole model: same weights, same tokens, on every rank."""
 
 import copy
+import errno
 import os
 import subprocess
 import sys
@@ -190,6 +191,14 @@ def test_a_wait_for_a_rank_that_has_died_ends_soon(tmp_path) -> None:
             memories[0].exchange(torch.ones(3))
     finally:
         os.unlink(path)
+
+
+def test_no_memory_to_share_is_told_and_done_without(monkeypatch, capsys) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    assert SharedMemory.make_file(2, 64) == "" and "gloo" in capsys.readouterr().out
 
 
 def sums_by_one_kernel(world: World, refused: bool) -> None:
