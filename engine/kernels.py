@@ -390,7 +390,7 @@ def race(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float) ->
     their tokens' rates, then the tokens of the first block run. So about 2 * sqrt(V) numbers are hashed and not V.
     """
     if not use_triton(logits):
-        if native.takes(logits):
+        if native.takes(logits[:1]):  # rows may be apart, as with a vocabulary that does not divide into shards
             constants = (GOLDEN, MIX1, MIX2, NUMBERS)
             return native.race(logits, keys, positions, temperature, block_size(logits.shape[1]), constants)
         return race_torch(logits, keys, positions, temperature)

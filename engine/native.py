@@ -8,6 +8,7 @@ so. Without a compiler (`CXX`, else g++; `CXX=` for none) torch's operations sta
 import ctypes
 import hashlib
 import os
+import platform
 import subprocess
 import tempfile
 from functools import cache
@@ -19,6 +20,7 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
+CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
 SECONDS = 120.0  # for the compiler, on a busy machine
 
 
@@ -50,17 +52,22 @@ def _compiled() -> Path | None:
     command = [*compiler.split(), *FLAGS, *(("-fopenmp",) if openmp else ("-fopenmp-simd",)), str(SOURCE)]
     command += [f"-Wl,--no-as-needed,{openmp[0]}"] if openmp else []
     try:
-        cpu = [
-            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model name", "flags"))
-        ]
-        key = hashlib.sha256("\n".join((*command, SOURCE.read_text(), *cpu[:2])).encode()).hexdigest()[:16]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = dict.fromkeys(line for line in lines if line.startswith(CPU))  # of its cores, which are mostly alike
+        key = hashlib.sha256(
+            "\n".join((*command, SOURCE.read_text(), *cpu, *platform.libc_ver())).encode()
+        ).hexdigest()[:16]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plainroll"
         path = folder / f"native-{key}.so"
         if not path.exists() and compiler:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as own:  # ranks may compile at the same time
-                subprocess.run([*command, "-o", f"{own}/it.so"], check=True, capture_output=True, timeout=SECONDS)
-                os.replace(f"{own}/it.so", path)
+                try:
+                    subprocess.run([*command, "-o", f"{own}/it.so"], check=True, capture_output=True, timeout=SECONDS)
+                    os.replace(f"{own}/it.so", path)
+                except subprocess.SubprocessError:
+                    if not path.exists():  # else another rank was faster: ranks of a replica should compute alike
+                        raise
         return path if compiler else None
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None
@@ -84,7 +91,7 @@ def takes(*tensors: Tensor | None) -> bool:
     """Whether the kernels are here, and take these: float32, contiguous, on a CPU, without gradients."""
     if torch.is_grad_enabled() or library() is None:
         return False
-    return all(x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.is_cuda) for x in tensors)
+    return all(x is None or (x.dtype == torch.float32 and x.is_contiguous() and x.is_cpu) for x in tensors)
 
 
 def _at(x: Tensor | None) -> int | None:
@@ -121,7 +128,7 @@ def can_page(k_pages: Tensor, v_pages: Tensor, table: Tensor) -> bool:
 
 def can_decode(kv: Tensor) -> bool:
     """Whether attention to this memory of pages [..., D] can be by `paged_decode`."""
-    return kv.shape[-1] in HEAD_SIZES and kv.dtype == torch.float32 and not kv.is_cuda and library() is not None
+    return kv.shape[-1] in HEAD_SIZES and kv.dtype == torch.float32 and kv.is_cpu and library() is not None
 
 
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, table: Tensor, k_pages: Tensor,
@@ -149,7 +156,8 @@ def race(
 ) -> tuple[Tensor, Tensor]:
     """`constants`: of the hash, in the order of `_Hash`."""
     n, vocab = logits.shape
+    keys, positions = keys.contiguous(), positions.contiguous()  # copies that live as long as the call
     tokens, logprobs = logits.new_empty(n, dtype=torch.int64), logits.new_empty(n)
-    args = (_at(logits), _at(keys.contiguous()), _at(positions.contiguous()), _at(tokens), _at(logprobs))
+    args = (_at(logits), _at(keys), _at(positions), _at(tokens), _at(logprobs))
     _call("race", *args, n, vocab, logits.stride(0), block, temperature, _Hash(*constants))
     return tokens, logprobs

@@ -88,6 +88,26 @@ def test_a_row_does_not_depend_on_the_others() -> None:
             assert torch.equal(alone[0], whole[7])
 
 
+@needs_compiler
+@torch.no_grad()
+def test_a_race_takes_rows_apart_and_any_keys(monkeypatch) -> None:
+    """As they come from a vocabulary that does not divide into shards; and views of keys."""
+    called, call = set(), native._call
+    monkeypatch.setattr(native, "_call", lambda name, *args: (called.add(name), call(name, *args)))
+    wide, keys, places = torch.randn(9, 300), torch.arange(36) * 77, torch.arange(36)
+    args = wide[:, :299], keys[::4], places[::4], 0.7
+    (tokens, logprobs), (others, theirs) = kernels.race(*args), kernels.race_torch(*args)
+    assert called == {"race"} and torch.equal(tokens, others)
+    torch.testing.assert_close(logprobs, theirs, atol=1e-5, rtol=1e-5)
+
+
+@needs_compiler
+@torch.no_grad()
+def test_tensors_without_memory_are_not_taken() -> None:
+    x = torch.ones(2, 4, device="meta")
+    assert not native.takes(x) and not native.can_decode(torch.empty(1, 64, device="meta"))
+
+
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("compiler", ["", "/no/such/compiler"])
 def test_without_a_compiler_torchs_operations_stay(compiler: str, tmp_path: Path, model: Model, monkeypatch) -> None:
@@ -104,6 +124,25 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch)
     (tmp_path / "plainroll").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native.library() is None
+
+
+def test_a_rank_that_compiles_in_vain_takes_what_another_has_made(tmp_path: Path, monkeypatch) -> None:
+    """Ranks of a replica should compute alike, also where a busy machine lets only some of them be in time."""
+    monkeypatch.setenv("CXX", "some-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native.subprocess, "run", lambda command, **_: Path(command[-1]).touch())
+    made = native._compiled()
+    assert made and made.exists()
+    made.unlink()
+
+    def late(command: list[str], **_: object) -> None:
+        if is_beside_another:
+            made.touch()
+        raise native.subprocess.TimeoutExpired(command, 1)
+
+    for is_beside_another in (False, True):
+        monkeypatch.setattr(native.subprocess, "run", late)
+        assert native._compiled() == (made if is_beside_another else None)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
