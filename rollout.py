@@ -218,8 +218,7 @@ class Engine:
         """Admit what fits; decode one token in every row and prefill some; return the samples that finished.
 
         On a CPU this is one forward, and the samples are its own. On a GPU it is a graph and a forward for the prefill,
-        and the samples are those of the step before, whose flags have arrived meanwhile. After an exception from here
-        only `abort` makes sense.
+        and the samples are those of the step before. After an exception from here only `abort` makes sense.
         """
         self._refresh()
         batcher, runner, drafter = self.batcher, self.runner, self.drafter

@@ -351,7 +351,7 @@ MODELS = {
     "more layers": set_config(num_hidden_layers=9),
     "heads that do not divide": set_config(num_key_value_heads=3),
     "other vocabulary": set_config(vocab_size=7),
-    "sliding window": set_config(use_sliding_window=True, sliding_window=8, max_window_layers=0),
+    "other layers": set_config(use_sliding_window=True, layer_types=["linear_attention"] * 2),
     "odd rope": set_config(rope_scaling={"rope_type": "magic", "factor": 2}, rope_parameters=None),
     "short context": set_config(max_position_embeddings=40),
     "index without files": lambda folder: (folder / "model.safetensors.index.json").write_text(

@@ -156,7 +156,7 @@ def test_a_sequence_carries_its_given_tokens_wherever_it_goes(model: Model, kind
     def disturb(engine: Engine) -> None:
         live = [*engine.batcher.live_tokens()]
         for s in engine.export(rng.sample(live, rng.randint(0, len(live)))):
-            _, tokens, logprobs, spans = _unpacked(*_packed(s))
+            _, tokens, logprobs, spans, _ = _unpacked(*_packed(s))
             packed = replace(by_id[s.id], token_ids=tokens, logprobs=logprobs, spans=spans)
             engine.add(rng.choice([packed, pickle.loads(pickle.dumps(s))]))
 
