@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 import parallel
-import sharding
 from config import ConfigError, regular
 from core import ModelShape, Tokenizer
 from engine.host import data_of
-from lora import Adapters
 from model import Model, empty_model, parse_shape
 from parallel import World
 from policies.placement import assign_by_load
+from weights import sharding
+from weights.lora import Adapters
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30  # of a file of weights, at most

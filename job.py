@@ -17,7 +17,6 @@ from core import Group, RoundPlan, Tokenizer, Visit
 from data import PromptCursor, dump_groups, load_groups, load_prompts, write_transcripts
 from envs.episodes import Episodes
 from learning import group_advantages, learn, put_groups, told_advantages
-from lora import LoraConfig
 from metrics import Clock, Record, Recorder, peak_memory
 from model import Model, ModelShape, empty_model
 from overlap.ahead import Ahead
@@ -61,6 +60,7 @@ from settings import (
 )
 from trainer import Trainer
 from warm_start import ensure_model
+from weights.lora import LoraConfig
 
 EVENT_BYTES = 2**18  # of a rank: what ends in a window takes less
 EVAL_EPOCH = -1  # held-out samples have names, and so random streams, of their own

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 import checkpoint
 import parallel
-import sharding
 from config import ConfigError, load_config
 from core import SampleId
 from engine.pages import has_room, pages_needed
@@ -45,6 +44,7 @@ from settings import (
     with_layout,
 )
 from warm_start import ensure_model
+from weights import sharding
 
 MAX_TOKENS = 2**18  # context tokens of a point: more would take minutes to prefill, and times grow linearly
 BLOCKS = 5  # of decode steps; the median counts

@@ -20,7 +20,6 @@ from envs.latency import Latency
 from envs.player import player_named
 from envs.pool import TRIES
 from envs.trial import tried
-from lora import check_lora, count
 from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
@@ -41,6 +40,7 @@ from sampling import SamplingConfig
 from scheduler import POLICIES, SchedulerConfig
 from trainer import TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
+from weights.lora import check_lora, count
 
 OTHERWISE = "a smaller model, shorter responses, more ranks or adapters (trainer.lora.rank)"  # where no settings help
 MODELS = Path("models")  # folder of warm-started models

@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import parallel
-import sharding
 from attention import PackedAttention
 from config import option
 from core import Example
 from engine.experts import no_counts, replay, routing_record
 from engine.host import OnHost
-from lora import Adapters, LoraConfig
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model
 from parallel import World
 from sampling import SamplingConfig, score
+from weights import sharding
+from weights.lora import Adapters, LoraConfig
 
 
 @dataclass(frozen=True)

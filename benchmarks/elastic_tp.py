@@ -58,7 +58,7 @@ from policies.step_times import Profile
 from profiler import measure
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
-from sharding import shard_groups, shard_model
+from weights.sharding import shard_groups, shard_model
 
 PROMPT = 16  # tokens
 RESPONSES = 4  # of one prompt

@@ -49,13 +49,13 @@ from core import Example, ModelShape, Prompt, Sample, SampleId, Span
 from engine.memory import RolloutConfig
 from engine.sequence import Sequence
 from learning import examples_of
-from lora import LoraConfig
 from model import Model, parse_shape
 from parallel import TensorParallel, World
 from policies.memory_plan import Plan
 from rollout import Engine
 from settings import Config, memory_plan
 from trainer import Trainer, TrainerConfig
+from weights.lora import LoraConfig
 
 QWEN = {"model_type": "qwen2", "tie_word_embeddings": True, "max_position_embeddings": 4096}
 SIZES = (

@@ -40,7 +40,7 @@ BLOCK = re.compile(r"<!-- results:(\S+)(.*?)-->(.*?)<!-- end -->", re.DOTALL)
 
 ENGINE = ("rollout.py", "engine/*.py", "engine/native.cpp", "attention.py", "sampling.py", "model.py")
 ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "parallel.py")
-TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "sharding.py", "lora.py")
+TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "weights/sharding.py", "weights/lora.py")
 REWARDS = ("reward.py", "rewards/*.py")
 STREAM = ("policies/scale_down.py", "policies/step_times.py", "overlap/streamed.py")
 ENDLESS = ("policies/flow.py", "overlap/endless.py", "overlap/pools.py", "overlap/weights.py")
@@ -172,7 +172,7 @@ BENCHMARKS = {
             *ENGINE,
             *(f"policies/{name}.py" for name in ("planner", "replica", "step_times")),
             "parallel.py",
-            "sharding.py",
+            "weights/sharding.py",
         ),
         "the tensor-parallel size of each round chosen by `predict`, {ranks} ranks on {cores} cores: "
         "{regret_vs_best_fixed:+.0%} time against the best fixed size in hindsight",

@@ -39,8 +39,8 @@ from rewards.graders import GRADERS
 from rewards.pool import RewardPool
 from rounds import Round
 from scheduler import POLICIES, SchedulerConfig
-from sharding import whole
 from trainer import Trainer, TrainerConfig
+from weights.sharding import whole
 
 STREAM_SHAPES = {
     "nano": replace(SHAPES["nano"], prompts=16, window=2),

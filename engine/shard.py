@@ -13,7 +13,7 @@ from engine.cpu import Packed, packed
 from engine.experts import Choose, own_choice
 from model import Attend, LayerWeights, Model, Split, empty_model, linear, rms_norm, run_layer, run_mlp
 from parallel import TensorParallel
-from sharding import gather
+from weights.sharding import gather
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 ALIGNED = 128  # elements: the places of copies are multiples of this

@@ -24,12 +24,12 @@ import train
 from checkpoint import check_model, fill, load_model
 from config import ConfigError
 from core import Example, SampleId, Span
-from lora import Adapters, LoraConfig, check_lora, count
 from loss import LossConfig
 from model import FAMILIES, Model, empty_model, parse_shape
 from parallel import World
 from sampling import SamplingConfig
 from trainer import Trainer, TrainerConfig
+from weights.lora import Adapters, LoraConfig, check_lora, count
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=4, alpha=8.0)

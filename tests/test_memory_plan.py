@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import train
 from attention import PackedAttention
 from config import ConfigError, load_config
-from lora import LoraConfig
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
@@ -24,6 +23,7 @@ from policies.memory_plan import GIB, Plan, layer_bytes, plan
 from sampling import SamplingConfig, score
 from settings import Config, check_memory, find_remedy, memory_plan, with_kv_memory, with_layout
 from trainer import Trainer, TrainerConfig
+from weights.lora import LoraConfig
 
 CUDA = torch.device("cuda", 0)
 QWEN_7B = {

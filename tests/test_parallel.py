@@ -23,7 +23,7 @@ import parallel
 from core import Sample
 from engine.cpu import SharedMemory
 from parallel import World
-from sharding import shard_groups
+from weights.sharding import shard_groups
 
 # ---- collectives -------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from policies.planner import Choice, EngineLimits, Launch, simulate_replica
 from policies.step_times import PROFILE_NAME, FittedTimes
 from rollout import Engine, RolloutConfig, cache_of
 from sampling import SamplingConfig, sample_key
-from sharding import shard_groups, shard_model
+from weights.sharding import shard_groups, shard_model
 
 ORDER = (2, 4, 1, 4, 2)
 

@@ -17,7 +17,6 @@ from conftest import ALONE
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import sharding
 from attention import PackedAttention
 from checkpoint import Checkpoints, check_model, fill, list_checkpoints, load_model, load_state, load_tensors
 from core import Example, Prompt, Sample, SampleId, Span
@@ -28,6 +27,7 @@ from model import Model, empty_model
 from parallel import World
 from sampling import SamplingConfig, score
 from trainer import SUMS, NonFiniteError, Trainer, TrainerConfig, pack
+from weights import sharding
 
 CPU = torch.device("cpu")
 NORMALISATIONS = ("token", "sequence", "constant")

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import sharding
 from config import ConfigError, option
 from core import ModelShape
 from model import HFTensor, Layer, Model, empty_model
+from weights import sharding
 
 FOLDER = "adapter"  # of a checkpoint: the adapters as PEFT reads them
 FIELDS = {"qkv": "qkv_proj", "out": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}  # of LayerWeights
