@@ -234,7 +234,7 @@ class Engine:
         chunks, n = batcher.plan_chunks(), len(batcher.running)
         start = time.perf_counter()
         if drafter and asks and n:
-            drafts = propose(drafter, batcher, runner.rows.drawn, runner.rows.ends, chunks)
+            drafts = propose(drafter, batcher, runner.drawn, runner.rows.ends, chunks)
         start = start if drafts else time.perf_counter()  # to look for drafts is part of what they cost
         if runner.graphs and n:
             runner.launch(batcher, drafts)

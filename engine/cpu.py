@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.drafts import Drafts
 from engine.pages import Holder, PageMove, Pages, compact, cut, pages_needed
 from engine.sequence import Parked
 
@@ -170,112 +169,6 @@ class PageAttention:
         """q [n, H, D]; k_pages and v_pages [pages, K, page, D] -> [n, H, D]"""
         q = F.pad(q, (0, 0, 0, 0, 0, self.extra)) if self.extra else q
         return decode_by_page(q, k_pages[: self.used], v_pages[: self.used], self.owner, self.bias(window))[: self.n]
-
-
-FEW = 384  # pages times tokens: so few are sooner read by all tokens than merged page by page
-
-
-def draft_attention(
-    pages: BatchedPages, table: np.ndarray, length: np.ndarray, kv: Tensor, drafts: Drafts, groups: int
-) -> "DraftAttention | DenseAttention":
-    """Return the attention of a step with drafts; the arguments are those of `DraftAttention`."""
-    is_few = pages.dense * drafts.num_tokens <= FEW
-    return (DenseAttention if is_few else DraftAttention)(pages, table, length, kv, drafts, groups)
-
-
-class DenseAttention:
-    """Attention of few tokens: each attends to all pages in use, and a bias hides those of other rows.
-
-    Half of the operations of `DraftAttention`; its products grow with rows times pages.
-    """
-
-    def __init__(
-        self, pages: BatchedPages, table: np.ndarray, length: np.ndarray, kv: Tensor, drafts: Drafts, groups: int
-    ):
-        """As for `DraftAttention`."""
-        used, page_size = pages.dense, pages.page_size
-        position = length[drafts.row] + drafts.place
-        self.write_pages = torch.from_numpy(table[drafts.row, position // page_size])  # [T]
-        is_own = pages.row[:used] == drafts.row[:, None]  # [T, P]
-        filled = ((position[:, None] + 1 - pages.start[:used]) * is_own).clip(0, page_size)
-        self.used, self.places = used, int(filled.max())  # young pages are not read whole
-
-        def bias(window: int) -> Tensor:
-            bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), : self.places]  # [T, P, places]
-            if window:
-                late = (position[:, None] + 1 - window - pages.start[:used]).clip(0, page_size)
-                bias = bias + _late_bias(page_size, kv.dtype)[torch.from_numpy(late), : self.places]
-            return bias.flatten(1).repeat_interleave(groups, 0)[None]  # the same for all key heads
-
-        self.bias = cache(bias)
-
-    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, window: int = 0) -> Tensor:
-        """q [T, H, D]; k_pages and v_pages [pages, K, page, D] -> [T, H, D]"""
-        (tokens, _, size), num_kv = q.shape, k_pages.shape[1]
-        keys, values = (
-            x[: self.used, :, : self.places].transpose(0, 1).reshape(num_kv, -1, size) for x in (k_pages, v_pages)
-        )  # [K, P * places, D]
-        query = q.view(tokens, num_kv, -1, size).transpose(0, 1).reshape(num_kv, -1, size)  # [K, T * G, D]
-        weights = torch.baddbmm(self.bias(window), query, keys.transpose(1, 2), alpha=size**-0.5).softmax(-1)
-        return torch.bmm(weights, values).view(num_kv, tokens, -1, size).transpose(0, 1).reshape(q.shape)
-
-
-class DraftAttention:
-    """Attention of rows in one step, some of which decode their draft too.
-
-    The tokens of a row with a draft attend to its pages together, as if they were more query heads: so its keys are
-    read once. These rows are padded to the longest draft. Rows without drafts attend as in any step.
-    """
-
-    def __init__(
-        self, pages: BatchedPages, table: np.ndarray, length: np.ndarray, kv: Tensor, drafts: Drafts, groups: int
-    ):
-        """As for `PageAttention`; `groups`: query heads of a key head."""
-        n, used, page_size, num_kv = len(length), pages.dense, pages.page_size, kv.shape[3]
-        position = length[drafts.row] + drafts.place
-        self.write_pages = torch.from_numpy(table[drafts.row, position // page_size])  # [T]
-        rank = np.full(n + 1, -1)  # the last is for pages of contexts in prefill, whose row is -1
-        rank[drafts.order] = np.arange(n)
-        owner = rank[pages.row[:used]]
-        self.num_plain = u = drafts.num_plain
-        self.plain = None
-        if u:
-            rows = drafts.order[:u]
-            self.plain = PageAttention(pages, np.where(owner < u, owner, -1), table[rows], length[rows], kv, True)
-        mine = np.flatnonzero(owner >= u)
-        self.pages = slice(0, used) if len(mine) == used else torch.from_numpy(mine)
-        owner, rows = owner[mine] - u, drafts.order[u:]
-        start, count = drafts.start[u:, None] - u, drafts.counts[rows, None]
-        width = int(count.max()) + 1
-        # Where the tokens stand, head by head, among those of a padded row of a key head; and the way back.
-        place, heads = np.arange(width), np.arange(num_kv)[:, None]
-        token = start + np.minimum(place, count)  # [m, width]
-        self.pad = torch.from_numpy((token[:, None] * num_kv + heads).ravel())  # [m * K * width]
-        back = (np.arange(len(rows))[:, None, None] * num_kv + heads) * width + place  # [m, K, width]
-        self.unpad = torch.from_numpy(back.transpose(0, 2, 1)[place <= count].ravel())  # [tokens * K]
-        filled = (length[rows][owner, None] + 1 + place - pages.start[mine, None]).clip(0, page_size)  # [P, width]
-        is_simple = len(mine) == len(rows) and bool((owner == np.arange(len(rows))).all())
-        self.owner = None if is_simple else torch.from_numpy(owner)
-        places = int(filled.max())
-
-        def bias(window: int) -> Tensor:
-            bias = _page_bias(page_size, kv.dtype)[torch.from_numpy(filled), :places]  # [P, width, places]
-            if window:
-                late = (length[rows][owner, None] + 1 + place - window - pages.start[mine, None]).clip(0, page_size)
-                bias = bias + _late_bias(page_size, kv.dtype)[torch.from_numpy(late), :places]
-            return bias[:, None, :, None].expand(-1, num_kv, -1, groups, -1).flatten(2, 3).flatten(0, 1)
-
-        self.bias = cache(bias)
-        self.size = len(rows), num_kv * width * groups
-
-    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, window: int = 0) -> Tensor:
-        """q [T, H, D]; k_pages and v_pages [pages, K, page, D] -> [T, H, D]"""
-        u, (num_heads, size) = self.num_plain, q.shape[1:]
-        heads = q[u:].reshape(len(self.unpad), -1)  # [tokens * K, G * D]
-        padded = heads.index_select(0, self.pad).view(*self.size, size)  # [m, K * width * G, D]
-        out = decode_by_page(padded, k_pages[self.pages], v_pages[self.pages], self.owner, self.bias(window))
-        out = out.view(len(self.pad), -1).index_select(0, self.unpad).view(-1, num_heads, size)
-        return torch.cat((self.plain(q[:u], k_pages, v_pages, window), out)) if self.plain else out
 
 
 # ---- between the ranks of one machine ----------------------------------------------------------------------------

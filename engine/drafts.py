@@ -42,45 +42,42 @@ class Drafter(Protocol):
         ...
 
 
-TOGETHER = 128  # tokens, padded: so few attend in one operation sooner than in two
-
-
 class Drafts:
     """The tokens of one step, T in all: of each row the newest, and its draft behind it.
 
-    order [n]: the rows in the order of their tokens, of which the first `num_plain` have no draft and attend as in a
-    step without drafts; 0 where there are few tokens. counts [n]: drafted tokens, by row. row, place, tokens [T]: each
-    token's row, its distance from the row's newest, and itself where the distance is not 0. start [n]: each row's first
-    token, in order. After `settle`: kept [n], tokens that each row drew.
+    counts [n]: drafted tokens, by row; start [n]: the first of its tokens. row, place, tokens [T]: each token's row,
+    its distance from the row's newest, and itself; drawn [T]: response tokens up to it. After the step: kept [n],
+    tokens that each row drew.
     """
 
-    def __init__(self, sequences: list[Sequence], drafts: abc.Sequence[abc.Sequence[int]]):
-        """`sequences`: those of the rows. At least one has a draft."""
-        self.sequences = [*sequences]
+    def __init__(self, rows: abc.Sequence[tuple[Sequence, np.ndarray]], drafts: abc.Sequence[abc.Sequence[int]]):
+        """`rows`: as for `Drafter.propose`."""
+        self.sequences = [s for s, _ in rows]
         self.counts = np.array([len(draft) for draft in drafts])
-        attends_together = len(drafts) * (self.counts.max() + 1) <= TOGETHER
-        self.order = np.argsort((self.counts > 0) | attends_together, kind="stable")
-        self.num_plain = 0 if attends_together else int((self.counts == 0).sum())
-        sizes = self.counts[self.order] + 1
-        ends = sizes.cumsum()
-        self.start = ends - sizes
-        self.row = self.order.repeat(sizes)
-        self.place = np.arange(ends[-1]) - self.start.repeat(sizes)
-        self.tokens = np.zeros(ends[-1], np.int64)
-        self.tokens[self.place > 0] = [token for row in self.order for token in drafts[row]]
-        self.kept = np.empty(0, np.int64)
+        ends = (self.counts + 1).cumsum()
+        self.start = ends - self.counts - 1
+        self.row = np.arange(len(drafts)).repeat(self.counts + 1)
+        self.place = np.arange(ends[-1]) - self.start[self.row]
+        self.tokens = np.empty(ends[-1], np.int64)
+        self.tokens[self.start] = [text[-1] if len(text) else s.prompt_ids[-1] for s, text in rows]
+        self.tokens[self.place > 0] = [token for draft in drafts for token in draft]
+        self.drawn = np.array([len(text) for _, text in rows])[self.row] + self.place
+        self.kept = np.zeros(len(drafts), np.int64)
 
     @property
     def num_tokens(self) -> int:
         return len(self.row)
+
+    def positions(self, length: np.ndarray) -> np.ndarray:
+        """Return the tokens' places in their sequences. length [n]: tokens that each row has in the cache. [T]"""
+        return length[self.row] + self.place
 
     def settle(self, drawn: np.ndarray) -> np.ndarray:
         """Find which of the drawn tokens [T] are kept. Return each row's newest among them, as places in T. [n]"""
         is_wrong = np.ones(len(drawn), bool)  # as is the last of each row, behind which nothing was foreseen
         np.logical_or(drawn[:-1] != self.tokens[1:], self.place[1:] == 0, out=is_wrong[:-1])
         wrong = is_wrong.nonzero()[0]
-        newest = np.empty_like(self.order)
-        newest[self.order] = wrong[wrong.searchsorted(self.start)]
+        newest = wrong[wrong.searchsorted(self.start)]
         self.kept = self.place[newest] + 1
         return newest
 
@@ -122,4 +119,4 @@ def propose(
         return None
     room = batcher.make_room_ahead(np.array([len(draft) for draft in drafts]))
     fitting = [draft[:most] for draft, most in zip(drafts, room, strict=True)]
-    return Drafts(batcher.running, fitting) if room.any() else None
+    return Drafts(rows, fitting) if room.any() else None

@@ -144,21 +144,87 @@ static void attend(const float *q, const Pages &pages, int64_t head, const int32
     for (int p = 0; p < PARTS; p++) *(Lanes *)(out + g * SIZE + 16 * p) = result[g][p] / sums[g];
 }
 
+// The same for `count` heads of tokens that stand one behind another in a row, 16 at a time, each in a lane of its own: a
+// key is read once for all of them, and no sum goes across lanes. lengths [tokens]; their queries are `row_of_q` apart.
+template <int SIZE>
+static void attend_together(const float *q, const Pages &pages, int64_t head, const int32_t *table,
+                            const int32_t *lengths, int64_t count, int64_t groups, int64_t row_of_q, int64_t window,
+                            std::vector<float> &memory, float *out) {
+  const float scale = 1 / std::sqrt((float)SIZE);
+  auto place_of = [&](int64_t t) {
+    return table[t / pages.size] * pages.of_page + head * pages.of_head + t % pages.size * SIZE;
+  };
+  for (int64_t first = 0; first < count; first += 16) {
+    int64_t lanes = count - first < 16 ? count - first : 16, places[16];
+    int64_t begin = lengths[first / groups] - window, end = lengths[(first + lanes - 1) / groups];
+    if (!window || begin < 0) begin = 0;
+    if ((int64_t)memory.size() < 16 * (end - begin)) memory.resize(32 * (end - begin));
+    float queries[SIZE][16], sums[16] = {}, peaks[16], *scores = memory.data();
+    int32_t begins[16], ends[16];
+    for (int lane = 0; lane < 16; lane++) {
+      int64_t query = first + (lane < lanes ? lane : 0);
+      places[lane] = query / groups * row_of_q + query % groups * SIZE, peaks[lane] = -INFINITY;
+      ends[lane] = lengths[query / groups], begins[lane] = window ? ends[lane] - window : 0;
+      for (int i = 0; i < SIZE; i++) queries[i][lane] = q[places[lane] + i] * scale;
+    }
+    for (int64_t t = begin; t < end; t++) {
+      const float *key = pages.keys + place_of(t);
+      float *row = scores + 16 * (t - begin);
+      Lanes score = {};
+      for (int i = 0; i < SIZE; i++) score += at(queries[i]) * key[i];
+      *(Lanes *)row = score;
+      for (int lane = 0; lane < 16; lane++) {
+        row[lane] = begins[lane] <= t && t < ends[lane] ? row[lane] : -INFINITY;
+        peaks[lane] = row[lane] > peaks[lane] ? row[lane] : peaks[lane];
+      }
+    }
+    for (float *row = scores; row < scores + 16 * (end - begin); row += 16)
+      for (int lane = 0; lane < 16; lane++) sums[lane] += row[lane] = exponential(row[lane] - peaks[lane]);
+    for (int64_t part = 0; part < SIZE; part += 16) {
+      Lanes result[16] = {};
+      for (int64_t t = begin; t < end; t++) {
+        const float *value = pages.values + place_of(t) + part;
+        for (int i = 0; i < 16; i++) result[i] += at(scores + 16 * (t - begin)) * value[i];
+      }
+      for (int lane = 0; lane < lanes; lane++)
+        for (int i = 0; i < 16; i++) out[places[lane] + part + i] = result[i][lane] / sums[lane];
+    }
+  }
+}
+
+// Whether the next token stands behind this one in the same row, so that it sees all that this one sees.
+static bool goes_on(const int32_t *table, int64_t row_of_table, const int32_t *length, int64_t page_size) {
+  int64_t pages = (length[0] + page_size - 1) / page_size;
+  return pages && length[1] == length[0] + 1 && !memcmp(table, table + row_of_table, pages * sizeof(int32_t));
+}
+
 template <int SIZE>
 static void attend_all(const float *q, const Pages &pages, const int32_t *table, int64_t row_of_table,
                        const int32_t *lengths, float *out, int64_t n, int64_t heads, int64_t groups, int64_t window) {
-  int64_t work = 0;
-  for (int64_t row = 0; row < n; row++) work += lengths[row] * heads * groups * SIZE;
-#pragma omp parallel for schedule(dynamic) if (n * heads > 1 && work > WORTH)
-  for (int64_t task = 0; task < n * heads; task++) {
+  static thread_local std::vector<int64_t> rows;  // where each begins: one token, or one and its draft
+  rows.clear();
+  int64_t work = 0, row_of_q = heads * groups * SIZE;
+  for (int64_t i = 0; i < n; i++) {
+    work += lengths[i] * row_of_q;
+    if (!i || !goes_on(table + (i - 1) * row_of_table, row_of_table, lengths + i - 1, pages.size)) rows.push_back(i);
+  }
+  rows.push_back(n);
+  const int64_t *starts = rows.data(), tasks = (rows.size() - 1) * heads;
+#pragma omp parallel for schedule(dynamic) if (tasks > 1 && work > WORTH)
+  for (int64_t task = 0; task < tasks; task++) {
     static thread_local std::vector<float> scores;
-    int64_t row = task / heads, head = task % heads, end = lengths[row];
-    int64_t begin = window && end > window ? end - window : 0;
-    const int32_t *own = table + row * row_of_table;
+    int64_t row = starts[task / heads], next = starts[task / heads + 1], head = task % heads, end = lengths[row];
+    int64_t begin = window && end > window ? end - window : 0, place = row * row_of_q + head * groups * SIZE;
+    const int32_t *own = table + (next - 1) * row_of_table;
+    if (next - row > 1) {
+      attend_together<SIZE>(q + place, pages, head, own, lengths + row, (next - row) * groups, groups, row_of_q,
+                            window, scores, out + place);
+      continue;
+    }
     if ((int64_t)scores.size() < 4 * (end - begin)) scores.resize(8 * (end - begin));
     for (int64_t g = 0; g < groups; g += 4) {
-      const float *from = q + (task * groups + g) * SIZE;
-      float *to = out + (task * groups + g) * SIZE, *s = scores.data();
+      const float *from = q + place + g * SIZE;
+      float *to = out + place + g * SIZE, *s = scores.data();
       int64_t count = groups - g < 4 ? groups - g : 4;
       if (!end) {
         memset(to, 0, count * SIZE * sizeof(float));
@@ -227,5 +293,35 @@ extern "C" void race(const float *logits, const int64_t *keys, const int64_t *po
     }
     tokens[row] = token;
     logprobs[row] = (x[token] - peak) / temperature - (float)std::log(sum);
+  }
+}
+
+// The state of the decoding rows, as engine/rows.py has it.
+struct Rows {
+  int64_t *last_token, *count, *limit, *ended, *tokens;
+  float *logprobs;
+  bool *heeds_eos;
+  const int64_t *eos_ids;
+  int64_t num_eos, width;  // width: of tokens and log-probs
+};
+
+// start, drafts, kept: null without drafts.
+extern "C" void settle(const Rows *rows, int64_t first, const int64_t *start, const int64_t *drafts,
+                       const int64_t *tokens, const float *logprobs, int64_t *kept, int64_t n, int64_t num_tokens) {
+  for (int64_t i = 0; i < n; i++) {
+    int64_t row = first + i, count = rows->count[row], begin = start ? start[i] : i, place = begin;
+    int64_t end = !start ? i + 1 : i + 1 < n ? start[i + 1] : num_tokens;
+    if (rows->ended[row]) continue;
+    for (bool goes_on = true; goes_on; place++, count++) {
+      rows->tokens[row * rows->width + count] = tokens[place];
+      rows->logprobs[row * rows->width + count] = logprobs[place];
+      goes_on = place + 1 < end && tokens[place] == drafts[place + 1];
+    }
+    int64_t newest = tokens[place - 1];
+    bool stops = false;
+    for (int64_t e = 0; e < rows->num_eos; e++) stops |= newest == rows->eos_ids[e] && rows->heeds_eos[row];
+    if (stops || count >= rows->limit[row]) rows->ended[row] = 2 * count + stops;
+    rows->last_token[row] = newest, rows->count[row] = count;
+    if (kept) kept[i] = place - begin;
   }
 }

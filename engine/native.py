@@ -13,9 +13,13 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from engine.drafts import Drafts
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -34,6 +38,18 @@ class _Hash(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("golden", "mix1", "mix2", "numbers")]
 
 
+class Rows(ctypes.Structure):
+    """Where the state of the decoding rows is (engine/rows.py)."""
+
+    TENSORS = "last_token", "count", "limit", "ended", "tokens", "logprobs", "heeds_eos", "eos_ids"
+    _fields_ = [(name, ctypes.c_void_p) for name in TENSORS] + [(name, ctypes.c_int64) for name in ("num_eos", "width")]
+
+    @classmethod
+    def of(cls, rows: Any) -> "Rows":
+        tensors = (getattr(rows, name).data_ptr() for name in cls.TENSORS)
+        return cls(*tensors, len(rows.eos_ids), rows.tokens.shape[1])
+
+
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
     "add_rms_norm": [_P] * 5 + [_I, _I, _F],
@@ -41,6 +57,7 @@ SIGNATURES = {
     "rope_and_write": [_P] * 5 + [_I, ctypes.POINTER(_Pages), _P, _P, _P, _I, _I, _I, _I, _F],
     "paged_decode": [_P, ctypes.POINTER(_Pages), _P, _I, _P, _P, _I, _I, _I, _I, _I],
     "race": [_P] * 5 + [_I, _I, _I, _I, _F, ctypes.POINTER(_Hash)],
+    "settle": [ctypes.POINTER(Rows), _I] + [_P] * 5 + [_I, _I],
 }
 
 
@@ -161,3 +178,14 @@ def race(
     args = (_at(logits), _at(keys), _at(positions), _at(tokens), _at(logprobs))
     _call("race", *args, n, vocab, logits.stride(0), block, temperature, _Hash(*constants))
     return tokens, logprobs
+
+
+def settle(rows: Rows, first: int, tokens: Tensor, logprobs: Tensor, drafts: Drafts | None = None) -> None:
+    """Record what rows from the `first` on have drawn, up to what their drafts did not foresee; mark those that end.
+
+    tokens, logprobs [T]: without drafts one for each row. A row that has ended draws nothing. See engine/rows.py.
+    """
+    n = len(drafts.kept) if drafts else len(tokens)
+    known = (drafts.start, drafts.tokens, drafts.kept) if drafts else (None,) * 3
+    arrays = [array.ctypes.data if isinstance(array, np.ndarray) else None for array in known]
+    _call("settle", rows, first, *arrays[:2], _at(tokens), _at(logprobs), arrays[2], n, len(tokens))

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from attention import PackedAttention, VarlenAttention
-from engine.cpu import DenseAttention, DraftAttention, PageAttention
+from engine import kernels
+from engine.cpu import PageAttention
+from engine.drafts import Drafts
 from engine.host import upload
 from engine.sequence import Chunk
 
@@ -44,6 +46,21 @@ class ChunkAttention:
         return self.varlen(q, key, value, window)
 
 
+class DraftAttention:
+    """Attention of rows of which some verify a draft: as if each token was a row, with the pages of those before it."""
+
+    def __init__(self, drafts: Drafts, table: np.ndarray, length: np.ndarray, page: int, device: torch.device):
+        """table [rows, pages of a sequence]; length [n], the tokens that each row has in the cache so far."""
+        positions = drafts.positions(length)
+        self.write_pages = upload(table[drafts.row, positions // page], device)  # [T], of the new tokens
+        self.table = upload(table[drafts.row], device, torch.int32)
+        self.lengths = upload(positions + 1, device, torch.int32)
+
+    def __call__(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, window: int = 0) -> Tensor:
+        """q [T, H, D]; k_pages and v_pages [pages, K, page, D] -> [T, H, D]"""
+        return kernels.paged_decode(q, k_pages, v_pages, self.table, self.lengths, window=window)
+
+
 class StepAttention:
     """Attention of one forward over the decoding rows, if any, and then the chunks, if any.
 
@@ -53,7 +70,7 @@ class StepAttention:
     def __init__(
         self,
         kv: Tensor,
-        decode: PageAttention | DraftAttention | DenseAttention | None,
+        decode: PageAttention | DraftAttention | None,
         rows: tuple[Tensor, Tensor],
         prefill: ChunkAttention | None,
     ):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from core import SampleId, Tokenizer
+from engine import native
 from engine.batcher import Removed, Started
 from engine.drafts import Drafts
 from engine.host import upload
@@ -42,6 +43,7 @@ class Rows:
         self.logprobs = state(num_rows, max_tokens + 1, dtype=torch.float32)
         self.all: tuple[Tensor, ...] = (self.last_token, self.length, self.count, self.limit, self.key)
         self.all += (self.heeds_eos, self.ended, self.tokens, self.logprobs)
+        self.places = native.Rows.of(self)
         self.host = np.zeros(
             (num_rows, max_tokens + 1), np.int64
         )  # tokens that `drawn` has brought: the first of a row,
@@ -73,8 +75,12 @@ class Rows:
 
     def draw(self, rows: slice, logits: Tensor) -> None:
         """Draw the next token of each of `rows` that has not ended, record it, mark the rows that it ends. [n, V]"""
-        alive, count = self.ended[rows] == 0, self.count[rows]
+        count = self.count[rows]
         token, logprob = self._sample(rows, logits, count)
+        if native.takes(logprob, self.logprobs):
+            native.settle(self.places, rows.start, token, logprob)
+            return
+        alive = self.ended[rows] == 0
         self.tokens[rows].scatter_(1, count[:, None], token[:, None])
         self.logprobs[rows].scatter_(1, count[:, None], logprob[:, None])
         self.last_token[rows] = token.where(alive, self.last_token[rows])
@@ -109,23 +115,21 @@ class Rows:
         self.known[:n] = counts
         return self.host[:n]
 
-    def inputs(self, drafts: Drafts) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a step with drafts computes, and their positions. [T], [T]"""
-        row, place = upload(drafts.row, self.device), upload(drafts.place, self.device)
-        tokens = upload(drafts.tokens, self.device).where(place > 0, self.last_token[row])
-        return tokens, self.length[row] + place
-
     def verify(self, drafts: Drafts, logits: Callable[[slice], Tensor]) -> None:
         """Draw at each of the T places, keep each row's draws up to the first that its draft has not foreseen.
 
         `logits` returns those of some of the places: of no more at a time than there are rows, as the memory plan has
         it. No row has ended before.
         """
-        n, row = len(drafts.order), upload(drafts.row, self.device)
-        count = self.count[row] + upload(drafts.place, self.device)
+        n, row = len(drafts.kept), upload(drafts.row, self.device)
+        count = upload(drafts.drawn, self.device)
         parts = [slice(i, i + len(self.key)) for i in range(0, len(row), len(self.key))]
         drawn = [self._sample(row[part], logits(part), count[part]) for part in parts]
         token, logprob = drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn))
+        if native.takes(logprob, self.logprobs):
+            native.settle(self.places, 0, token, logprob, drafts)
+            self.length[:n] += upload(drafts.kept, self.device)
+            return
         self.tokens[row, count], self.logprobs[row, count] = token, logprob
         newest = token[upload(drafts.settle(token.cpu().numpy()), self.device)]
         kept = upload(drafts.kept, self.device)

@@ -2,18 +2,19 @@
 
 from collections import abc
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine import native
 from engine.batcher import Batcher, Removed, Started
-from engine.cpu import BatchedPages, DenseAttention, DraftAttention, PageAttention, draft_attention
+from engine.cpu import BatchedPages, PageAttention
 from engine.drafts import Drafts
 from engine.experts import record, record_rows
 from engine.graphs import DecodeGraphs
 from engine.host import upload
 from engine.memory import PageMemory
-from engine.paged_attention import ChunkAttention, StepAttention
+from engine.paged_attention import ChunkAttention, DraftAttention, StepAttention
 from engine.pages import Pages
 from engine.rows import Rows
 from engine.sequence import Chunk, Parked, Sequence
@@ -53,7 +54,7 @@ class Runner:
         n = len(batcher.running)
         if drafts:  # each token is a row of its own, with the pages of the tokens before it
             table = upload(batcher.table[drafts.row], self.memory.kv.device, torch.int32)
-            tokens, positions = self.rows.inputs(drafts)
+            tokens, positions = self._inputs(drafts, batcher.length)
             choose = record_rows(self.memory.experts, positions, table)
             return self.verify(batcher, drafts, self.weights.decode(tokens, positions, table, self.memory.kv, choose))
         self.graphs.send(batcher.table[:n])
@@ -97,23 +98,27 @@ class Runner:
     def _compute(self, batcher: Batcher, chunks: list[Chunk], drafts: Drafts | None, n: int) -> Tensor:
         """Return hidden states of `n` decoding rows and their drafts, then of the chunks. [T, hidden_size]"""
         rows, kv, table, length = self.rows, self.memory.kv, batcher.table, batcher.length[:n]
-        inputs = rows.inputs(drafts) if n and drafts else (rows.last_token[:n], rows.length[:n])
+        inputs = self._inputs(drafts, length) if n and drafts else (rows.last_token[:n], rows.length[:n])
         if not chunks and native.can_decode(kv):
             rows_pages = upload(table[drafts.row] if drafts else table[:n], kv.device, torch.int32)
             choose = record_rows(self.memory.experts, inputs[1], rows_pages)
             return self.weights.decode(*inputs, rows_pages, kv, choose)
-        decode: PageAttention | DraftAttention | DenseAttention | None = None
-        if n:
+        decode: PageAttention | DraftAttention | None = None
+        if n and drafts:
+            decode = DraftAttention(drafts, table, length, self.pages.page_size, kv.device)
+        elif n:
             assert isinstance(self.pages, BatchedPages)
-            if drafts:
-                decode = draft_attention(self.pages, table, length, kv, drafts, self.weights.split.groups)
-            else:
-                owner = self.pages.row[: self.pages.dense]
-                decode = PageAttention(self.pages, owner, table, length, kv, bool(chunks))
+            owner = self.pages.row[: self.pages.dense]
+            decode = PageAttention(self.pages, owner, table, length, kv, bool(chunks))
         prefill = ChunkAttention(chunks, self.pages.page_size, kv.device) if chunks else None
         attention = StepAttention(kv, decode, inputs, prefill)
         choose = record(self.memory.experts, attention.pages, attention.offset)
         return self.weights(attention.token_ids, attention.positions, attention, choose)
+
+    def _inputs(self, drafts: Drafts, length: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return the tokens that a step with drafts computes, and their positions. [T], [T]"""
+        device = self.memory.kv.device
+        return upload(drafts.tokens, device), upload(drafts.positions(length), device)
 
     def verify(self, batcher: Batcher, drafts: Drafts, hidden: Tensor) -> None:
         """Draw after each token of a step with drafts, and keep what each row's draft foresaw. [T, hidden_size]"""
@@ -141,6 +146,10 @@ class Runner:
             parked.kv = self.memory.kv[:, :, pages]
             if self.memory.experts is not None:
                 parked.experts = self.memory.experts[pages]
+
+    def drawn(self, counts: np.ndarray) -> np.ndarray:
+        """Return the tokens of the first rows, which have so many. On a CPU nothing is copied."""
+        return self.rows.drawn(counts) if self.graphs else self.rows.tokens[: len(counts)].numpy()
 
     def experts(self, sequence: Sequence, num_tokens: int) -> abc.Sequence[int]:
         """Return which experts the first so many tokens of a sequence took, as `Sample.experts`; none: not recorded."""

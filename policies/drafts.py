@@ -29,8 +29,8 @@ LONGEST = 64  # agreeing tokens that are counted; the first draft of an old text
 BINS = np.array([0, GRAM, 4, 5, 6, 8, 12, 16, 24, 32, 48, LONGEST])  # agreements that have a rate together
 NEWEST = 512.0  # tokens that a rate remembers
 PRIOR = 8.0  # tokens that a rate is worth before the first
-TRIAL_STEPS, TRIAL_ROWS = 32, 8  # steps between two trials; rows that take part
-REST_STEPS = 16  # steps, at most, in which no source is asked after it was asked in vain: half of the rows, if fewer
+TRIAL_STEPS, TRIAL_ROWS = 128, 8  # steps between two trials; rows that take part
+REST_STEPS, REST_ROWS = 256, 4  # steps, at most, in which a source that was asked in vain rests; for each row but one
 OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
 FIRST_DRAFTS = 0.2  # of a step without drafts costs that it has some, before this was measured
 REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
@@ -129,6 +129,7 @@ class Source:
 
     def __init__(self, grams: Grams, number: int):
         self.grams, self.number = grams, number
+        self.rest = self.asked = 0  # steps to rest after the step in which it was asked
 
     def key(self, sample: SampleId) -> tuple[int, ...]:
         """Return the name of the corpus that may help this sample."""
@@ -314,8 +315,6 @@ class Rates:
         self.wrong *= kept
         rates = (self.right + PRIOR * self.priors) / (self.right + self.wrong + PRIOR)  # [S, bins]
         self.reach = rates[:, self.bins].cumprod(2)
-        self.first = self.reach[:, :, 0].tolist()
-        self.gains = self.reach[:, GRAM:].cumsum(2).max(1)  # [S, most]: tokens that a draft brings at its best
 
     @property
     def known(self) -> float:
@@ -331,8 +330,8 @@ class StepCosts:
     def __init__(self) -> None:
         self.kinds: dict[tuple[int, int], list[float]] = {}  # by the bits of rows and drafted: their means, and when
         self.count = 0
-        # Of a step, a token, a step with drafts; before the first fit only their ratios mean anything.
-        self.weights, self.is_fitted = [32.0, 1.0, 32 * FIRST_DRAFTS], False
+        # Of a step, a row, a drafted token, a step with drafts; before the first fit only their ratios mean anything.
+        self.weights, self.is_fitted = [32.0, 1.0, 1.0, 32 * FIRST_DRAFTS], False
 
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         self.count += 1
@@ -346,15 +345,20 @@ class StepCosts:
         self.kinds = {key: kind for key, kind in self.kinds.items() if kind[-1] > self.count - OLD_STEPS}
         known = [kind for kind in self.kinds.values() if kind[3] >= SEEN]
         if len({round(rows).bit_length() for rows, *_ in known}) > 3:  # else noise could make tokens seem free
-            points = [(1.0, rows + drafted, float(drafted > 0)) for rows, drafted, *_ in known]
-            count = 2 + any(drafted for _, drafted, *_ in known)  # before any, their own cost is assumed
-            weights = fit([point[:count] for point in points], [kind[2] for kind in known])
-            if weights[1]:  # else noise has hidden what a token costs, and any number of wrong ones would pay
-                self.weights, self.is_fitted = [*weights, FIRST_DRAFTS * weights[0]][:3], True
+            seconds = [kind[2] for kind in known]
+            if len({round(drafted).bit_length() for _, drafted, *_ in known if drafted}) > 2:
+                weights = fit([(1.0, rows, drafted, float(drafted > 0)) for rows, drafted, *_ in known], seconds)
+            else:  # a drafted token is taken for a row, and before any the cost of a step that has some is assumed
+                count = 2 + any(drafted for _, drafted, *_ in known)
+                points = [(1.0, rows + drafted, float(drafted > 0))[:count] for rows, drafted, *_ in known]
+                start, row, *drafts = fit(points, seconds)
+                weights = [start, row, row, *(drafts or [FIRST_DRAFTS * start])]
+            if weights[1] and weights[2]:  # else noise has hidden a cost, and any number of wrong ones would pay
+                self.weights, self.is_fitted = weights, True
 
     def seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
-        start, token, drafts = self.weights
-        return start + token * (rows + drafted) + drafts * (drafted > 0)
+        start, row, token, drafts = self.weights
+        return start + row * rows + token * drafted + drafts * (drafted > 0)
 
 
 def choose(reach: np.ndarray, rows: int, seconds: np.ndarray) -> np.ndarray:
@@ -394,7 +398,7 @@ class Known(NamedTuple):
 
     right: list[list[float]]  # [sources, bins]
     wrong: list[list[float]]
-    weights: list[float]  # of the costs
+    weights: list[float]  # of the costs: `StepCosts.weights`
     is_fitted: bool = False  # to seconds
 
 
@@ -419,6 +423,7 @@ class DraftPolicy:
         self.growing = [source.number for source in self.sources if source.grows]
         self.rates = Rates([source.prior for source in self.sources], most)
         self.costs, self.stats, self.is_alone = StepCosts(), DraftStats(), True
+        self.gains: dict[int, tuple[list[list[float]], list[bool], float]] = {}  # by rows; see `_gains`
         self.places = np.arange(most)
         self.begin({}, {})
 
@@ -427,23 +432,24 @@ class DraftPolicy:
         self.grams.forget()
         self.rows: dict[EngineSequence, Row] = {}
         self.trials: list[Trial] = []
-        self.steps = self.num_rows = self.kept = self.rest = self.idle = 0
+        self.steps = self.num_rows = self.kept = 0
         self.asked: list[Source] = []
         self.tries = False
         for source in self.sources:
+            source.rest = source.asked = 0
             if isinstance(source, Remembered):
                 source.open(old if isinstance(source, OldText) else epoch)
 
     def agree(self, told: Known, is_alone: bool) -> None:
         """Go on with the rates and costs of the replica's first rank; `is_alone`: it has no other rank."""
         self.rates.right, self.rates.wrong = np.array(told.right), np.array(told.wrong)
-        self.rates.refresh()
+        self._refresh()
         self.costs.weights, self.costs.is_fitted, self.is_alone = list(told.weights), told.is_fitted, is_alone
 
     def tell(self) -> Known:
         """Return what `agree` needs, as plain values."""
         self.costs.refit()
-        self.rates.refresh()
+        self._refresh()
         right, wrong = self.rates.right.tolist(), self.rates.wrong.tolist()
         return Known(right, wrong, self.costs.weights, self.costs.is_fitted)
 
@@ -453,11 +459,11 @@ class DraftPolicy:
         """Whether a step of so many rows may have drafts, or a trial is due."""
         self.steps, self.num_rows = self.steps + 1, 0
         self.tries = is_due(self.steps, TRIAL_STEPS)
-        self.asked = []
-        if num_rows and not self.idle:
-            self.asked = self._worth_asking(num_rows)
-            self.idle = 0 if self.asked else REST_STEPS // 2
-        self.idle = max(self.idle - 1, 0)
+        longest = min(REST_ROWS * (num_rows - 1), REST_STEPS)
+        self.asked = [source for source in self.sources if self.steps - source.asked > min(source.rest, longest)]
+        if self.asked:
+            _, may_pay, _ = self._gains(num_rows)
+            self.asked = [source for source in self.asked if may_pay[source.number]]
         return bool(self.asked or self.tries)
 
     def propose(self, rows: Sequence[tuple[EngineSequence, np.ndarray]]) -> Sequence[Sequence[int]]:
@@ -467,9 +473,10 @@ class DraftPolicy:
         if self.tries:
             self._try(rows)
         if self.asked:
-            self._draft([self._known(sequence, tokens) for sequence, tokens in rows], drafts)
-            self.rest = 0 if any(drafts) else min(2 * self.rest + 1, REST_STEPS, len(rows) // 2)
-            self.idle = self.rest
+            drafted = self._draft([self._known(sequence, tokens) for sequence, tokens in rows], drafts)
+            for source in self.asked:
+                source.rest = 0 if source.number in drafted else min(2 * source.rest + 1, REST_STEPS)
+                source.asked = self.steps
         return drafts
 
     def learn(self, outcome: Sequence[tuple[EngineSequence, int, int]]) -> None:
@@ -481,7 +488,7 @@ class DraftPolicy:
             self.stats.accepted[name] += right
             self.kept += right
         if self.rates.news > self.rates.known / 8:
-            self.rates.refresh()
+            self._refresh()
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in the seconds of a step without prefill that has computed so many tokens."""
@@ -489,6 +496,7 @@ class DraftPolicy:
         self.costs.observe(tokens - drafted, drafted, seconds)
         if self.is_alone and is_due(self.costs.count, REFIT_STEPS):
             self.costs.refit()
+            self.gains = {}
         if drafted:
             [plain] = self.costs.seconds(self.num_rows, np.zeros(1))
             self.stats.steps += 1
@@ -502,12 +510,24 @@ class DraftPolicy:
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
-    def _worth_asking(self, num_rows: int) -> list[Source]:
-        """Return the sources that would pay in a step, if all rows had a draft at its best."""
-        start, token, drafts = self.costs.weights
-        price = (drafts + token * num_rows * (self.places + 1)) / (start + token * num_rows)
-        pays = (self.rates.gains > price).any(1).tolist()
-        return [source for source, is_good in zip(self.sources, pays) if is_good]
+    def _refresh(self) -> None:
+        self.rates.refresh()
+        self.gains = {}
+
+    def _gains(self, num_rows: int) -> tuple[list[list[float]], list[bool], float]:
+        """Return what a draft brings at most in a step of so many rows, which sources may pay, and what is needed.
+
+        By source and agreement: tokens that it brings, less those that its seconds bring without drafts. A step with
+        drafts pays if all of its drafts bring more than the third value.
+        """
+        if num_rows not in self.gains:
+            _, _, token, drafts = self.costs.weights
+            [plain] = self.costs.seconds(num_rows, np.zeros(1))
+            gains = np.maximum(self.rates.reach - token * num_rows / plain, 0.0).sum(2)
+            gains[:, :GRAM] = 0.0  # shorter agreements are not drafted from
+            price = drafts * num_rows / plain
+            self.gains[num_rows] = gains.tolist(), (gains.max(1) * num_rows > price).tolist(), price
+        return self.gains[num_rows]
 
     def _known(self, sequence: EngineSequence, tokens: np.ndarray) -> Row:
         """Return a row with all its tokens."""
@@ -519,28 +539,31 @@ class DraftPolicy:
             row.key = self.grams.note([row.corpora[i] for i in self.growing], row.text, start, row.key)
         return row
 
-    def _draft(self, rows: Sequence[Row], drafts: list[Sequence[int]]) -> None:
-        """Write the drafts that pay into their places."""
-        found, first = list[tuple[int, int, Match]](), self.rates.first
+    def _draft(self, rows: Sequence[Row], drafts: list[Sequence[int]]) -> set[int]:
+        """Write the drafts that pay into their places; return the numbers of their sources."""
+        found, total, (gains, _, price) = list[tuple[int, int, Match]](), 0.0, self._gains(self.num_rows)
         for i, row in enumerate(rows):
             best = 0.0
             for source in self.asked:
                 match = source.propose(row)
-                if match and (chance := first[source.number][min(match.length, LONGEST)]) > best:
-                    best, chosen = chance, (i, source.number, match)
+                if match and (gain := gains[source.number][min(match.length, LONGEST)]) > best:
+                    best, chosen = gain, (i, source.number, match)
             if best:
                 found.append(chosen)
-        if not found:
-            return
+                total += best
+        if total <= price:
+            return set()
         numbers = [number for _, number, _ in found]
         lengths = [min(match.length, LONGEST) for *_, match in found]
         there = [self.most if match.text is rows[i].text else len(match.text) - match.place for i, _, match in found]
         reach = self.rates.reach[numbers, lengths] * (self.places < np.array(there)[:, None])
         seconds = self.costs.seconds(self.num_rows, np.arange(reach.size + 1))
-        for (i, number, match), count in zip(found, choose(reach, self.num_rows, seconds).tolist()):
+        counts = choose(reach, self.num_rows, seconds).tolist()
+        for (i, number, match), count in zip(found, counts):
             if count:
                 rows[i].drafted = number, match.length
                 drafts[i] = following(rows[i], match, count)
+        return {number for (_, number, _), count in zip(found, counts) if count}
 
     def _try(self, rows: Sequence[tuple[EngineSequence, np.ndarray]]) -> None:
         """Compare the trials under way with what was drawn; note new ones, in other rows each time."""
@@ -553,7 +576,7 @@ class DraftPolicy:
             while right < len(drawn) and drawn[right] == trial.tokens[right]:
                 right += 1
             self.rates.observe(trial.source, trial.length, len(drawn), right)
-        self.rates.refresh()
+        self._refresh()
         start = self.steps % len(rows)
         self.trials = [
             Trial(row, source.number, match.length, len(row.text), following(row, match, self.most))

@@ -15,7 +15,6 @@ from test_turns import make as make_player
 from test_turns import make_episodes, play
 
 from core import Sample, SampleId
-from engine import cpu
 from engine.sequence import Sequence, continued
 from rollout import Engine
 from sampling import SamplingConfig
@@ -90,10 +89,9 @@ def assert_same(found: Samples, wanted: Samples, tolerance: float = 2e-5) -> Non
 
 @kinds
 @pytest.mark.parametrize("seed", range(12))
-def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int, monkeypatch) -> None:
+def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int) -> None:
     """Random drafters, set and taken away between steps that admit, prefill in chunks, preempt, abort and export."""
     rng = Random(seed)
-    monkeypatch.setattr(cpu, "FEW", (0, cpu.FEW, 10**9)[seed // 2 % 3])  # each attention alone, and in turns
     page, sampling = rng.choice((1, 3, 4, 16)), SamplingConfig(1.0, 0, rng.choice((1.0, 0.9)))
     pages, eos = -(-64 // page) * rng.choice((1, 2, 4)), range(2, 12) if seed % 3 else [999]
     more = {"page_size": page, "max_running": rng.choice((3, 8)), "step_tokens": rng.choice((24, 8192))}

@@ -1,15 +1,19 @@
 """The CPU's compiled kernels: who takes what, the same tokens with and without them, no compiler at all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from test_drafts import Foresight
 from torch import Tensor
 
 from core import Sample
 from engine import kernels, native
 from engine.cpu import Packed
+from engine.drafts import Drafter, Drafts
+from engine.rows import Rows
 from model import Model, parse_shape
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
@@ -34,9 +38,10 @@ def model() -> Model:
     return Model(parse_shape(config, "here"))
 
 
-def generate(model: Model) -> list[Sample]:
+def generate(model: Model, ends: Iterable[int] = (), drafter: Drafter | None = None) -> list[Sample]:
     config = RolloutConfig(max_prompt_tokens=16, max_response_tokens=40, page_size=8, kv_gib=0.01, max_running=6)
-    engine = Engine(model, config, SamplingConfig(temperature=0.9), [])
+    engine = Engine(model, config, SamplingConfig(temperature=0.9), ends)
+    engine.drafter = drafter
     prompts = [[3 + i, *range(5, 9 + i)] for i in range(4)]
     return [sample for group in engine.generate(prompts, 3, seed=2) for sample in group]
 
@@ -53,6 +58,40 @@ def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monke
     assert [s.token_ids for s in compiled] == [s.token_ids for s in plain]
     for mine, torchs in zip(compiled, plain, strict=True):
         assert mine.logprobs == pytest.approx(torchs.logprobs, abs=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("right", [1.0, 0.8])
+def test_steps_with_drafts_are_compiled_too_and_change_nothing(model: Model, right: float, monkeypatch) -> None:
+    ends = [generate(model)[5].token_ids[20]]
+    plain = generate(model, ends)
+    for name in ("paged_decode_torch", "rope_and_write_torch", "race_torch"):
+        monkeypatch.setattr(kernels, name, None)
+    monkeypatch.setattr(Drafts, "settle", None)
+    monkeypatch.setattr(Rows, "_end", None)
+    drafter = Foresight({sample.id: sample for sample in plain}, right=right, asked=0.7)
+    for mine, its in zip(generate(model, ends, drafter), plain, strict=True):
+        assert replace(mine, logprobs=()) == replace(its, logprobs=())
+        assert mine.logprobs == pytest.approx(its.logprobs, abs=1e-5)
+    assert drafter.drafted > 100 and (drafter.accepted == drafter.drafted) == (right == 1.0)
+    assert {sample.finish_reason for sample in plain} == {"stop", "length"}
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("size, groups, window", [(16, 1, 0), (16, 2, 9), (32, 7, 0), (64, 4, 20), (80, 3, 0)])
+def test_tokens_of_a_row_attend_together_as_each_would_alone(size: int, groups: int, window: int) -> None:
+    """Rows of 1, 3, 18 and 2 tokens, a padding row, and one whose length alone would make it the row before."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [5, *range(7, 10), *range(20, 38), 1, 2, 0, 3]
+    row = torch.tensor([0] + 3 * [1] + 18 * [2] + 2 * [3] + [4, 5])
+    q = torch.randn(len(row), 2 * groups, size, generator=generator)
+    k, v = torch.randn(2, 40, 2, 8, size, generator=generator)
+    table = torch.randperm(40, generator=generator)[:36].view(6, 6).int()[row]
+    args = q, k, v, table, torch.tensor(lengths, dtype=torch.int32)
+    torch.testing.assert_close(
+        native.paged_decode(*args, window), kernels.paged_decode_torch(*args, window=window), atol=2e-6, rtol=1e-5
+    )
 
 
 @needs_compiler

@@ -27,11 +27,11 @@ from policies.drafts import (
 )
 
 MOST = 8
-COSTS = (1.0, 0.02, 0.1)  # seconds of a step, a token, a step with drafts
+COSTS = (1.0, 0.02, 0.01, 0.1)  # seconds of a step, a row, a drafted token, a step with drafts
 
 
 def seconds_of(rows: int, drafted: int, costs: tuple[float, ...] = COSTS) -> float:
-    return costs[0] + costs[1] * (rows + drafted) + costs[2] * (drafted > 0)
+    return costs[0] + costs[1] * rows + costs[2] * drafted + costs[3] * (drafted > 0)
 
 
 class Toy:
@@ -188,7 +188,7 @@ def test_the_choice_brings_the_most_tokens_a_second_of_all_choices(seed: int) ->
 
 
 def test_nothing_is_drafted_where_a_token_costs_more_than_it_brings() -> None:
-    costs, rng = (0.0, 1.0, 0.0), Random(5)  # a step costs by its tokens only
+    costs, rng = (0.0, 1.0, 1.0, 0.0), Random(5)  # a step costs by its tokens only
     texts = random_texts(rng)
     policy = DraftPolicy(("old", "own"), MOST)
     policy.costs.weights = [*costs]
@@ -294,7 +294,7 @@ def test_ranks_with_the_same_history_draft_alike_however_long_their_own_steps_ta
     first, second = DraftPolicy((*SOURCES,), MOST), DraftPolicy((*SOURCES,), MOST)
     Toy(first, texts).play()  # has seen more than the other
     told = first.tell()
-    for policy, costs in ((first, COSTS), (second, (1.0, 0.9, 0.0))):
+    for policy, costs in ((first, COSTS), (second, (1.0, 0.9, 0.9, 0.0))):
         policy.agree(told, is_alone=False)
         policy.begin(old, old)
         toy = Toy(policy, texts, costs)
