@@ -16,14 +16,14 @@ from engine import kernels
 from engine.kernels import GOLDEN, MIX1, MIX2, signed
 
 _MASK = (1 << 64) - 1
-COLDEST = 1e-30  # a smaller temperature would overflow fp32 logits
+COLDEST = 1e-30  # a smaller temperature would overflow fp32 logits, and a smaller top_p could be 0 in fp32
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
     temperature: float = option(1.0, "softmax temperature; 0 is greedy", min=0.0, max=100.0)
     top_k: int = option(0, "draw only from the k likeliest tokens; 0 is off", min=0)
-    top_p: float = option(1.0, "draw from the smallest set of tokens with this probability", above=0.0, max=1.0)
+    top_p: float = option(1.0, "draw from the smallest set of tokens with this probability", min=COLDEST, max=1.0)
     min_p: float = option(
         0.0,
         "draw from tokens whose probability is at least this share of the likeliest token's; 0 is off",

@@ -403,7 +403,7 @@ def test_add_refuses_what_cannot_fit(model) -> None:
 
 @pytest.mark.parametrize(
     "config, sampling",
-    [(dict(max_running=0), {}), (dict(page_size=2048), {}), ({}, dict(top_p=0.0)), ({}, dict(temperature=-1.0))],
+    [(dict(max_running=0), {}), (dict(page_size=2048), {}), ({}, dict(top_p=1e-40)), ({}, dict(temperature=-1.0))],
 )
 def test_settings_are_checked_wherever_they_come_from(model, config: dict, sampling: dict) -> None:
     with pytest.raises(ConfigError, match="|".join((*config, *sampling))):

@@ -15,12 +15,12 @@ from transformers import (
 )
 
 from engine.kernels import block_size, uniforms
-from sampling import SamplingConfig, filter_logits, sample, sample_key, score
+from sampling import COLDEST, SamplingConfig, filter_logits, sample, sample_key, score
 
 VOCAB = 40
 CONFIGS = [
     SamplingConfig(temperature, top_k, top_p)
-    for temperature, top_k, top_p in product((0.3, 1.0, 2.5), (0, 1, 7, VOCAB, 1000), (1.0, 0.9, 0.35, 1e-6))
+    for temperature, top_k, top_p in product((0.3, 1.0, 2.5), (0, 1, 7, VOCAB, 1000), (1.0, 0.9, 0.35, COLDEST))
 ] + [
     SamplingConfig(temperature, top_k, top_p, min_p)
     for temperature, top_k, top_p, min_p in product((0.7, 1.0), (0, 7), (1.0, 0.9), (1e-3, 0.2, 1.0))
