@@ -28,6 +28,7 @@ from torch import Tensor
 
 from config import ConfigError
 from core import Elsewhere, Example, Group, Sample, SampleId
+from engine import native
 from engine.cpu import SharedMemory, keep_memory
 from policies.placement import group_sizes
 
@@ -583,4 +584,24 @@ def make_tp_groups(world: World, sizes: Collection[int], first: int = 0) -> TPGr
     """Return the groups of each size. All are made and used once here, at the start, and none later. Collective."""
     for size in sizes:
         check_group_size(size, world.size, world.node_size)
+    if world.size > 1 and world.device.type == "cpu":
+        _agree_on_kernels(world)
     return {size: TensorParallel(world, size, first) for size in sorted(sizes)}
+
+
+def _agree_on_kernels(world: World) -> None:
+    """Decode by compiled kernels on all ranks or on none: they round otherwise, and a group must draw the same tokens.
+
+    One rank of each machine compiles, and the others find what it made.
+    """
+    if world.rank % (world.node_size or 1) == 0:
+        native.library()
+    barrier(world)
+    has = gather_objects(world, native.library() is not None)
+    if any(has) and not all(has):
+        native.give_up()
+        if world.is_main:
+            lacking = [rank for rank, its in enumerate(has) if not its]
+            print(
+                f"decodes by torch's operations, which are slower: ranks {lacking} have no compiled kernels", flush=True
+            )

@@ -12,6 +12,7 @@ import checkpoint
 from config import Auto, ConfigError, flatten, load_config, option, toml_text
 from core import ModelShape, Prompt, Tokenizer
 from data import DataConfig, load_prompts
+from engine.cpu import can_pack
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
 from environments import EnvConfig, resolve
@@ -176,7 +177,7 @@ def memory_plan(
             communicators=is_gpu * groups,
             outside=outside,
             judge=_judge_bytes(c.judge, dtype) if is_gpu else 0.0,
-            packed=c.rollout.prepack and not is_gpu and dtype == torch.float32,
+            packed=c.rollout.prepack and not is_gpu and can_pack(dtype),
             device=gpu_bytes,
             kv=c.rollout.kv_gib * GIB or (0 if is_gpu else CPU_KV_BYTES),
             layout="whole" if c.overlap.train_ranks else c.rollout.weights,  # ranks that only decode have no masters

@@ -10,7 +10,6 @@ vocabularies logits are made up, and noise disturbs them.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -34,15 +33,11 @@ from tqdm import tqdm  # noqa: E402
 
 import checkpoint  # noqa: E402
 from attention import PackedAttention  # noqa: E402
+from benchmarks import engine as bench  # noqa: E402
 from engine.kernels import race_torch, uniforms  # noqa: E402
 from engine.sequence import Sequence  # noqa: E402
 from rollout import Engine  # noqa: E402
 from sampling import SamplingConfig  # noqa: E402
-
-spec = importlib.util.spec_from_file_location("bench", Path(__file__).with_name("engine.py"))
-assert spec and spec.loader
-sys.modules["bench"] = bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
 
 VOCABS, ROWS = (258, 32_000, 152_000), (1, 8, 32)
 STEPS = (("tiny", 1), ("tiny", 32), ("tiny", 128), ("half", 1), ("half", 32))  # models, and rows that decode

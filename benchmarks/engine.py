@@ -7,15 +7,19 @@ Two models with random weights: `tiny` (4 layers x 128) and `half`, the shape of
 Only tokens that were asked for count. Contenders take turns in one run; each speed is the best of its turns.
 
 The roofline of a decode step is the larger of bytes over bandwidth and operations over arithmetic rate, both measured
-here; bytes are weights and keys/values read once, operations those of the matrix products.
+here; bytes are weights and keys/values read once, operations those of the matrix products. Last, how much longer the
+steps of `half` are beside another process that computes: a core less, and threads that wait for each other.
 """
 
 import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,15 @@ THREADS = "2"
 os.environ["OMP_NUM_THREADS"] = THREADS  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from process.threads import spin_briefly  # isort: skip
+
+spin_briefly()  # as ranks do
+
 import torch
 from tqdm import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
+from attention import PackedAttention
 from core import SampleId
 from engine.sequence import Sequence
 from model import Model, parse_shape
@@ -186,6 +195,56 @@ def measure_decode(model: Model, engine: Engine, batch: int, rounds: int) -> tup
     return statistics.median(fractions), statistics.median(seconds)
 
 
+# ---- beside other work -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Have another process compute meanwhile."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def slowdown(function, turns: int) -> float:
+    """Return how much longer `turns` calls take beside one busy core."""
+
+    def seconds() -> float:
+        function()
+        start = time.perf_counter()
+        for _ in range(turns):
+            function()
+        return time.perf_counter() - start
+
+    alone = seconds()
+    with busy_core():
+        return seconds() / alone
+
+
+def beside_busy_core(model: Model, engine: Engine, steps: int) -> dict[str, float]:
+    """Return by how much a decode step of 4 rows and a training step of 256 tokens are longer then, and print it."""
+    for i, ids in enumerate(prompts(4)):
+        engine.add(Sequence(i, 0, 0, tuple(ids), i, 2 * steps + 4, ignore_eos=True))
+    engine.step()
+    factors = {"busy_core_decode": slowdown(engine.step, steps)}
+    engine.abort([SampleId(0, i, 0) for i in range(4)])
+    tokens, layer = torch.randint(3, 250, (256,)), model.layers[:2]
+    attend = PackedAttention([256], torch.device("cpu"))
+
+    def train() -> None:
+        x, (cos, sin) = model.embed(tokens), model.rope(torch.arange(256))
+        for each in layer:
+            x = each(x, cos, sin, attend, inference=False)
+        x.sum().backward()
+
+    factors["busy_core_training"] = slowdown(train, max(steps // 4, 2))
+    row = "  ".join(f"{name} {factor:.2f} x" for name, factor in factors.items())
+    tqdm.write(f"half, beside one busy core, as long as alone: {row}")
+    return {name: round(factor, 2) for name, factor in factors.items()}
+
+
 # ---- the table ---------------------------------------------------------------------------------------------------
 
 
@@ -254,6 +313,7 @@ def main() -> None:
                 equal_ratios.append(ratio)
         if name == "half":
             metrics |= roofline(ours, Engine(ours, ROLLOUT, GREEDY, []), rounds=5 if quick else 15)
+            metrics |= beside_busy_core(ours, Engine(ours, ROLLOUT, GREEDY, []), steps=12 if quick else 40)
     metrics["ratio_generate_equal_min"] = round(min(equal_ratios), 2)
     print(json.dumps(metrics))
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -23,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 THREADS, PROMPT = 2, 32  # tokens of each prompt
+SECONDS = 900.0  # that a peer may take to load and compile, or for a contest
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDER = Path(__file__).resolve().parent / "peers" / "contender.py"
+sys.path.insert(0, str(ROOT))
 SHAPE: dict[str, Any] = dict(  # half of benchmarks/engine.py
     **dict(vocab_size=32000, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
     **dict(num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096),
@@ -167,6 +170,8 @@ class Contender:
 
     def read(self) -> dict[str, Any]:
         assert self.process.stdout
+        if not select.select([self.process.stdout], [], [], SECONDS)[0]:  # an answer is one line, written at once
+            raise Missing(f"{self.name} gave no answer in {SECONDS:g} s (its log is {self.log})")
         if line := self.process.stdout.readline():
             return json.loads(line)
         lines = [line for line in self.log.read_text().splitlines() if line.strip()] or ["no message"]
@@ -236,6 +241,7 @@ def race(contest: Contest, there: list[Contender], turns: int) -> dict[str, floa
             except Missing as error:
                 leave_out(contender.name, error)
                 there.remove(contender)
+                contender.end()  # it may still compute
                 continue
             seconds[contender.name].append(answer["seconds"])
             tokens[contender.name] = answer["tokens"]

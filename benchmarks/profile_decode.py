@@ -4,20 +4,17 @@ python benchmarks/profile_decode.py [--quick]
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import engine as bench  # isort: skip  # before torch: it sets the number of threads
+
 import torch
 from torch.profiler import profile
 from tqdm import tqdm
-
-# First: it sets the number of threads. By its path, for the engine's folder has its name.
-spec = importlib.util.spec_from_file_location("bench", Path(__file__).with_name("engine.py"))
-assert spec and spec.loader
-sys.modules["bench"] = bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
 
 from core import SampleId
 from engine.sequence import Sequence

@@ -14,7 +14,6 @@ before each turn. At the end all run beside a process that keeps one core busy.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import resource
@@ -37,17 +36,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks import engine as bench
 from core import Example, ModelShape, SampleId, Span
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World, keep_memory
 from sampling import SamplingConfig
 from trainer import Trainer, TrainerConfig
-
-spec = importlib.util.spec_from_file_location("bench", Path(__file__).with_name("engine.py"))
-assert spec and spec.loader
-sys.modules["bench"] = bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
 
 PROMPT, MEDIAN = 16, 60  # tokens
 LR, CLIP, CLIP_LOW, CLIP_HIGH = 1e-5, 1.0, 0.2, 0.28

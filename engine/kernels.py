@@ -126,7 +126,7 @@ def paged_decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, len
     """
     if not use_triton(q):
         takes = out is None and lengths.dtype == torch.int32 and lengths.is_contiguous() and native.takes(q)
-        if takes and native.can_page(k_pages, v_pages, table):
+        if takes and native.can_page(q, k_pages, v_pages, table):
             return native.paged_decode(q, k_pages, v_pages, table, lengths, window)
         return paged_decode_torch(q, k_pages, v_pages, table, lengths, out, window)
     (n, num_heads, size), (num_kv, page) = q.shape, k_pages.shape[1:3]
@@ -250,7 +250,7 @@ def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, tab
     """
     args = (qkv, cos, sin, positions, table, k_pages, v_pages)
     if not use_triton(qkv):
-        takes = native.takes(qkv, cos, sin, q_norm, k_norm) and native.can_page(k_pages, v_pages, table)
+        takes = native.takes(qkv, cos, sin, q_norm, k_norm) and native.can_page(qkv, k_pages, v_pages, table)
         takes = takes and positions.dtype == torch.int64 and positions.is_contiguous()
         of_cpu = native.rope_and_write if takes else rope_and_write_torch
         return of_cpu(*args, num_heads, num_kv_heads, q_norm, k_norm, eps)
@@ -392,7 +392,7 @@ def race(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float) ->
     if not use_triton(logits):
         if native.takes(logits[:1]):  # rows may be apart, as with a vocabulary that does not divide into shards
             constants = (GOLDEN, MIX1, MIX2, NUMBERS)
-            return native.race(logits, keys, positions, temperature, block_size(logits.shape[1]), constants)
+            return native.race(logits.float(), keys, positions, temperature, block_size(logits.shape[1]), constants)
         return race_torch(logits, keys, positions, temperature)
     n, vocab = logits.shape
     assert logits.stride(1) == keys.stride(0) == positions.stride(0) == 1 and keys.dtype == torch.int64, keys.dtype

@@ -1,16 +1,46 @@
 // The CPU's kernels of a decode step in C++: what each computes is said beside its name in engine/kernels.py.
 //
-// Float32 only. Rows are shared between OpenMP's threads where they are worth it. Sums go by lanes of 16, so a result
-// does not depend on the other rows of a batch, nor on the number of threads.
+// Numbers are float32 or bfloat16 (`half`), sums always float32. Rows are shared between OpenMP's threads where they are
+// worth it. Sums go by lanes of 16, so a result does not depend on the other rows of a batch, nor on the number of
+// threads.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
 constexpr int64_t WORTH = 1 << 15;  // elements of a call that pay for waking threads
 
-static inline const Lanes &at(const float *x) { return *(const Lanes *)x; }
+// bfloat16: the upper half of a float, rounded to the nearest, and to even between two.
+struct Half {
+  uint16_t bits;
+  Half() = default;
+  Half(float x) {
+    uint32_t word;
+    memcpy(&word, &x, 4);
+    bits = x == x ? (word + 0x7fff + (word >> 16 & 1)) >> 16 : 0x7fc0;
+  }
+  operator float() const {
+    uint32_t word = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &word, 4);
+    return x;
+  }
+};
+
+static inline Lanes at(const float *x) { return *(const Lanes *)x; }
+
+static inline Lanes at(const Half *x) {
+  Words words = __builtin_convertvector(*(const Shorts *)x, Words) << 16;
+  return (Lanes)words;
+}
+
+template <typename T>
+static inline void put(T *to, Lanes x) {
+  for (int i = 0; i < 16; i++) to[i] = x[i];
+}
 
 static inline float total(Lanes x) {
   float sum = 0;
@@ -31,88 +61,96 @@ static inline float exponential(float x) {
   return x < -87.f ? 0.f : e * power;
 }
 
-static float inverse_rms(const float *x, int64_t size, float eps) {
+template <typename T>
+static float inverse_rms(const T *x, int64_t size, float eps) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
+  for (int64_t i = 0; i < size; i++) sum += (float)x[i] * (float)x[i];
   return 1 / std::sqrt(sum / size + eps);
 }
 
-extern "C" void add_rms_norm(const float *x, const float *residual, const float *weight, float *normed, float *summed,
-                             int64_t n, int64_t size, float eps) {
+template <typename T>
+static void add_rms_norm_of(const T *x, const T *residual, const T *weight, T *normed, T *summed, int64_t n,
+                            int64_t size, float eps) {
 #pragma omp parallel for if (n > 1 && n * size > WORTH)
   for (int64_t row = 0; row < n; row++) {
-    const float *sum = x + row * size;
+    const T *sum = x + row * size;
     if (residual) {
-      float *to = summed + row * size;
-      for (int64_t i = 0; i < size; i++) to[i] = sum[i] + residual[row * size + i];
-      sum = to;
+      T *to = summed + row * size;
+      for (int64_t i = 0; i < size; i++) to[i] = (float)sum[i] + (float)residual[row * size + i];
+      sum = to;  // the norm sees what later layers will see
     }
     float scale = inverse_rms(sum, size, eps);
-    for (int64_t i = 0; i < size; i++) normed[row * size + i] = sum[i] * scale * weight[i];
+    for (int64_t i = 0; i < size; i++) normed[row * size + i] = (float)sum[i] * scale * (float)weight[i];
   }
 }
 
-extern "C" void silu_mul(const float *gate_up, float *out, int64_t n, int64_t blocks, int64_t width) {
+template <typename T>
+static void silu_mul_of(const T *gate_up, T *out, int64_t n, int64_t blocks, int64_t width) {
 #pragma omp parallel for if (n * blocks > 1 && n * blocks * width > WORTH / 4)
   for (int64_t row = 0; row < n * blocks; row++) {
-    const float *gate = gate_up + 2 * row * width, *up = gate + width;
-    float *to = out + row * width;
-    for (int64_t i = 0; i < width; i++) to[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+    const T *gate = gate_up + 2 * row * width, *up = gate + width;
+    T *to = out + row * width;
+    for (int64_t i = 0; i < width; i++) {
+      T silu = (float)gate[i] / (1 + exponential(-(float)gate[i]));  // rounded where torch rounds
+      to[i] = (float)silu * (float)up[i];
+    }
   }
 }
 
 // The places of a key head's keys and values, in pages of a row.
 struct Pages {
-  float *keys, *values;
-  int64_t of_page, of_head, size;  // strides in floats; tokens of a page
+  void *keys, *values;
+  int64_t of_page, of_head, size;  // strides in numbers; tokens of a page
 };
 
-static void turn(const float *from, float *to, const float *cos, const float *sin, const float *norm, int64_t half,
-                 float eps) {
+template <typename T>
+static void turn(const T *from, T *to, const T *cos, const T *sin, const T *norm, int64_t half, float eps) {
   float scale = norm ? inverse_rms(from, 2 * half, eps) : 1;
   for (int64_t i = 0; i < half; i++) {
-    float x = from[i], y = from[i + half];
-    if (norm) x *= scale * norm[i], y *= scale * norm[i + half];
-    to[i] = x * cos[i] - y * sin[i], to[i + half] = y * cos[i] + x * sin[i];
+    float x = from[i], y = from[i + half], c = cos[i], s = sin[i];
+    if (norm) x = T(x * (scale * (float)norm[i])), y = T(y * (scale * (float)norm[i + half]));
+    to[i] = x * c - y * s, to[i + half] = y * c + x * s;
   }
 }
 
-extern "C" void rope_and_write(const float *qkv, const float *cos, const float *sin, const int64_t *positions,
-                               const int32_t *table, int64_t row_of_table, const Pages *pages, const float *q_norm,
-                               const float *k_norm, float *q, int64_t n, int64_t heads, int64_t groups, int64_t size,
-                               float eps) {
+template <typename T>
+static void rope_and_write_of(const T *qkv, const T *cos, const T *sin, const int64_t *positions, const int32_t *table,
+                              int64_t row_of_table, const Pages *pages, const T *q_norm, const T *k_norm, T *q,
+                              int64_t n, int64_t heads, int64_t groups, int64_t size, float eps) {
   int64_t half = size / 2;
 #pragma omp parallel for if (n > 1 && n * heads * (groups + 2) * size > WORTH)
   for (int64_t row = 0; row < n; row++) {
     int64_t position = positions[row];
     if (position < 0) {
-      memset(q + row * heads * groups * size, 0, heads * groups * size * sizeof(float));
+      memset((void *)(q + row * heads * groups * size), 0, heads * groups * size * sizeof(T));
       continue;
     }
-    const float *c = cos + position * half, *s = sin + position * half;
+    const T *c = cos + position * half, *s = sin + position * half;
     int64_t page = table[row * row_of_table + position / pages->size];
     for (int64_t head = 0; head < heads; head++) {
-      const float *from = qkv + (row * heads + head) * (groups + 2) * size;
-      float *to = q + (row * heads + head) * groups * size;
+      const T *from = qkv + (row * heads + head) * (groups + 2) * size;
+      T *to = q + (row * heads + head) * groups * size;
       for (int64_t g = 0; g < groups; g++) turn(from + g * size, to + g * size, c, s, q_norm, half, eps);
       int64_t place = page * pages->of_page + head * pages->of_head + position % pages->size * size;
-      turn(from + groups * size, pages->keys + place, c, s, k_norm, half, eps);
-      memcpy(pages->values + place, from + (groups + 1) * size, size * sizeof(float));
+      turn(from + groups * size, (T *)pages->keys + place, c, s, k_norm, half, eps);
+      memcpy((T *)pages->values + place, from + (groups + 1) * size, size * sizeof(T));
     }
   }
 }
 
 // Attention of `COUNT` query heads that share one key head, to the tokens begin .. end of a row. scores [COUNT, tokens]
-template <int SIZE, int COUNT>
-static void attend(const float *q, const Pages &pages, int64_t head, const int32_t *table, int64_t begin, int64_t end,
-                   float *scores, float *out) {
+template <typename T, int SIZE, int COUNT>
+static void attend(const T *queries, const Pages &pages, int64_t head, const int32_t *table, int64_t begin,
+                   int64_t end, float *scores, T *out) {
   constexpr int PARTS = SIZE / 16;
+  float q[COUNT * SIZE];
+  for (int i = 0; i < COUNT * SIZE; i++) q[i] = queries[i];
   const float scale = 1 / std::sqrt((float)SIZE);
   int64_t length = end - begin, count;
   for (int64_t start = begin; start < end; start += count) {
     int64_t place = start % pages.size, page = table[start / pages.size];
-    const float *keys = pages.keys + page * pages.of_page + head * pages.of_head + place * SIZE;
+    const T *keys = (const T *)pages.keys + page * pages.of_page + head * pages.of_head + place * SIZE;
     count = end - start < pages.size - place ? end - start : pages.size - place;
     for (int64_t t = 0; t < count; t++) {
       Lanes sums[COUNT] = {};
@@ -133,7 +171,7 @@ static void attend(const float *q, const Pages &pages, int64_t head, const int32
   Lanes result[COUNT][PARTS] = {};
   for (int64_t start = begin; start < end; start += count) {
     int64_t place = start % pages.size, page = table[start / pages.size];
-    const float *values = pages.values + page * pages.of_page + head * pages.of_head + place * SIZE;
+    const T *values = (const T *)pages.values + page * pages.of_page + head * pages.of_head + place * SIZE;
     count = end - start < pages.size - place ? end - start : pages.size - place;
     for (int64_t t = 0; t < count; t++)
       for (int g = 0; g < COUNT; g++)
@@ -141,15 +179,15 @@ static void attend(const float *q, const Pages &pages, int64_t head, const int32
           result[g][p] += scores[g * length + start - begin + t] * at(values + t * SIZE + 16 * p);
   }
   for (int g = 0; g < COUNT; g++)
-    for (int p = 0; p < PARTS; p++) *(Lanes *)(out + g * SIZE + 16 * p) = result[g][p] / sums[g];
+    for (int p = 0; p < PARTS; p++) put(out + g * SIZE + 16 * p, result[g][p] / sums[g]);
 }
 
 // The same for `count` heads of tokens that stand one behind another in a row, 16 at a time, each in a lane of its own: a
 // key is read once for all of them, and no sum goes across lanes. lengths [tokens]; their queries are `row_of_q` apart.
-template <int SIZE>
-static void attend_together(const float *q, const Pages &pages, int64_t head, const int32_t *table,
+template <typename T, int SIZE>
+static void attend_together(const T *q, const Pages &pages, int64_t head, const int32_t *table,
                             const int32_t *lengths, int64_t count, int64_t groups, int64_t row_of_q, int64_t window,
-                            std::vector<float> &memory, float *out) {
+                            std::vector<float> &memory, T *out) {
   const float scale = 1 / std::sqrt((float)SIZE);
   auto place_of = [&](int64_t t) {
     return table[t / pages.size] * pages.of_page + head * pages.of_head + t % pages.size * SIZE;
@@ -165,13 +203,13 @@ static void attend_together(const float *q, const Pages &pages, int64_t head, co
       int64_t query = first + (lane < lanes ? lane : 0);
       places[lane] = query / groups * row_of_q + query % groups * SIZE, peaks[lane] = -INFINITY;
       ends[lane] = lengths[query / groups], begins[lane] = window ? ends[lane] - window : 0;
-      for (int i = 0; i < SIZE; i++) queries[i][lane] = q[places[lane] + i] * scale;
+      for (int i = 0; i < SIZE; i++) queries[i][lane] = (float)q[places[lane] + i] * scale;
     }
     for (int64_t t = begin; t < end; t++) {
-      const float *key = pages.keys + place_of(t);
+      const T *key = (const T *)pages.keys + place_of(t);
       float *row = scores + 16 * (t - begin);
       Lanes score = {};
-      for (int i = 0; i < SIZE; i++) score += at(queries[i]) * key[i];
+      for (int i = 0; i < SIZE; i++) score += at(queries[i]) * (float)key[i];
       *(Lanes *)row = score;
       for (int lane = 0; lane < 16; lane++) {
         row[lane] = begins[lane] <= t && t < ends[lane] ? row[lane] : -INFINITY;
@@ -183,8 +221,8 @@ static void attend_together(const float *q, const Pages &pages, int64_t head, co
     for (int64_t part = 0; part < SIZE; part += 16) {
       Lanes result[16] = {};
       for (int64_t t = begin; t < end; t++) {
-        const float *value = pages.values + place_of(t) + part;
-        for (int i = 0; i < 16; i++) result[i] += at(scores + 16 * (t - begin)) * value[i];
+        const T *value = (const T *)pages.values + place_of(t) + part;
+        for (int i = 0; i < 16; i++) result[i] += at(scores + 16 * (t - begin)) * (float)value[i];
       }
       for (int lane = 0; lane < lanes; lane++)
         for (int i = 0; i < 16; i++) out[places[lane] + part + i] = result[i][lane] / sums[lane];
@@ -198,9 +236,9 @@ static bool goes_on(const int32_t *table, int64_t row_of_table, const int32_t *l
   return pages && length[1] == length[0] + 1 && !memcmp(table, table + row_of_table, pages * sizeof(int32_t));
 }
 
-template <int SIZE>
-static void attend_all(const float *q, const Pages &pages, const int32_t *table, int64_t row_of_table,
-                       const int32_t *lengths, float *out, int64_t n, int64_t heads, int64_t groups, int64_t window) {
+template <typename T, int SIZE>
+static void attend_all(const T *q, const Pages &pages, const int32_t *table, int64_t row_of_table,
+                       const int32_t *lengths, T *out, int64_t n, int64_t heads, int64_t groups, int64_t window) {
   static thread_local std::vector<int64_t> rows;  // where each begins: one token, or one and its draft
   rows.clear();
   int64_t work = 0, row_of_q = heads * groups * SIZE;
@@ -217,38 +255,56 @@ static void attend_all(const float *q, const Pages &pages, const int32_t *table,
     int64_t begin = window && end > window ? end - window : 0, place = row * row_of_q + head * groups * SIZE;
     const int32_t *own = table + (next - 1) * row_of_table;
     if (next - row > 1) {
-      attend_together<SIZE>(q + place, pages, head, own, lengths + row, (next - row) * groups, groups, row_of_q,
+      attend_together<T, SIZE>(q + place, pages, head, own, lengths + row, (next - row) * groups, groups, row_of_q,
                             window, scores, out + place);
       continue;
     }
     if ((int64_t)scores.size() < 4 * (end - begin)) scores.resize(8 * (end - begin));
     for (int64_t g = 0; g < groups; g += 4) {
-      const float *from = q + place + g * SIZE;
-      float *to = out + place + g * SIZE, *s = scores.data();
+      const T *from = q + place + g * SIZE;
+      T *to = out + place + g * SIZE;
+      float *s = scores.data();
       int64_t count = groups - g < 4 ? groups - g : 4;
       if (!end) {
-        memset(to, 0, count * SIZE * sizeof(float));
+        memset((void *)to, 0, count * SIZE * sizeof(T));
         continue;
       }
-      auto some = count == 4   ? attend<SIZE, 4>
-                  : count == 3 ? attend<SIZE, 3>
-                  : count == 2 ? attend<SIZE, 2>
-                               : attend<SIZE, 1>;
+      auto some = count == 4   ? attend<T, SIZE, 4>
+                  : count == 3 ? attend<T, SIZE, 3>
+                  : count == 2 ? attend<T, SIZE, 2>
+                               : attend<T, SIZE, 1>;
       some(from, pages, head, own, begin, end, s, to);
     }
   }
 }
 
-extern "C" void paged_decode(const float *q, const Pages *pages, const int32_t *table, int64_t row_of_table,
-                             const int32_t *lengths, float *out, int64_t n, int64_t heads, int64_t groups, int64_t size,
-                             int64_t window) {
-  auto all = size == 16   ? attend_all<16>
-             : size == 32 ? attend_all<32>
-             : size == 64 ? attend_all<64>
-             : size == 80 ? attend_all<80>
-             : size == 96 ? attend_all<96>
-                          : attend_all<128>;
+template <typename T>
+static void paged_decode_of(const T *q, const Pages *pages, const int32_t *table, int64_t row_of_table,
+                            const int32_t *lengths, T *out, int64_t n, int64_t heads, int64_t groups, int64_t size,
+                            int64_t window) {
+  auto all = size == 16   ? attend_all<T, 16>
+             : size == 32 ? attend_all<T, 32>
+             : size == 64 ? attend_all<T, 64>
+             : size == 80 ? attend_all<T, 80>
+             : size == 96 ? attend_all<T, 96>
+                          : attend_all<T, 128>;
   all(q, *pages, table, row_of_table, lengths, out, n, heads, groups, window);
+}
+
+// out = weight x + bias, the weight's rows `row` floats apart: it is read once, in the order of memory, as fast as that goes.
+extern "C" void multiply(const float *x, const float *weight, int64_t row, const float *bias, float *out, int64_t size,
+                         int64_t rows) {
+  const int64_t some = size < WORTH ? WORTH / size : 1;  // a thread that shares its core with others takes fewer
+#pragma omp parallel for schedule(dynamic, some) if (size * rows > WORTH)
+  for (int64_t o = 0; o < rows; o++) {
+    const float *w = weight + o * row;
+    Lanes sums = {};
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16) sums += at(w + i) * at(x + i);
+    float sum = total(sums);
+    for (; i < size; i++) sum += w[i] * x[i];
+    out[o] = bias ? sum + bias[o] : sum;
+  }
 }
 
 struct Hash {
@@ -324,4 +380,38 @@ extern "C" void settle(const Rows *rows, int64_t first, const int64_t *start, co
     rows->last_token[row] = newest, rows->count[row] = count;
     if (kept) kept[i] = place - begin;
   }
+}
+
+// ---- what native.py calls ----------------------------------------------------------------------------------------
+
+#define FOR_BOTH(call) \
+  if (half) {          \
+    typedef Half T;    \
+    call;              \
+  } else {             \
+    typedef float T;   \
+    call;              \
+  }
+
+extern "C" void add_rms_norm(bool half, const void *x, const void *residual, const void *weight, void *normed,
+                             void *summed, int64_t n, int64_t size, float eps) {
+  FOR_BOTH(add_rms_norm_of((const T *)x, (const T *)residual, (const T *)weight, (T *)normed, (T *)summed, n, size, eps))
+}
+
+extern "C" void silu_mul(bool half, const void *gate_up, void *out, int64_t n, int64_t blocks, int64_t width) {
+  FOR_BOTH(silu_mul_of((const T *)gate_up, (T *)out, n, blocks, width))
+}
+
+extern "C" void rope_and_write(bool half, const void *qkv, const void *cos, const void *sin, const int64_t *positions,
+                               const int32_t *table, int64_t row_of_table, const Pages *pages, const void *q_norm,
+                               const void *k_norm, void *q, int64_t n, int64_t heads, int64_t groups, int64_t size,
+                               float eps) {
+  FOR_BOTH(rope_and_write_of((const T *)qkv, (const T *)cos, (const T *)sin, positions, table, row_of_table, pages,
+                             (const T *)q_norm, (const T *)k_norm, (T *)q, n, heads, groups, size, eps))
+}
+
+extern "C" void paged_decode(bool half, const void *q, const Pages *pages, const int32_t *table, int64_t row_of_table,
+                             const int32_t *lengths, void *out, int64_t n, int64_t heads, int64_t groups, int64_t size,
+                             int64_t window) {
+  FOR_BOTH(paged_decode_of((const T *)q, pages, table, row_of_table, lengths, (T *)out, n, heads, groups, size, window))
 }

@@ -2,7 +2,7 @@
 
 A decode step of a small model in torch is some hundred operations of a microsecond each; in these it is dozens.
 The functions have the signatures and results of their names in engine/kernels.py, which calls them where `takes` says
-so. Without a compiler (`CXX`, else g++; `CXX=` for none) torch's operations stay.
+so. Without a compiler (`CXX`, else g++; `CXX=` for none) torch's operations stay; a compiler that fails is named.
 """
 
 import ctypes
@@ -24,6 +24,7 @@ from engine.drafts import Drafts
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
+DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
 SECONDS = 120.0  # for the compiler, on a busy machine
 
@@ -50,12 +51,13 @@ class Rows(ctypes.Structure):
         return cls(*tensors, len(rows.eos_ids), rows.tokens.shape[1])
 
 
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-SIGNATURES = {
-    "add_rms_norm": [_P] * 5 + [_I, _I, _F],
-    "silu_mul": [_P, _P, _I, _I, _I],
-    "rope_and_write": [_P] * 5 + [_I, ctypes.POINTER(_Pages), _P, _P, _P, _I, _I, _I, _I, _F],
-    "paged_decode": [_P, ctypes.POINTER(_Pages), _P, _I, _P, _P, _I, _I, _I, _I, _I],
+_B, _P, _I, _F = ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES = {  # the first argument of most: whether numbers are bfloat16
+    "add_rms_norm": [_B, *[_P] * 5, _I, _I, _F],
+    "silu_mul": [_B, _P, _P, _I, _I, _I],
+    "rope_and_write": [_B, *[_P] * 5, _I, ctypes.POINTER(_Pages), _P, _P, _P, _I, _I, _I, _I, _F],
+    "paged_decode": [_B, _P, ctypes.POINTER(_Pages), _P, _I, _P, _P, _I, _I, _I, _I, _I],
+    "multiply": [_P, _P, _I, _P, _P, _I, _I],
     "race": [_P] * 5 + [_I, _I, _I, _I, _F, ctypes.POINTER(_Hash)],
     "settle": [ctypes.POINTER(Rows), _I] + [_P] * 5 + [_I, _I],
 }
@@ -86,7 +88,14 @@ def _compiled() -> Path | None:
                     if not path.exists():  # else another rank was faster: ranks of a replica should compute alike
                         raise
         return path if compiler else None
-    except (OSError, RuntimeError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        is_absent = isinstance(error, FileNotFoundError) and "CXX" not in os.environ  # as on many machines
+        if os.environ.get("RANK", "0") == "0" and not is_absent:
+            said = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
+            cause = next((line for line in said if "error" in line), str(error))
+            print(
+                f"decodes by torch's operations, which are slower, for {compiler} made no kernels: {cause}", flush=True
+            )
         return None
 
 
@@ -104,11 +113,23 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
+def give_up() -> None:
+    """Decode by torch's operations from now on, as without a compiler."""
+    os.environ["CXX"] = ""
+    library.cache_clear()
+
+
 def takes(*tensors: Tensor | None) -> bool:
-    """Whether the kernels are here, and take these: float32, contiguous, on a CPU, without gradients."""
+    """Whether the kernels are here, and take these: of one of `DTYPES`, contiguous, on a CPU, without gradients."""
     if torch.is_grad_enabled() or library() is None:
         return False
-    return all(x is None or (x.dtype == torch.float32 and x.is_contiguous() and x.is_cpu) for x in tensors)
+    given = [x for x in tensors if x is not None]
+    dtype = given[0].dtype
+    return dtype in DTYPES and all(x.dtype == dtype and x.is_contiguous() and x.is_cpu for x in given)
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
 
 
 def _at(x: Tensor | None) -> int | None:
@@ -122,14 +143,14 @@ def _call(name: str, *args: object) -> None:
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     normed, summed = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     args = (_at(x), _at(residual), _at(weight), _at(normed), _at(summed))
-    _call("add_rms_norm", *args, len(x), x.shape[1], eps)
+    _call("add_rms_norm", _is_half(x), *args, len(x), x.shape[1], eps)
     return normed, summed
 
 
 def silu_mul(gate_up: Tensor, num_blocks: int = 1) -> Tensor:
     n, width = len(gate_up), gate_up.shape[1] // (2 * num_blocks)
     out = gate_up.new_empty(n, num_blocks * width)
-    _call("silu_mul", _at(gate_up), _at(out), n, num_blocks, width)
+    _call("silu_mul", _is_half(gate_up), _at(gate_up), _at(out), n, num_blocks, width)
     return out
 
 
@@ -137,15 +158,16 @@ def _pages(k_pages: Tensor, v_pages: Tensor) -> _Pages:
     return _Pages(k_pages.data_ptr(), v_pages.data_ptr(), k_pages.stride(0), k_pages.stride(1), k_pages.shape[2])
 
 
-def can_page(k_pages: Tensor, v_pages: Tensor, table: Tensor) -> bool:
-    """Whether `rope_and_write` and `paged_decode` take these pages."""
-    is_dense = k_pages.stride() == v_pages.stride() and k_pages.stride()[2:] == (k_pages.shape[3], 1)
+def can_page(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor) -> bool:
+    """Whether `rope_and_write` and `paged_decode` take these pages for such queries."""
+    is_dense = q.dtype == k_pages.dtype == v_pages.dtype
+    is_dense &= k_pages.stride() == v_pages.stride() and k_pages.stride()[2:] == (k_pages.shape[3], 1)
     return is_dense and table.stride(1) == 1 and table.dtype == torch.int32 and can_decode(k_pages)
 
 
 def can_decode(kv: Tensor) -> bool:
     """Whether attention to this memory of pages [..., D] can be by `paged_decode`."""
-    return kv.shape[-1] in HEAD_SIZES and kv.dtype == torch.float32 and kv.is_cpu and library() is not None
+    return kv.shape[-1] in HEAD_SIZES and kv.dtype in DTYPES and kv.is_cpu and library() is not None
 
 
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, table: Tensor, k_pages: Tensor,
@@ -155,7 +177,7 @@ def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, tab
     q = qkv.new_empty(n, num_heads, size)
     args = (_at(qkv), _at(cos), _at(sin), _at(positions), _at(table), table.stride(0), _pages(k_pages, v_pages))
     sizes = (n, num_kv_heads, num_heads // num_kv_heads, size)
-    _call("rope_and_write", *args, _at(q_norm), _at(k_norm), _at(q), *sizes, eps)
+    _call("rope_and_write", _is_half(qkv), *args, _at(q_norm), _at(k_norm), _at(q), *sizes, eps)
     return q
 
 
@@ -164,7 +186,20 @@ def paged_decode(
 ) -> Tensor:
     out, heads = torch.empty_like(q), k_pages.shape[1]
     args = (_at(q), _pages(k_pages, v_pages), _at(table), table.stride(0), _at(lengths), _at(out))
-    _call("paged_decode", *args, len(q), heads, q.shape[1] // heads, q.shape[2], window)
+    _call("paged_decode", _is_half(q), *args, len(q), heads, q.shape[1] // heads, q.shape[2], window)
+    return out
+
+
+def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `multiply` takes a weight, or a part of its columns, for x [1, in]."""
+    return len(x) == 1 and x.dtype == weight.dtype == torch.float32 and weight.stride(1) == 1 and takes(x, bias)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of one row: [1, in], [out, in] -> [1, out]"""
+    rows, size = weight.shape
+    out = x.new_empty(1, rows)
+    _call("multiply", _at(x), _at(weight), weight.stride(0), _at(bias), _at(out), size, rows)
     return out
 
 

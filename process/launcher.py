@@ -11,6 +11,7 @@ import sys
 import torch
 
 from config import ConfigError
+from process.threads import spin_briefly
 
 COUNT = r"[1-9]\d{0,8}"
 STREAMS = r"[0-3]|(\d+:[0-3],)*\d+:[0-3]", "a number from 0 to 3, or such numbers by rank, as 0:1,1:3"
@@ -73,7 +74,11 @@ def pretend(flags: argparse.Namespace) -> int:
 
 
 def divide_cores(ranks: int) -> None:
-    """Give each rank its part of the cores, unless OMP_NUM_THREADS is set; torchrun alone gives each rank one core."""
+    """Give each rank its part of the cores, unless OMP_NUM_THREADS is set; torchrun alone gives each rank one core.
+
+    Their threads share cores with other processes, too.
+    """
+    spin_briefly()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(torch.get_num_threads() // ranks, 1)))
 
 

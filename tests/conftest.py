@@ -21,12 +21,14 @@ from checkpoint import load_model
 from config import load_config
 from metrics import read_records
 from model import Model
+from process import threads
 from rollout import Engine
 from settings import Config
 from warm_start import WarmStartConfig, make_model
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)  # tests run side by side
+threads.spin_briefly()  # ranks, too
 # Imported once for all ranks of all tests; the last two a run would import itself: for its optimizer, its tokenizer.
 mp.set_forkserver_preload(["torch", "train", "torch._dynamo", "transformers.models.auto.tokenization_auto"])
 torch.set_flush_denormal(True)
@@ -137,12 +139,12 @@ def run_mains(tmp_path: Path):
 @pytest.fixture
 def alone(monkeypatch):
     """Let a test change what a launcher changes: the environment and the number of threads."""
-    for name in ("RANK", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", *threads.GIVEN):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    threads = torch.get_num_threads()
+    count = torch.get_num_threads()
     yield monkeypatch
-    torch.set_num_threads(threads)
+    torch.set_num_threads(count)
 
 
 @pytest.fixture

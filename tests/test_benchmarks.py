@@ -518,3 +518,9 @@ def test_an_engine_that_ends_says_why_and_one_that_answers_otherwise_is_an_error
     with pytest.raises(AssertionError, match="gave other lengths"):
         other.play(peers.Contest("one", [2]))
     other.end()
+    script.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(peers, "SECONDS", 0.5)
+    silent = contender()
+    with pytest.raises(peers.Missing, match="vllm gave no answer in 0.5 s"):
+        silent.read()
+    silent.end()

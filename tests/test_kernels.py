@@ -60,7 +60,7 @@ def poisoned_memory():
 
 
 def pick(name: str, runner: str):
-    if runner == "compiled":  # in float32; these call the twin for the rest
+    if runner == "compiled":  # these call the twin for what the kernels do not take
         return torch.no_grad()(getattr(kernels, name))
     assert runner == "torch" or kernels.use_triton(torch.empty(0, device=DEVICE))
     return getattr(kernels, name if runner == "triton" else f"{name}_torch")

@@ -13,6 +13,7 @@ from conftest import ROOT
 import train
 from config import ConfigError
 from process import launcher
+from process.threads import GIVEN, SPINS
 
 
 def test_options_of_torchrun_are_kept_apart_from_settings(alone) -> None:
@@ -60,6 +61,18 @@ def test_the_cores_are_divided_unless_the_user_did(alone) -> None:
     del os.environ["OMP_NUM_THREADS"]
     launcher.divide_cores(64)
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("given", ["", *GIVEN])
+def test_threads_spin_briefly_unless_the_user_says_how_they_wait(alone, given: str) -> None:
+    for name in GIVEN:
+        alone.delenv(name, raising=False)
+    if given:
+        alone.setenv(given, "7")
+    launcher.divide_cores(2)
+    assert {name: os.environ[name] for name in GIVEN if name in os.environ} == (
+        {given: "7"} if given else {"GOMP_SPINCOUNT": SPINS}
+    )
 
 
 def test_a_check_sees_the_ranks_that_it_is_told(alone, settings, capsys) -> None:

@@ -143,7 +143,7 @@ def listed(file: str) -> set[str]:
 
 def test_every_imported_package_is_listed() -> None:
     """What is used in requirements.txt, all of it and no more; what only tests need in requirements-dev.txt."""
-    ours = {*sys.stdlib_module_names, *FOLDERS, *ROOMS, *(path.stem for path in FILES)}
+    ours = {*sys.stdlib_module_names, *FOLDERS, *SCRIPTS, *ROOMS, *(path.stem for path in FILES)}
     tests = {path for path in FILES if path.parent == ROOT / "tests"}
     used, tested = (set().union(*map(imports, files)) - ours for files in ({*FILES} - tests, tests))
     assert used - OPTIONAL == listed("requirements.txt")

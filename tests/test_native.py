@@ -11,10 +11,11 @@ from torch import Tensor
 
 from core import Sample
 from engine import kernels, native
-from engine.cpu import Packed
+from engine.cpu import Packed, can_pack
 from engine.drafts import Drafter, Drafts
 from engine.rows import Rows
 from model import Model, parse_shape
+from parallel import World, make_tp_groups
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 
@@ -38,23 +39,26 @@ def model() -> Model:
     return Model(parse_shape(config, "here"))
 
 
-def generate(model: Model, ends: Iterable[int] = (), drafter: Drafter | None = None) -> list[Sample]:
+def generate(
+    model: Model, ends: Iterable[int] = (), drafter: Drafter | None = None, num_prompts: int = 4, num_responses: int = 3
+) -> list[Sample]:
     config = RolloutConfig(max_prompt_tokens=16, max_response_tokens=40, page_size=8, kv_gib=0.01, max_running=6)
     engine = Engine(model, config, SamplingConfig(temperature=0.9), ends)
     engine.drafter = drafter
-    prompts = [[3 + i, *range(5, 9 + i)] for i in range(4)]
-    return [sample for group in engine.generate(prompts, 3, seed=2) for sample in group]
+    prompts = [[3 + i, *range(5, 9 + i)] for i in range(num_prompts)]
+    return [sample for group in engine.generate(prompts, num_responses, seed=2) for sample in group]
 
 
 @needs_compiler
 def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monkeypatch) -> None:
+    monkeypatch.setattr(Packed, "MIN_WORK", 0)
     called, call = set(), native._call
     monkeypatch.setattr(native, "_call", lambda name, *args: (called.add(name), call(name, *args)))
-    compiled = generate(model)
+    compiled = generate(model) + generate(model, num_prompts=1, num_responses=1)
     assert called == native.SIGNATURES.keys(), "a kernel that no engine takes"
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(native, "_call", None)
-    plain = generate(model)
+    plain = generate(model) + generate(model, num_prompts=1, num_responses=1)
     assert [s.token_ids for s in compiled] == [s.token_ids for s in plain]
     for mine, torchs in zip(compiled, plain, strict=True):
         assert mine.logprobs == pytest.approx(torchs.logprobs, abs=1e-5)
@@ -78,6 +82,24 @@ def test_steps_with_drafts_are_compiled_too_and_change_nothing(model: Model, rig
 
 
 @needs_compiler
+def test_an_engine_in_bfloat16_decodes_by_compiled_kernels_as_by_torch(model: Model, monkeypatch) -> None:
+    """Rounding may draw other tokens: so the log-probs of the same first tokens are compared."""
+    called, call = set(), native._call
+    monkeypatch.setattr(native, "_call", lambda name, *args: (called.add(name), call(name, *args)))
+    half = model.bfloat16()
+    compiled = generate(half)
+    assert called == native.SIGNATURES.keys() - {"multiply"}
+    monkeypatch.setattr(native, "library", lambda: None)
+    plain = generate(half)
+    alike = 0
+    for mine, torchs in zip(compiled, plain, strict=True):
+        pairs = zip(mine.token_ids, torchs.token_ids, strict=True)
+        alike += (same := next((i for i, (a, b) in enumerate(pairs) if a != b), len(mine.token_ids)))
+        assert mine.logprobs[:same] == pytest.approx(torchs.logprobs[:same], abs=0.03)
+    assert alike > 100
+
+
+@needs_compiler
 @torch.no_grad()
 @pytest.mark.parametrize("size, groups, window", [(16, 1, 0), (16, 2, 9), (32, 7, 0), (64, 4, 20), (80, 3, 0)])
 def test_tokens_of_a_row_attend_together_as_each_would_alone(size: int, groups: int, window: int) -> None:
@@ -92,6 +114,20 @@ def test_tokens_of_a_row_attend_together_as_each_would_alone(size: int, groups: 
     torch.testing.assert_close(
         native.paged_decode(*args, window), kernels.paged_decode_torch(*args, window=window), atol=2e-6, rtol=1e-5
     )
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("size", [896, 100, 7])
+def test_a_single_row_is_multiplied_by_weights_as_they_are(size: int, monkeypatch) -> None:
+    """Columns of a weight too, as a tensor-parallel rank has them."""
+    x, weight, bias = torch.randn(1, size), torch.randn(300, 2 * size)[:, size:], torch.randn(300)
+    for b in (bias, None):
+        expected = torch.nn.functional.linear(x, weight, b)
+        assert native.can_multiply(x, weight, b)
+        torch.testing.assert_close(native.multiply(x, weight, b), expected, atol=1e-4, rtol=1e-4)
+    assert not native.can_multiply(x.bfloat16(), weight.bfloat16(), None), "oneDNN waits for memory only, too"
+    assert not native.can_multiply(torch.randn(2, size), weight, None) and not native.can_multiply(x, weight.T, None)
 
 
 @needs_compiler
@@ -149,12 +185,41 @@ def test_tensors_without_memory_are_not_taken() -> None:
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("compiler", ["", "/no/such/compiler"])
-def test_without_a_compiler_torchs_operations_stay(compiler: str, tmp_path: Path, model: Model, monkeypatch) -> None:
+def test_without_a_compiler_torchs_operations_stay(
+    compiler: str, tmp_path: Path, model: Model, monkeypatch, capsys
+) -> None:
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native.library() is None
     assert generate(model)
     assert not [*tmp_path.rglob("*.so")]
+    said = capsys.readouterr().out
+    assert said.count("\n") == said.count(f"for {compiler} made no kernels: ") == (1 if compiler else 0)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_fails_says_why_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    broken = tmp_path / "native.cpp"
+    broken.write_text("int x = y;")
+    monkeypatch.setattr(native, "SOURCE", broken)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library() is None and native.library() is None
+    [said] = capsys.readouterr().out.splitlines()
+    assert said.startswith("decodes by torch's operations, which are slower, ") and "error: " in said
+
+
+def where_one_rank_has_no_kernels(world: World) -> None:
+    native.library.cache_clear()
+    native._compiled = (lambda: None) if world.rank == 1 else native._compiled
+    assert (native.library() is None) == (world.rank == 1)
+    make_tp_groups(world, [1, 2])
+    assert native.library() is None
+
+
+@needs_compiler
+def test_ranks_decode_by_compiled_kernels_all_or_none(run_ranks) -> None:
+    run_ranks(2, where_one_rank_has_no_kernels)
 
 
 @needs_compiler
@@ -184,9 +249,19 @@ def test_a_rank_that_compiles_in_vain_takes_what_another_has_made(tmp_path: Path
         assert native._compiled() == (made if is_beside_another else None)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
-def test_packed_weights_take_few_rows(rows: int) -> None:
-    """oneDNN gets at least four; the caller sees its own."""
-    weight, bias = torch.randn(1024, 1024), torch.randn(1024)
-    x = torch.randn(rows, 1024)
-    torch.testing.assert_close(Packed(weight)(x, bias), torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=0)
+def test_packed_weights_take_few_rows(rows: int, dtype: torch.dtype) -> None:
+    """oneDNN gets at least four, or none; the caller sees its own."""
+    weight, bias, x = (torch.randn(shape, dtype=dtype) for shape in ((1024, 1024), (1024,), (rows, 1024)))
+    close = dict(atol=1e-4, rtol=0) if dtype == torch.float32 else dict(atol=0.01, rtol=0.01)
+    torch.testing.assert_close(Packed(weight)(x, bias), torch.nn.functional.linear(x, weight, bias), **close)
+
+
+def test_bfloat16_is_packed_where_the_cpu_has_it(monkeypatch) -> None:
+    """Elsewhere oneDNN emulates it: a fifth of the speed of float32."""
+    can = can_pack.__wrapped__
+    for has in (True, False):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found={"avx512_bf16": has}: found)
+        assert can(torch.bfloat16) == has and can(torch.float32) and not can(torch.float64)
