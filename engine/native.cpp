@@ -1,8 +1,8 @@
 // The CPU's kernels of a decode step in C++: what each computes is said beside its name in engine/kernels.py.
 //
-// Numbers are float32 or bfloat16 (`half`), sums always float32. Rows are shared between OpenMP's threads where they are
-// worth it. Sums go by lanes of 16, so a result does not depend on the other rows of a batch, nor on the number of
-// threads.
+// Numbers are float32 or bfloat16 (`half`), sums always float32. Rows are shared between OpenMP's threads where they
+// are worth it. Sums go by lanes of 16, so a result does not depend on the other rows of a batch, nor on the number
+// of threads.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -256,7 +256,7 @@ static void attend_all(const T *q, const Pages &pages, const int32_t *table, int
     const int32_t *own = table + (next - 1) * row_of_table;
     if (next - row > 1) {
       attend_together<T, SIZE>(q + place, pages, head, own, lengths + row, (next - row) * groups, groups, row_of_q,
-                            window, scores, out + place);
+                               window, scores, out + place);
       continue;
     }
     if ((int64_t)scores.size() < 4 * (end - begin)) scores.resize(8 * (end - begin));
@@ -291,7 +291,7 @@ static void paged_decode_of(const T *q, const Pages *pages, const int32_t *table
   all(q, *pages, table, row_of_table, lengths, out, n, heads, groups, window);
 }
 
-// out = weight x + bias, the weight's rows `row` floats apart: it is read once, in the order of memory, as fast as that goes.
+// out = weight x + bias, rows of the weight `row` floats apart: it is read once, in the order of memory.
 extern "C" void multiply(const float *x, const float *weight, int64_t row, const float *bias, float *out, int64_t size,
                          int64_t rows) {
   const int64_t some = size < WORTH ? WORTH / size : 1;  // a thread that shares its core with others takes fewer
@@ -395,7 +395,8 @@ extern "C" void settle(const Rows *rows, int64_t first, const int64_t *start, co
 
 extern "C" void add_rms_norm(bool half, const void *x, const void *residual, const void *weight, void *normed,
                              void *summed, int64_t n, int64_t size, float eps) {
-  FOR_BOTH(add_rms_norm_of((const T *)x, (const T *)residual, (const T *)weight, (T *)normed, (T *)summed, n, size, eps))
+  FOR_BOTH(add_rms_norm_of((const T *)x, (const T *)residual, (const T *)weight, (T *)normed, (T *)summed, n, size,
+                           eps))
 }
 
 extern "C" void silu_mul(bool half, const void *gate_up, void *out, int64_t n, int64_t blocks, int64_t width) {
