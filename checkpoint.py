@@ -28,7 +28,7 @@ import parallel
 from config import ConfigError, regular
 from core import ModelShape, Tokenizer
 from engine.host import data_of
-from model import Model, empty_model, parse_shape
+from model import Model, empty_model, parse_shape, stored_name
 from parallel import World
 from policies.placement import assign_by_load
 from weights import sharding
@@ -219,7 +219,15 @@ def _are_equal(*stored: tuple[Path, str]) -> bool:
 
 
 def _expected_weights(shape: ModelShape) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in empty_model(shape).export().items()}
+    return {name: list(tensor.shape) for name, tensor in _stored(empty_model(shape).export(), shape).items()}
+
+
+def _stored(tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Return tensors of `Model.hf_tensors` as folders have them: in some families several are one."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(stored_name(shape, name), []).append(tensor)
+    return {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
 
 
 def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Model:
@@ -252,12 +260,27 @@ def fill(model: Model, weights: dict[str, tuple[Path, str]]) -> None:
         for weight, parts in model.hf_parts():
             is_part = isinstance(weight, DTensor)
             whole = torch.empty(weight.shape, dtype=model.dtype, device=weight.device) if is_part else weight.data
+            views: dict[str, list[Tensor]] = {}
             for name, view, _ in parts(whole):
+                views.setdefault(stored_name(model.shape, name), []).append(view)
+            for name, own in views.items():
                 path, stored = weights[name]
-                view.copy_(files[path].get_tensor(stored).view(view.shape))
-                _check_finite(view, path, stored)
+                tensor = files[path].get_tensor(stored)
+                for view, rows in zip(own, tensor.split([v.numel() * len(tensor) // tensor.numel() for v in own])):
+                    view.copy_(rows.view(view.shape))
+                    _check_finite(view, path, stored)
             if is_part:
                 sharding.take_part(weight, whole)
+
+
+def fingerprint(weights: dict[str, tuple[Path, str]]) -> int:
+    """Return a CRC-32 of the first row of each weight that `check_model` found: enough to tell other weights."""
+    value = 0
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(safe_open(path, "pt")) for path in {path for path, _ in weights.values()}}
+        for _, (path, stored) in sorted(weights.items()):
+            value = zlib.crc32(files[path].get_slice(stored)[:1].contiguous().view(torch.uint8).numpy(), value)
+    return value
 
 
 def _check_finite(tensor: Tensor, path: Path, stored: str) -> None:
@@ -301,7 +324,7 @@ def _export(
     together, each gets other files of weights. Collective where the model lies over several ranks: one weight at a time
     is whole on the device.
     """
-    sizes = empty_model(model.shape, model.dtype).export()
+    sizes = _stored(empty_model(model.shape, model.dtype).export(), model.shape)
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
     files = dict(sorted(split.filename_to_tensors.items())[rank::num_ranks])
     wanted, own = {name for names in files.values() for name in names}, dict[str, Tensor]()
@@ -309,8 +332,9 @@ def _export(
         own |= {
             name: _on_host(view.to(model.dtype)).reshape(like)
             for name, view, like in parts(data_of(sharding.whole(weight.detach())))
-            if name in wanted
+            if stored_name(model.shape, name) in wanted
         }
+    own = _stored(own, model.shape)
     weights = {file: {name: own[name] for name in names} for file, names in files.items()}
     config = read_config(source)
     config.pop("torch_dtype", None)
@@ -524,8 +548,14 @@ def damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """Return whole checkpoints, oldest first."""
-    found = [p for p in (run / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    found = ((step_of(path), path) for path in (run / "checkpoints").glob("step_*"))
+    return [path for _, path in sorted((step, path) for step, path in found if step is not None)]
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of a checkpoint's folder by its name; None: it has another name."""
+    start, _, step = folder.name.partition("step_")
+    return int(step) if not start and step.isdecimal() else None
 
 
 class State(dict):

@@ -58,6 +58,7 @@ class ModelShape:
     num_experts: int = 0  # of each layer, `intermediate_size` wide; 0: one MLP for all tokens
     experts_per_token: int = 0
     normalise_experts: bool = False  # the weights of a token's experts have the sum 1
+    stored_joined: bool = False  # a folder has q|k|v as one weight, and gate|up
 
     @property
     def mlp_blocks(self) -> int:

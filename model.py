@@ -1,4 +1,4 @@
-"""One decoder for rollout and training: the Qwen2/2.5, Qwen3, Qwen3-MoE, Llama and Mistral families.
+"""One decoder for rollout and training: the Qwen2/2.5, Qwen3, Qwen3-MoE, Llama, Mistral and Phi-3 families.
 
 Tokens come packed, [T], without padding; attention is a callable, so training, prefill and decode differ only in
 what they pass. Projections are fused (q|k|v and gate|up); `hf_tensors` names their parts as Hugging Face does.
@@ -36,8 +36,13 @@ FAMILIES: dict[str, Callable[[dict], dict[str, Any]]] = {
     "qwen3_moe": lambda c: _attention_bias(c) | dict(mlp_bias=False, qk_norm=True) | _experts(c),
     "llama": lambda c: _attention_bias(c) | dict(mlp_bias=c.get("mlp_bias", False), qk_norm=False),
     "mistral": lambda c: _attention_bias({}) | dict(mlp_bias=False, qk_norm=False) | _windows(c),
+    "phi3": lambda c: (
+        _attention_bias({})
+        | dict(mlp_bias=False, qk_norm=False, stored_joined=True)
+        | _windows({"sliding_window": None} | c)
+    ),
 }
-MAX_POSITIONS = {"llama": 2048, "mistral": 131072}  # where a config does not say; others: 32768
+MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "phi3": 4096}  # where a config does not say; others: 32768
 
 
 def _attention_bias(c: dict) -> dict[str, bool]:
@@ -536,6 +541,17 @@ class Model(nn.Module):
         yield self.norm.weight, partial(_whole, "model.norm.weight")
         if self.head is not None:
             yield self.head.weight, partial(_whole, "lm_head.weight")
+
+
+JOINED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
+
+
+def stored_name(shape: ModelShape, name: str) -> str:
+    """Return the weight of a folder that has a tensor of `hf_tensors`: alone, or rows of several, in that order."""
+    parts = name.split(".")
+    return ".".join(JOINED.get(part, part) for part in parts) if shape.stored_joined else name
 
 
 def empty_model(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Model:

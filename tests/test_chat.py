@@ -37,11 +37,16 @@ MISTRAL = (
     "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
 )
 # Of models that do not think aloud.
-TEMPLATES = {"qwen2": CHATML, "qwen3": CHATML, "qwen3_moe": CHATML, "llama": LLAMA, "mistral": MISTRAL}
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+TEMPLATES = {"qwen2": CHATML, "qwen3": CHATML, "qwen3_moe": CHATML, "llama": LLAMA, "mistral": MISTRAL, "phi3": PHI}
 MARKS = {
     CHATML: ["<|im_start|>", "<|im_end|>"],
     LLAMA: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
     MISTRAL: ["<s>", "[INST]", "[/INST]", "</s>"],
+    PHI: ["<|user|>", "<|assistant|>", "<|end|>"],
 }
 MARKS[LLAMA] += ["<|eot_id|>"]
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "own_tools.py"))

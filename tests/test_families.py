@@ -49,6 +49,7 @@ FAMILIES = {
         "max_window_layers": 1,
         "rope_parameters": YARN,
     },
+    "phi3": {"model_type": "phi3", "sliding_window": 11},
     "mixture": {"model_type": "qwen3_moe", "head_dim": 16} | MIXTURE,
 }
 

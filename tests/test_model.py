@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import checkpoint
 from attention import PackedAttention
 from checkpoint import load_model
 from config import ConfigError
@@ -75,6 +76,8 @@ SHAPES = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral window": {"model_type": "mistral", "sliding_window": 7, "head_dim": 10, "tie_word_embeddings": True},
     "mistral window of one": {"model_type": "mistral", "sliding_window": 1},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "phi3 window": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 7, "tie_word_embeddings": True},
     "qwen2 late windows": {
         "model_type": "qwen2",
         "use_sliding_window": True,
@@ -142,7 +145,7 @@ def test_every_family_and_rope_type_is_compared():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2 tied", "qwen3 bias", "llama both biases, wide heads", "mistral window", "qwen3_moe"]
+    "name", ["qwen2 tied", "qwen3 bias", "llama both biases, wide heads", "mistral window", "phi3 window", "qwen3_moe"]
 )
 def test_packed_gradients_equal_transformers(name, tmp_path):
     oracle = make_oracle(SHAPES[name], tmp_path)
@@ -159,12 +162,31 @@ def test_packed_gradients_equal_transformers(name, tmp_path):
             wanted |= {f"{at}.experts.{expert}.{part}.weight": gradient for part, gradient in parts}
     for parameter in model.parameters():
         parameter.data = parameter.grad  # so that export names the gradients
-    found = model.export()
+    found = checkpoint._stored(model.export(), model.shape)
     assert found.keys() == wanted.keys()
     for key, gradient in found.items():
         size = wanted[key].abs().max().item()
         assert size > 1e-3, key
         torch.testing.assert_close(gradient, wanted[key], atol=2e-5 * size, rtol=1e-3, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@torch.no_grad()
+def test_joined_weights_are_joined_again_in_a_folder(tmp_path, monkeypatch) -> None:
+    """Also over several files."""
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(checkpoint, "carried_files", lambda folder: [])
+    oracle = make_oracle(SHAPES["phi3"], tmp_path / "theirs")
+    checkpoint.save_model(tmp_path / "ours", load_model(tmp_path / "theirs", CPU, torch.float32), tmp_path / "theirs")
+    assert len([*(tmp_path / "ours").glob("*.safetensors")]) > 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    found, wanted = again.state_dict(), oracle.state_dict()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config | {"intermediate_size": 72}))
+    with pytest.raises(
+        ConfigError, match=r"gate_up_proj.weight has shape \[160, 48\], but config.json says \[144, 48\]"
+    ):
+        load_model(tmp_path / "ours", CPU, torch.float32)
 
 
 @torch.no_grad()

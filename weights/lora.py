@@ -191,6 +191,10 @@ def check_lora(config: LoraConfig, shape: ModelShape) -> None:
         if config != LoraConfig():
             raise ConfigError("trainer.lora has no effect with trainer.lora.rank = 0; give a rank, such as 16")
         return
+    if shape.stored_joined:
+        raise ConfigError(
+            "trainer.lora: this family joins q|k|v and gate|up, and PEFT has no adapters of parts; take 0"
+        )
     known = sorted(_names(_first_layer(shape)))
     if wrong := [name for name in config.targets if name not in (*known, "all")]:
         raise ConfigError(
