@@ -1,7 +1,8 @@
 """A job: all state of one run and the parts of its steps, which `train.py` calls in the order of the paper."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -107,7 +108,8 @@ class Job:
             self.source = ensure_model(config.warm_start, config.data.train, MODELS, world)
         self.tokenizer = checkpoint.load_tokenizer(self.source)
         dtype = model_dtype(config, world.device.type)
-        shape, _ = checkpoint.check_model(self.source)
+        shape, base = checkpoint.check_model(self.source)
+        self.base = checkpoint.fingerprint(base) if config.trainer.lora.rank or config.loss.kl_coef else 0
         laid_out = with_layout(config, shape, world.size, world.node_size, world.device)
         laid_out = parallel.broadcast_object(world, laid_out)  # all as rank 0
         weights = saved or self.source, self.source, shape, dtype, laid_out.rollout.layout == "whole"
@@ -375,6 +377,17 @@ class Job:
             raise RuntimeError("this job has released the device; call its take_back() first")
 
 
+@contextmanager
+def open_job(config: Config, world: World, resume: bool, clock: Clock | None = None) -> Iterator[Job]:
+    """Give the job of a run, and end its worker processes afterwards. Collective. Raises what `Job` raises."""
+    clock = clock or Clock(config.log.trace)
+    phases = Phases(config.group, world, Path(config.run.dir), config.overlap.train_ranks, clock)
+    with clock.span("start"), phases("start"):
+        job = Job(config, world, resume, clock, phases)
+    with phases, job.graders, job.episodes, job.checkpoints:
+        yield job
+
+
 def newest_checkpoint(folder: Path, world: World) -> Path | None:
     """Return the newest checkpoint of a run folder, if there is any. Collective.
 
@@ -413,6 +426,7 @@ def state_of(job: Job) -> Record:
         "planner": job.planner.state_dict(),
         "timeouts": job.graders.timeouts.state_dict(),
         "split": job.split.state_dict(),
+        "base": job.base,
     }
     if job.streaming:
         state["streaming"] = job.streaming.state_dict()
@@ -426,7 +440,15 @@ def state_of(job: Job) -> Record:
 
 
 def restore(job: Job, saved: Path, state: Record) -> None:
-    """Take over the state of a checkpoint. The model has its weights already. Collective."""
+    """Take over the state of a checkpoint. The model has its weights already. Collective.
+
+    Raises ConfigError when model.path no longer has the weights beneath the adapters, or of the reference model.
+    """
+    if state.get("base", job.base) != job.base:
+        raise ConfigError(
+            f"--resume: model.path = {str(job.source)!r} has other weights than when {job.folder} was started, and "
+            "trainer.lora or loss.kl_coef goes on from those; put them back, or start another run in a new run.dir"
+        )
     job.step = state["step"]
     fill = partial(checkpoint.load_tensors, saved, world=job.trainer.world)
     job.trainer.load_state_dict(state["trainer"], fill if job.trains else lambda _: None)

@@ -5,6 +5,7 @@ those of a folder that an authorised client names.
 """
 
 import argparse
+import ipaddress
 import os
 import signal
 import sys
@@ -37,7 +38,7 @@ LAST_SECONDS = 0.5  # at the end, in which requests under way get their error
 class ServeConfig:
     host: str = option("127.0.0.1", f"address to listen at; any but a loopback address needs a token in {TOKEN}")
     port: int = option(8000, "port to listen at; 0: any that is free", min=0, max=65535)
-    name: str = option("", "name of the model for clients; empty: that of its folder")
+    name: str = option("", "name of the model for clients; empty: that of the followed run, else of the folder")
     follow: str = option("", "folder of a run, whose newer checkpoints are taken as they come; empty: none")
     device: str = option("auto", "auto (GPU if there is one), cpu or cuda", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
@@ -66,7 +67,9 @@ class Weights:
         self.lock = threading.Lock()
 
     def about(self) -> Json:
-        return {"weights": str(self.folder), "version": self.version, "max_model_len": self.shape.max_positions}
+        about: Json = {"weights": str(self.folder), "version": self.version, "max_model_len": self.shape.max_positions}
+        step = checkpoint.step_of(self.folder)
+        return about if step is None else about | {"step": step}
 
     def take(self, folder: Path) -> None:
         """Have the loop decode with the weights of a folder. Raises ApiError; then the old ones stay.
@@ -117,7 +120,8 @@ class Service:
         self.engine.runner.capture()
         self.loop, self.config = EngineLoop(self.engine, c.queue), c
         self.weights = Weights(folder, model.shape, self.loop)
-        name, limits = c.name or folder.resolve().name, Limits(c.request_seconds, int(c.max_mib * 2**20), c.connections)
+        name = c.name or Path(c.follow or folder).resolve().name
+        limits = Limits(c.request_seconds, int(c.max_mib * 2**20), c.connections)
         told = self.weights.about, lambda given: self.weights.take(Path(given))
         try:
             self.endpoint = Endpoint((c.host, c.port), self.loop, self.tokenizer, name, token, limits, *told)
@@ -151,10 +155,18 @@ def check(config: ServeFile, token: str) -> None:
         raise ConfigError(
             "serve.py decodes on one rank, without torchrun, rollout.tensor_parallel and sharded rollout.weights"
         )
-    if not token and not (config.serve.host in ("localhost", "::1") or config.serve.host.startswith("127.")):
+    if not token and not is_loopback(config.serve.host):
         raise ConfigError(f"serve.host = {config.serve.host!r}: others reach it; put a token into {TOKEN} first")
     if token and (not token.isascii() or not token.isprintable() or len(token) < 8 or " " in token):
         raise ConfigError(f"{TOKEN} must have at least 8 characters, all of them letters, digits or signs of ASCII")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address. Other names than localhost may lead anywhere."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def main(argv: list[str]) -> int:

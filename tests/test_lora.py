@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import train
-from checkpoint import check_model, fill, load_model
+from checkpoint import check_model, fill, load_model, save_model
 from config import ConfigError
 from core import Example, SampleId, Span
 from loss import LossConfig
@@ -300,6 +300,21 @@ def test_a_run_goes_on_with_its_adapters_only(settings, capsys) -> None:
     assert "trainer.lora.rank is 8 now and was 4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [{}, dict(trainer__lora__rank=0, trainer__lora__alpha=32.0, loss__kl_coef=0.1)])
+def test_a_run_goes_on_from_the_same_weights_only(settings, tiny_folder, tmp_path, capsys, given: dict) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "base")
+    options = settings("run", model__path=tmp_path / "base", run__steps=1, **given)
+    assert train.main(options) == 0 == train.main([*options, "--resume"])
+    model = load_model(tiny_folder, CPU, torch.float32)
+    with torch.no_grad():
+        model.layers[1].down_proj.weight.mul_(1.01)
+    save_model(tmp_path / "base", model, tiny_folder)
+    capsys.readouterr()
+    assert train.main([*options, "--resume"]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "base' has other weights than when" in text, text
+
+
 def test_the_warm_start_trains_everything_before_the_adapters_begin(settings, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("job.MODELS", tmp_path)
     small = dict(model__path="", data__train="hailstone", data__task="", run__steps=1)
@@ -319,6 +334,10 @@ def test_the_plan_counts_the_numbers_that_there_are(family: str) -> None:
     sizes |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if family == "qwen3_moe" else {}
     shape = parse_shape({"model_type": family, **sizes}, "test")
     model = Model(shape)
+    if shape.stored_joined:
+        with pytest.raises(ConfigError, match="joins q|k|v"):
+            check_lora(LORA, shape)
+        return
     few = replace(FEW, targets=("q_proj", "v_proj")) if shape.num_experts else FEW  # experts have none
     for lora in (LORA, few):
         check_lora(lora, shape)

@@ -316,8 +316,10 @@ def test_only_who_has_the_token_is_served(served, folder) -> None:
         assert ask(service, "/weights", {"folder": str(folder)}, Authorization=f"Bearer {key}")[0] == 401
     client = client_of(service, "a-long-secret")
     assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
-    with pytest.raises(ConfigError, match="PLAINROLL_TOKEN"):
-        Service(ServeFile(ServeConfig(host="0.0.0.0", device="cpu"), ROLLOUT), folder)
+    for host in ("0.0.0.0", "127.example.com", ""):
+        with pytest.raises(ConfigError, match="PLAINROLL_TOKEN"):
+            Service(ServeFile(ServeConfig(host=host, device="cpu"), ROLLOUT), folder)
+    assert all(map(serve.is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1")))
     with pytest.raises(ConfigError, match="8 characters"):
         Service(ServeFile(ServeConfig(device="cpu"), ROLLOUT), folder, "short")
     with pytest.raises(ConfigError, match="one rank"):
@@ -392,7 +394,7 @@ def test_weights_change_while_it_serves(served, folder, loud_folder, tiny_folder
 
 def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.05)
-    service = served(follow=str(tmp_path))
+    service, name = served(follow=str(tmp_path), name=""), tmp_path.name
     for step, is_whole in ((1, True), (2, False), (3, True)):
         target = tmp_path / "checkpoints" / f".step_{step}"
         source = loud_folder(step)
@@ -406,12 +408,13 @@ def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, ca
         shown = target.rename(target.with_name(f"step_{step:06d}"))
         if is_whole:
             until(partial(lambda shown: service.weights.folder == shown, shown))
-            answer = client_of(service).completions.create(model="tiny", prompt=PROMPT, seed=0, max_tokens=LIMIT)
+            answer = client_of(service).completions.create(model=name, prompt=PROMPT, seed=0, max_tokens=LIMIT)
             own = engine_of(shown, SamplingConfig()).generate([PROMPT], 1, 0)[0][0]
             assert answer.choices[0].text == service.tokenizer.decode(own.token_ids, skip_special_tokens=True)
         else:
             until(lambda: "passed: " in capfd.readouterr().err)  # one line, in one write
     assert service.weights.version == 2
+    assert [(model.id, model.step) for model in client_of(service).models.list()] == [(name, 3)]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
