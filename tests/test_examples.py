@@ -94,6 +94,22 @@ def test_own_service(tiny, tmp_path, monkeypatch) -> None:
     ]
 
 
+def test_own_agent(tiny, tmp_path) -> None:
+    """Its calls over HTTP make the samples that the same game makes as a generator, over two updates."""
+    games = {"agent": "own_agent.py:retry", "plain": "own_environment.py:retry"}
+    for name, env in games.items():
+        own = dict(run__dir=tmp_path / name, data__env=f"{EXAMPLES}/{env}", data__task="env", env__clock="steps")
+        own |= dict(run__steps=2, reward__also=f"{ROOT}/tests/graders.py:share_of_digits=1", env__step_seconds=60)
+        assert train.main([*tiny(**own), "--run.dump_rollouts=true"]) == 0
+    agent, plain = (steps_of(tmp_path / name) for name in games)
+    assert [record["train"]["loss"] for record in agent] == [record["train"]["loss"] for record in plain]
+    assert all(record["train"]["grad_norm"] > 0 for record in agent)
+    for step in (1, 2):
+        texts = ((tmp_path / name / "rollouts" / f"step_{step:06d}.jsonl").read_text() for name in games)
+        first, second = ([json.loads(line)["samples"] for line in text.splitlines()] for text in texts)
+        assert first == second
+
+
 def test_own_loss(example, tiny, tmp_path) -> None:
     """The built-in loss would clip every second update."""
     bounds = {"trainer__updates_per_step": 2, "loss__clip_low": 0, "loss__clip_high": 0}

@@ -1,0 +1,125 @@
+"""Agent code as an environment: calls of OpenAI's client are the turns of an episode; what only adds is taken."""
+
+import http.client
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from environments import Episode, EpisodeError
+from envs.agents import _server, from_agent
+
+ROW = {"prompt": "2 + 2?", "answer": "4"}
+
+
+def client_of(address: str) -> Any:
+    return openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+
+
+def complete(address: str, prompt: object, **more: Any) -> str:
+    return client_of(address).completions.create(model="any", prompt=prompt, **more).choices[0].text
+
+
+def chat(address: str, messages: list, **more: Any) -> str:
+    return client_of(address).chat.completions.create(model="any", messages=messages, **more).choices[0].message.content
+
+
+def begun(agent: Callable, row: dict = ROW, turns: int = 9) -> Episode:
+    return Episode(from_agent(agent), row, seed=5, max_turns=turns)
+
+
+def test_a_chat_goes_on_turn_by_turn() -> None:
+    def agent(row, seed, address):
+        messages = [{"role": "user", "content": "2 + 2?"}]
+        for asked in ("Sure?", [{"type": "text", "text": "Really? "}]):
+            messages.append({"role": "assistant", "content": chat(address, messages).strip()})
+            messages.append({"role": "user", "content": asked})
+        return seed + (chat(address, messages) == row["answer"])
+
+    for prompt in ("2 + 2?", [{"role": "user", "content": "2 + 2?"}]):
+        episode = begun(agent, ROW | {"prompt": prompt})
+        for text in ("5 ", "\n3", "4"):
+            episode.act(text)
+        assert (episode.texts, episode.reward, episode.end) == (["", "Sure?", "Really? "], 6, "stop")
+
+
+def test_a_text_goes_on_turn_by_turn() -> None:
+    def agent(row, seed, address):
+        text = row["prompt"] + " Think."
+        text += complete(address, text, temperature=0.5, n=1) + "\nAnd?"
+        complete(address, text)
+
+    episode = begun(agent)
+    for text in ("5", "4"):
+        episode.act(text)
+    assert (episode.texts, episode.rewards, episode.end) == ([" Think.", "\nAnd?"], [0, 0], "stop")
+    assert not _server().conversations
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda at: complete(at, "3 + 3?"), "does not go on from '2 [+] 2[?]'"),
+        (lambda at: complete(at, ["2 + 2?"]), "does not go on"),
+        (lambda at: complete(at, "2 + 2?", n=2), "n = 2"),
+        (lambda at: complete(at, "2 + 2?", logprobs=0), "logprobs = 0"),
+        (lambda at: complete(at, "2 + 2?", stop=["x"]), "stop = "),
+        (lambda at: chat(at, [{"role": "system", "content": "Be good."}]), "do not go on from those before"),
+        (lambda at: chat(at, [{"role": "user", "content": "2 + 2?"}] * 2), "adds 1 messages"),
+        (lambda at: client_of(at).embeddings.create(model="any", input="x"), "no 'embeddings' here"),
+    ],
+)
+def test_what_makes_no_turn_is_refused(call: Callable, text: str) -> None:
+    with pytest.raises(EpisodeError, match=f"turn 0: .*{text}"):
+        begun(lambda row, seed, address: call(address))
+
+
+def test_a_rewritten_chat_is_refused_and_the_agent_may_go_on() -> None:
+    def agent(row, seed, address):
+        first = [{"role": "user", "content": row["prompt"]}]
+        said = chat(address, first)
+        with pytest.raises(openai.BadRequestError, match="do not go on"):
+            chat(address, [*first, {"role": "assistant", "content": "Other."}, {"role": "user", "content": "Sure?"}])
+        chat(address, [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}])
+
+    episode = begun(agent)
+    episode.act("5")
+    episode.act("4")
+    assert (episode.texts, episode.end) == (["", "Sure?"], "stop")
+
+
+def test_an_agent_ends_with_its_episode() -> None:
+    ended, seen = threading.Event(), []
+
+    def agent(row, seed, address):
+        seen.append(address)
+        try:
+            text = row["prompt"]
+            while True:
+                text += complete(address, text) + "?"
+        except openai.APIStatusError as error:
+            seen.append(error.status_code)
+        ended.set()
+
+    episode = begun(agent, turns=2)
+    for text in ("5", "4"):
+        episode.act(text)
+    assert episode.end == "turns" and ended.wait(60) and seen[1] == 410
+    place = urlsplit(seen[0])
+    connection = http.client.HTTPConnection(place.netloc, timeout=60)
+    connection.request("POST", f"{place.path}/completions", json.dumps({"prompt": "2 + 2?"}))
+    assert connection.getresponse().status == 410
+
+
+def test_what_an_agent_raises_ends_the_episode() -> None:
+    def agent(row, seed, address):
+        complete(address, row["prompt"])
+        raise KeyError("mine")
+
+    episode = begun(agent)
+    with pytest.raises(EpisodeError, match=r"turn 1: KeyError: 'mine' \(.*test_agents.py:\d+\)"):
+        episode.act("5")
