@@ -12,7 +12,7 @@ import math
 import stat
 import textwrap
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -77,10 +77,16 @@ def entry(default: str, about: str, table: Mapping[str, object]) -> str:
     return option(default, f"{about} ({said})", choices=table)
 
 
-def load_config(cls: type[C], path: str | None, overrides: list[str]) -> C:
-    """Return a frozen `cls` from its defaults, the TOML file at `path` and `--section.key=value` overrides."""
+def load_config(cls: type[C], source: str | Mapping[str, object] | None, overrides: Sequence[str] = ()) -> C:
+    """Return a frozen `cls` from its defaults, a source and `--section.key=value` overrides.
+
+    `source`: a TOML file, or a dict whose keys are sections or `section.key`.
+    """
     config = cls()
-    if path is not None:
+    if isinstance(source, Mapping):
+        for key, value in source.items():
+            config = _merge(config, _nested(str(key), value), source="")
+    elif (path := source) is not None:
         try:
             values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8"))
         except OSError as error:
@@ -94,12 +100,13 @@ def load_config(cls: type[C], path: str | None, overrides: list[str]) -> C:
             raise ConfigError(
                 f"cannot read {override!r}; write --section.key=value or --config FILE.toml (--help lists every key)"
             )
-        *sections, name = key.split(".")
-        nested = {name: _parse(text)}
-        for section in reversed(sections):
-            nested = {section: nested}
-        config = _merge(config, nested, source="", raw=text)
+        config = _merge(config, _nested(key, _parse(text)), source="", raw=text)
     return config
+
+
+def _nested(key: str, value: object) -> dict:
+    section, _, name = key.rpartition(".")
+    return _nested(section, {name: value}) if section else {name: value}
 
 
 def _parse(text: str) -> object:

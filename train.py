@@ -9,33 +9,30 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until a handler is set
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from config import ConfigError, describe, load_config
-from job import Job
+from job import Job, open_job
 from metrics import Clock, Record
-from overlap.phases import Phases
 from parallel import World
 from process import ending, launcher, run_folder
 from process.ending import StopSignal
-from process.watchdog import Watchdog
 from records import of_replicas, step_record
 from settings import Config, check_run
+
+Callbacks = Sequence[Callable[[Job, Record], object]]  # each is called after each step, on every rank
 
 # ---- the step loop -----------------------------------------------------------------------------------------------
 
 
-def train(config: Config, world: World, resume: bool, clock: Clock | None = None) -> None:
+def train(config: Config, world: World, resume: bool, clock: Clock | None = None, callbacks: Callbacks = ()) -> None:
     """Run the whole training. Every rank runs this, in step with the others."""
     clock = clock or Clock(config.log.trace)
-    phases = Phases(config.group, world, Path(config.run.dir), config.overlap.train_ranks, clock)
-    with clock.span("start"), phases("start"):
-        job = Job(config, world, resume, clock, phases)
-    with phases, job.graders, job.episodes, job.checkpoints, StopSignal() as stop:
+    with open_job(config, world, resume, clock) as job, StopSignal() as stop:
         if job.step == 0:
             before = job.evaluate()
             job.recorder.write({"step": 0, "eval": before, "seconds": clock.take()})
@@ -48,6 +45,7 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
                     record["eval"] = job.evaluate()
             job.recorder.write(record)
             job.recorder.step(record)
+            ending.call(callbacks, job, record)
             ends = stop.agreed(world) or job.step == config.run.steps
             with clock.span("checkpoint"):
                 job.checkpoints.check()
@@ -56,9 +54,9 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
     if ends:
         return job.recorder.finish(job.folder, job.step, config.run.steps)
     job.recorder.close()
-    del job, phases  # ranks change sides in another one, which needs its memory
+    del job  # ranks change sides in another one, which needs its memory
     gc.collect()
-    train(config, world, True, clock)
+    train(config, world, True, clock, callbacks)
 
 
 def take_step(job: Job) -> Record:
@@ -113,19 +111,16 @@ def main(argv: list[str], script: str = __file__) -> int:
         check_run(config, size, flags.resume, is_main=rank == 0, reports=flags.check)
     except (ConfigError, OSError) as error:  # of the system: a name that is too long, a folder that may not be read
         return ending.refuse(error)
-    if flags.check:
-        return 0
+    return 0 if flags.check else run(config, flags.resume)
+
+
+def run(config: Config, resume: bool, callbacks: Callbacks = ()) -> int:
+    """Train on this rank, with a lock on the folder and an eye on ranks that hang; return the exit code."""
     clock = Clock(config.log.trace)
 
     def work(world: World) -> None:
-        folder = Path(config.run.dir)
-        with ExitStack() as stack:
-            if world.is_main:
-                stack.enter_context(run_folder.locked(folder))
-                run_folder.write_settings(config, folder)
-            if world.size > 1:
-                stack.enter_context(Watchdog(world, clock, folder / "stacks"))
-            train(config, world, flags.resume, clock)
+        with run_folder.guarded(config, Path(config.run.dir), world, clock):
+            train(config, world, resume, clock, callbacks)
 
     return ending.exit_code(work, config.run.device, config.run.timeout_seconds, clock)
 

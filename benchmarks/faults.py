@@ -255,9 +255,9 @@ def arm(fault: Fault, fired: Path) -> None:
     place: dict[str, Any] = {}
     run_training = train.train
 
-    def note_clock(config: Any, world: Any, resume: bool, clock: Any = None) -> None:
+    def note_clock(config: Any, world: Any, resume: bool, clock: Any = None, callbacks: Any = ()) -> None:
         place["clock"] = clock
-        run_training(config, world, resume, clock)
+        run_training(config, world, resume, clock, callbacks)
 
     train.train = note_clock
     owner, name = STAGES[fault.stage]

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import parallel
 from config import ConfigError
@@ -40,6 +40,22 @@ class StopSignal:
     def agreed(self, world: World) -> bool:
         """Whether any rank was signalled. Signals come at different moments; all act on this answer. Collective."""
         return any(parallel.gather_objects(world, self.first))
+
+
+class CallbackError(RuntimeError):
+    """A user's callback has failed: which one, how and where."""
+
+
+def call(callbacks: Iterable[Callable[..., object]], *given: object) -> None:
+    """Call functions of the user. Raises CallbackError when one of them raises."""
+    for callback in callbacks:
+        try:
+            callback(*given)
+        except (Exception, SystemExit) as error:
+            said = traceback.format_exception_only(error)[-1].strip()
+            place = traceback.extract_tb(error.__traceback__)[:2][-1]
+            name = getattr(callback, "__qualname__", repr(callback))
+            raise CallbackError(f"callback {name}: {said} ({place.filename}:{place.lineno})") from error
 
 
 def refuse(error: Exception, code: int = 2) -> int:
@@ -80,7 +96,7 @@ def _explain(error: BaseException, clock: Clock) -> int:
         return refuse(error)
     if isinstance(error, GroupError):  # both pools of a job lose the group's server
         return refuse(error, code=1)
-    if isinstance(error, NonFiniteError | WorkerError | EpisodeError):
+    if isinstance(error, NonFiniteError | WorkerError | EpisodeError | CallbackError):
         return _fail(str(error), code=1)
     stage = clock.failed_in or "start"
     place = f"{stage} of step {clock.step}"

@@ -3,12 +3,30 @@
 import fcntl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from config import ConfigError, Dataclass, dump_toml
+from metrics import Clock
+from parallel import World
+from process.watchdog import Watchdog
 
 LOCK_SECONDS = 10.0  # a killed run may take so long to let go of its folder
+
+
+@contextmanager
+def guarded(config: Dataclass, folder: Path, world: World, clock: Clock) -> Iterator[None]:
+    """Have the folder for this run alone, with its settings in it, and name the rank that holds the others up.
+
+    Raises ConfigError as `locked` does.
+    """
+    with ExitStack() as stack:
+        if world.is_main:
+            stack.enter_context(locked(folder))
+            write_settings(config, folder)
+        if world.size > 1:
+            stack.enter_context(Watchdog(world, clock, folder / "stacks"))
+        yield
 
 
 @contextmanager

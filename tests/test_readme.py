@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_layout import FOLDERS, ROOMS, SCRIPTS
+from test_layout import FOLDERS, PACKAGE, ROOMS, SCRIPTS
 
 from config import flatten
 from mux import GroupFile
@@ -125,7 +125,10 @@ def test_names_of_code_in_the_docs_are_there() -> None:
 
 def test_every_file_and_folder_is_in_the_layout_tables() -> None:
     """The README has the files of the top level and the folders, architecture.md every file of both."""
-    top, folders = {path.name for path in ROOT.glob("*.py")}, {f"{folder}/" for folder in (*FOLDERS, *SCRIPTS, "tests")}
+    top, folders = (
+        {path.name for path in ROOT.glob("*.py")},
+        {f"{folder}/" for folder in (*FOLDERS, *SCRIPTS, PACKAGE, "tests")},
+    )
     rooms = {str(path.relative_to(ROOT)) for path in ROOMS.values() if path.name != "__init__.py"}
     for page, names in {"README.md": top | folders, "docs/architecture.md": rooms}.items():
         rows = "\n".join(line for line in PAGES[ROOT / page].splitlines() if line.startswith("| `"))

@@ -1,0 +1,15 @@
+"""The scripts of the repository from anywhere: `python -m plainroll train --ranks=2 ...`, and serve, mux, simulate."""
+
+import os
+import sys
+
+from plainroll import ROOT
+
+SCRIPTS = ("train", "serve", "mux", "simulate", "profiler", "environments")
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:] or [""]
+    if name not in SCRIPTS:
+        print(f"usage: python -m plainroll NAME [--help] ...\nNAME is one of: {', '.join(SCRIPTS)}", file=sys.stderr)
+        sys.exit(2)
+    os.execv(sys.executable, [sys.executable, str(ROOT / f"{name}.py"), *arguments])

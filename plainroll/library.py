@@ -1,0 +1,58 @@
+"""Runs from Python: settings as a dict, callbacks after each step, or a job that you step (docs/library.md)."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from plainroll import job, parallel, train
+from plainroll.config import ConfigError, load_config
+from plainroll.metrics import Clock, Record, read_records
+from plainroll.process import ending, launcher, run_folder
+from plainroll.settings import Config, check_run
+from plainroll.train import Callbacks, take_step
+
+__all__ = ["Callbacks", "Config", "ConfigError", "Record", "open_job", "read_records", "run", "take_step"]
+
+
+def run(settings: Mapping[str, object], callbacks: Callbacks = (), ranks: int = 1, resume: bool = False) -> int:
+    """Train as `train.py` does; return its exit code. Bad settings print one line.
+
+    `settings`: by key, as {"run.steps": 10} or {"run": {"steps": 10}}; the rest have their defaults. `callbacks`: each
+    gets (job, record) after each step, on every rank. `ranks`: over 1, torchrun starts the calling script that often,
+    with the same arguments. There this call trains and ends the process; here it waits for them.
+    """
+    is_rank = "RANK" in os.environ
+    try:
+        asked, _ = launcher.parse([f"--ranks={ranks}"])
+        if not is_rank and launcher.is_wanted(asked):
+            return launcher.launch(sys.argv[0], asked, sys.argv[1:])
+        launcher.settle()
+        code = train.run(_checked(settings, resume), resume, callbacks)
+    except (ConfigError, OSError) as error:
+        code = ending.refuse(error)
+    if is_rank and ranks > 1:
+        sys.exit(code)
+    return code
+
+
+@contextmanager
+def open_job(settings: Mapping[str, object], resume: bool = False) -> Iterator["job.Job"]:
+    """Give a job, which `take_step` moves by one step. Raises ConfigError. Under torchrun collective.
+
+    Steps that `job.save()` has not written are lost; `job.recorder.write(record)` puts a record into steps.jsonl.
+    """
+    config = _checked(settings, resume)
+    world, clock = parallel.start(config.run.device, config.run.timeout_seconds), Clock(config.log.trace)
+    with run_folder.guarded(config, Path(config.run.dir), world, clock):
+        with job.open_job(config, world, resume, clock) as opened:
+            yield opened
+    parallel.stop(world)
+
+
+def _checked(settings: Mapping[str, object], resume: bool) -> Config:
+    config = load_config(Config, settings)
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    check_run(config, size, resume, is_main=rank == 0)
+    return config
