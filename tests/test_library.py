@@ -137,6 +137,19 @@ def test_a_job_is_stepped_by_hand(user, site, tmp_path) -> None:
     assert ranks.returncode == 0 and ranks.stdout.splitlines().count("ended 2") == 1, ranks.stdout
 
 
+@pytest.mark.slow
+def test_the_example_trains_on_two_ranks(user, tmp_path) -> None:
+    text = (ROOT / "examples" / "library.py").read_text()
+    for long, short in (('"steps": 5,', '"steps": 2,'), ('"warm_start.steps": 100', '"warm_start.steps": 1')):
+        assert long in text
+        text = text.replace(long, short)
+    (tmp_path / "user" / "example.py").write_text(text)
+    done = user("example.py")
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("rewards by step: ")]
+    assert len(line.split()) == 3 + 2
+
+
 def test_scripts_and_their_files_are_installed(user) -> None:
     done = user("-m", "plainroll", "train", "--help")
     assert done.returncode == 0 and "--run.steps" in done.stdout, done.stderr
