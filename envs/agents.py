@@ -124,7 +124,8 @@ def from_agent(agent: Agent) -> Environment:
         conversation, name = Conversation(row["prompt"]), secrets.token_urlsafe(16)
         server = _server()
         server.conversations[name] = conversation
-        address, call = f"http://127.0.0.1:{server.server_port}/{name}/v1", None
+        address = f"http://127.0.0.1:{server.server_port}/{name}/v1"
+        call: Call | float | None = None
         threading.Thread(target=conversation.play, args=(agent, row, seed, address), daemon=True).start()
         try:
             while isinstance(call := conversation.next(), Call):
@@ -181,15 +182,15 @@ class _Handler(BaseHTTPRequestHandler):
         status, text = conversation.ask(Call(kind, asked))
         if status != 200:
             return self._reply(status, text)
-        choice = {"text": text} if kind == KINDS[0] else {"message": {"role": "assistant", "content": text}}
-        of = "text_completion" if kind == KINDS[0] else "chat.completion"
+        answer: dict[str, object] = {"message": {"role": "assistant", "content": text}}
+        of, answer = ("text_completion", {"text": text}) if kind == KINDS[0] else ("chat.completion", answer)
         value = {
             "id": f"call-{conversation.calls}",
             "object": of,
             "created": 0,
             "model": asked.get("model") or "policy",
         }
-        self._send(200, value | {"choices": [{"index": 0, "finish_reason": "stop", "logprobs": None} | choice]})
+        self._send(200, value | {"choices": [{"index": 0, "finish_reason": "stop", "logprobs": None} | answer]})
 
     def _reply(self, status: int, message: str) -> None:
         self._send(

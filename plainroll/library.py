@@ -48,6 +48,7 @@ def open_job(settings: Mapping[str, object], resume: bool = False) -> Iterator["
     with run_folder.guarded(config, Path(config.run.dir), world, clock):
         with job.open_job(config, world, resume, clock) as opened:
             yield opened
+            opened.recorder.close()
     parallel.stop(world)
 
 

@@ -93,7 +93,7 @@ def test_a_rewritten_chat_is_refused_and_the_agent_may_go_on() -> None:
 
 
 def test_an_agent_ends_with_its_episode() -> None:
-    ended, seen = threading.Event(), []
+    ended, seen = threading.Event(), list[Any]()
 
     def agent(row, seed, address):
         seen.append(address)
