@@ -154,8 +154,9 @@ def _parse_rope(c: dict, where: str) -> dict:
         )
     rope = {"rope_theta": c.get("rope_theta", 10000.0), "partial_rotary_factor": c.get("partial_rotary_factor")} | rope
     kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ConfigError(f"{where}: rope_type = {kind!r} is not supported; plainroll has {', '.join(ROPE_TYPES)}")
+    known = ["default"] if c["model_type"] == "phi3" else [*ROPE_TYPES]  # there yarn means longrope
+    if not isinstance(kind, str) or kind not in known:
+        raise ConfigError(f"{where}: rope_type = {kind!r} is not supported; plainroll has {', '.join(known)}")
     if (partial := rope.pop("partial_rotary_factor")) not in (None, 1.0):
         raise ConfigError(f"{where}: partial_rotary_factor = {partial!r} is not supported; plainroll rotates all")
     _, needs = ROPE_TYPES[kind]

@@ -253,12 +253,13 @@ OLD_KEYS = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", OLD_KEYS)
+@pytest.mark.parametrize(
+    ("family", "name"), [(f, name) for f in FAMILIES for name in OLD_KEYS if f != "phi3" or name == "plain"]
+)
 @torch.no_grad()
 def test_old_and_new_config_keys_give_equal_logits(family, name, tmp_path):
     new, old = OLD_KEYS[name]
-    make_oracle({"model_type": family, "head_dim": 8, "rope_parameters": new}, tmp_path)
+    make_oracle({"model_type": family, "head_dim": 8, "rope_parameters": new, "pad_token_id": 0}, tmp_path)
     edit_config(tmp_path, torch_dtype=None, rope_theta=None, rope_scaling=None, rope_parameters=new, dtype="float32")
     wanted = packed_logits(load_model(tmp_path, CPU, torch.float32), token_lists())
     edit_config(tmp_path, rope_parameters=None, dtype=None, torch_dtype="float32", **old)
@@ -338,6 +339,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them(family):
         ({"rope_scaling": {"type": "su", "factor": 4.0}}, "'su'", "default, linear, dynamic, yarn, llama3"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'", "default, linear, dynamic, yarn, llama3"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'", "factor"),
+        ({"model_type": "phi3", "rope_parameters": YARN}, "'yarn'", "plainroll has default"),
         ({"rope_parameters": {**YARN, "beta_fast": -1}}, "beta_fast = -1", "a number over 0"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": -5}, "-5", "sizes are whole numbers"),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "2"}, "'2'", "number of layers"),
