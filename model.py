@@ -97,7 +97,7 @@ def parse_shape(c: dict, where: str) -> ModelShape:
         raise ConfigError(f"{where}: num_hidden_layers = {c['num_hidden_layers']} is too many: at most {MOST_LAYERS}")
     _refuse(c, where, is_mixture)
     rope = _parse_rope(c, where)
-    eps = c.get("rms_norm_eps", 1e-6)
+    eps = c.get("rms_norm_eps", 1e-5 if family == "phi3" else 1e-6)
     _check_number(where, "rms_norm_eps", eps)
     heads = c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads

@@ -183,10 +183,11 @@ class _Handler(BaseHTTPRequestHandler):
         if status != 200:
             return self._reply(status, text)
         answer: dict[str, object] = {"message": {"role": "assistant", "content": text}}
-        of, answer = ("text_completion", {"text": text}) if kind == KINDS[0] else ("chat.completion", answer)
+        if kind == KINDS[0]:
+            answer = {"text": text}
         value = {
             "id": f"call-{conversation.calls}",
-            "object": of,
+            "object": "text_completion" if kind == KINDS[0] else "chat.completion",
             "created": 0,
             "model": asked.get("model") or "policy",
         }

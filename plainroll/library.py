@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from plainroll import job, parallel, train
+from plainroll import train
 from plainroll.config import ConfigError, load_config
+from plainroll.job import Job
+from plainroll.job import open_job as opened_job
 from plainroll.metrics import Clock, Record, read_records
+from plainroll.parallel import start, stop
 from plainroll.process import ending, launcher, run_folder
 from plainroll.settings import Config, check_run
 from plainroll.train import Callbacks, take_step
@@ -38,18 +41,18 @@ def run(settings: Mapping[str, object], callbacks: Callbacks = (), ranks: int = 
 
 
 @contextmanager
-def open_job(settings: Mapping[str, object], resume: bool = False) -> Iterator["job.Job"]:
+def open_job(settings: Mapping[str, object], resume: bool = False) -> Iterator[Job]:
     """Give a job, which `take_step` moves by one step. Raises ConfigError. Under torchrun collective.
 
     Steps that `job.save()` has not written are lost; `job.recorder.write(record)` puts a record into steps.jsonl.
     """
     config = _checked(settings, resume)
-    world, clock = parallel.start(config.run.device, config.run.timeout_seconds), Clock(config.log.trace)
+    world, clock = start(config.run.device, config.run.timeout_seconds), Clock(config.log.trace)
     with run_folder.guarded(config, Path(config.run.dir), world, clock):
-        with job.open_job(config, world, resume, clock) as opened:
-            yield opened
-            opened.recorder.close()
-    parallel.stop(world)
+        with opened_job(config, world, resume, clock) as job:
+            yield job
+            job.recorder.close()
+    stop(world)
 
 
 def _checked(settings: Mapping[str, object], resume: bool) -> Config:

@@ -394,7 +394,7 @@ def test_weights_change_while_it_serves(served, folder, loud_folder, tiny_folder
 
 def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.05)
-    service, name = served(follow=str(tmp_path), name=""), tmp_path.name
+    service, run = served(follow=str(tmp_path), name=""), tmp_path.name
     for step, is_whole in ((1, True), (2, False), (3, True)):
         target = tmp_path / "checkpoints" / f".step_{step}"
         source = loud_folder(step)
@@ -408,13 +408,13 @@ def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, ca
         shown = target.rename(target.with_name(f"step_{step:06d}"))
         if is_whole:
             until(partial(lambda shown: service.weights.folder == shown, shown))
-            answer = client_of(service).completions.create(model=name, prompt=PROMPT, seed=0, max_tokens=LIMIT)
+            answer = client_of(service).completions.create(model=run, prompt=PROMPT, seed=0, max_tokens=LIMIT)
             own = engine_of(shown, SamplingConfig()).generate([PROMPT], 1, 0)[0][0]
             assert answer.choices[0].text == service.tokenizer.decode(own.token_ids, skip_special_tokens=True)
         else:
             until(lambda: "passed: " in capfd.readouterr().err)  # one line, in one write
     assert service.weights.version == 2
-    assert [(model.id, model.step) for model in client_of(service).models.list()] == [(name, 3)]
+    assert [(model.id, model.step) for model in client_of(service).models.list()] == [(run, 3)]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
