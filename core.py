@@ -24,6 +24,8 @@ class Tokenizer(Protocol):
 
     def __len__(self) -> int: ...
 
+    def get_vocab(self) -> dict[str, int]: ...
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, split_special_tokens: bool = False
     ) -> list[int]: ...
@@ -276,6 +278,9 @@ class Example:
     old_logprobs: Sequence[float] | None = None  # of the sampled tokens, recomputed by the trainer if asked to
     turn_advantages: tuple[float, ...] = ()  # of each turn, in place of `advantage`
     experts: Sequence[int] = ()  # as of its sample
+    #: Of a teacher: log-probs of the sampled tokens, or of the k likeliest in the place of each, and the ids of these.
+    teacher_logprobs: Sequence[float] = ()
+    teacher_ids: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:

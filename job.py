@@ -44,6 +44,7 @@ from records import (
 from rewards import sandbox
 from rewards.gradings import PoolStats
 from rewards.judge import open_graders
+from rewards.teacher import Teacher
 from rollout import Engine
 from rounds import Referee, Round
 from scheduler import POLICIES, Race, RoundPolicy, races
@@ -351,7 +352,7 @@ class Job:
 
         Weights, gradient sums and optimizer state wait in host memory; KV memory, CUDA graphs and copies of weights are
         given up and made again. The trajectory is the same as without. What stays on the device: the state of decoding
-        rows, tables of positions, a judge. No collective. Until `take_back`, work on the device raises RuntimeError.
+        rows, tables of positions, a judge, a teacher. No collective. Until `take_back`, work there raises RuntimeError.
         """
         self._refuse_if_released()
         if self.endless:
@@ -407,6 +408,8 @@ def introduce(job: Job, saved: Path | None, resume: bool) -> None:
     say = job.recorder.say
     if job.graders.judge:
         say(job.graders.judge.about)
+    if job.trainer.teacher:
+        say(job.trainer.teacher.about)
     if resume:
         say(f"resumed from {saved}" if saved else f"no checkpoint in {job.folder}: starts afresh")
     if job.split.is_auto and job.step < job.split.decides:
@@ -528,7 +531,7 @@ def build_trainer(
     trains: bool,
 ) -> Trainer:
     """Return the trainer, with the weights of `newest`; a rank that only decodes trains none of them. Collective."""
-    reference, config = None, c.trainer
+    reference, teacher, config = None, None, c.trainer
     if trains and config.lora.rank:
         newest = source  # a checkpoint's weights have its adapters merged into them
     model = checkpoint.load_model(newest, world.device, dtype) if keeps_model else empty_model(shape, dtype)
@@ -537,8 +540,10 @@ def build_trainer(
         config = replace(config, shard=1, lora=LoraConfig())
     elif c.loss.kl_coef:
         reference = checkpoint.load_model(source, world.device, dtype).requires_grad_(False)
+    if trains and c.distill.teacher:
+        teacher = Teacher(c.distill, shape.vocab_size, c.sampling, world.device, dtype)
     limits = c.rollout.max_response_tokens, c.run.steps * c.trainer.updates_per_step
-    trainer = Trainer(model, config, c.loss, c.sampling, world, *limits, reference, keeps_model)
+    trainer = Trainer(model, config, c.loss, c.sampling, world, *limits, reference, keeps_model, teacher)
     if not keeps_model:
         checkpoint.fill(trainer.model, checkpoint.check_model(newest)[1])
         trainer.start_from_model()

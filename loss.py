@@ -52,6 +52,8 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 BATCH_WIDE = {"reinforce_baseline"}  # a group's advantages depend on other groups
 
 
+LEAST_OTHERS = 1e-6  # probability of all tokens but the k likeliest: in fp32 it has no digits below
+
 # ---- losses: one value per sampled token -------------------------------------------------------------------------
 
 
@@ -169,6 +171,17 @@ def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Per-token unbiased, non-negative estimate of KL(policy | reference). (k3; Schulman 2020) [T]"""
     difference = ref_logprobs - logprobs
     return difference.exp() - difference - 1
+
+
+def kl_to_teacher(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """KL(policy | teacher) over k tokens and one event for all others; over all tokens it is exact. [T, k] -> [T]
+
+    It is at most the KL over all tokens, and 0 only where both agree on the k. (TA-OPD, arXiv 2608.14728; the direction
+    on the student's own text: GKD, arXiv 2306.13649, MiniLLM, arXiv 2306.08543)
+    """
+    likely = logprobs.exp() * (logprobs.masked_fill(logprobs == -torch.inf, 0.0) - teacher_logprobs)
+    others, theirs = ((1 - x.exp().sum(-1)).clamp(min=LEAST_OTHERS) for x in (logprobs, teacher_logprobs))
+    return likely.sum(-1) + others * (others / theirs).log()
 
 
 def weighted_sum(loss: Tensor, t: Tokens, normalisation: str, max_response_tokens: int) -> tuple[Tensor, int]:

@@ -96,16 +96,16 @@ def sample(
 def score(
     logits: Tensor, targets: Tensor, config: SamplingConfig, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies of the sampled distribution. [n, V], [n] -> [n], [n] float32
+    """Return log-probs and entropies of the sampled distribution. [n, V], [n] or [n, m] -> as targets, [n]; float32
 
-    The target always counts as inside top-p: it was drawn, even if rounding now puts it just outside.
-    Entropies have a gradient only with `entropy_gradient`: it keeps one more tensor of the logits' size.
+    The target, of several the first, always counts as inside top-p: it was drawn, even if rounding now puts it just
+    outside. Entropies have a gradient only with `entropy_gradient`: it keeps one more tensor of the logits' size.
     """
-    kept = filter_logits(logits, config)
+    kept, wanted = filter_logits(logits, config), targets.view(len(targets), -1)
     if config.truncates:
-        own = logits.float().gather(-1, targets[:, None]) / config.scale
-        kept = kept.scatter(-1, targets[:, None], own)
+        drawn = wanted[:, :1]
+        kept = kept.scatter(-1, drawn, logits.float().gather(-1, drawn) / config.scale)
     logprobs = kept.log_softmax(-1)
     with nullcontext() if entropy_gradient else torch.no_grad():
         entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+    return logprobs.gather(-1, wanted).view(targets.shape), entropy

@@ -36,6 +36,7 @@ from reward import RewardConfig, by_grader
 from rewards.graders import TASK_OF_JUDGE, check_rewards
 from rewards.judge import JudgeConfig, check_judge
 from rewards.pool import try_graders
+from rewards.teacher import DistillConfig, check_teacher, planned_bytes
 from rollout import RolloutConfig
 from sampling import SamplingConfig
 from scheduler import POLICIES, SchedulerConfig
@@ -100,6 +101,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
@@ -154,13 +156,14 @@ def memory_plan(
     possible = rollout_sizes(c, shape, num_ranks, node_size, elastic=True)
     tp_sizes = possible if c.planner.rule != "fixed" else [c.rollout.tensor_parallel]
     training = c.overlap.train_ranks or num_ranks
+    tokens = max(trainer.tokens_per_microbatch, cache.longest)  # a longer sample goes alone
     groups = (num_ranks > 1) + 2 * (1 < trainer.shard < training) + len({*tp_sizes} - {1, num_ranks})
     return plans(
         Demand(
             shape,
             dtype.itemsize,
             cache,
-            tokens=max(trainer.tokens_per_microbatch, cache.longest),  # a longer sample goes alone
+            tokens=tokens,
             logits_tokens=trainer.tokens_per_logits,
             recompute=trainer.recompute == "on",
             num_ranks=num_ranks,
@@ -178,6 +181,7 @@ def memory_plan(
             outside=outside,
             judge=_judge_bytes(c.judge, dtype) if is_gpu else 0.0,
             packed=c.rollout.prepack and not is_gpu and can_pack(dtype),
+            **planned_bytes(c.distill, dtype, tokens),
             device=gpu_bytes,
             kv=c.rollout.kv_gib * GIB or (0 if is_gpu else CPU_KV_BYTES),
             layout="whole" if c.overlap.train_ranks else c.rollout.weights,  # ranks that only decode have no masters
@@ -359,6 +363,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
         helps = find_remedy(config, memory, *given) or OTHERWISE
         print(f"few sequences can decode together: KV pages hold {decoding.sequences:.1f} of the longest; take {helps}")
     shape, tokenizer = check_source(config)
+    check_teacher(config.distill, shape, tokenizer, dtype, decoding.demand.cache.longest, decoding.demand.tokens)
     planned = replace(config, rollout=replace(config.rollout, kv_gib=decoding.kv / GIB, weights=decoding.layout))
     sizes = rollout_sizes(config, shape, world_size, node_size, config.planner.rule != "fixed")
     sizes = sizes_with_room(planned, shape, device, sizes)
@@ -396,9 +401,13 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         )
     refuse_within_round(c.planner, c.stream.policy)
     check_group(c, world_size)
-    if c.loss.name == "sft":
-        raise ConfigError("loss.name = sft ignores rewards and is for the warm start; take ppo or another loss")
+    if c.loss.name == "sft" and not c.run.replay:
+        raise ConfigError(
+            "loss.name = sft ignores rewards and is for the warm start, and for recorded texts (run.replay); take ppo "
+            "or another loss"
+        )
     check_loss(c.loss)
+    check_distill(c)
     if c.trainer.updates_per_step > prompts:
         raise ConfigError(
             f"trainer.updates_per_step = {c.trainer.updates_per_step} is over scheduler.num_prompts = {prompts}; an "
@@ -537,6 +546,25 @@ def check_loss(c: LossConfig) -> None:
         raise ConfigError(
             "loss.name = decoupled with loss.old_logprobs = rollout is ppo; take ppo, or loss.old_logprobs = trainer"
         )
+
+
+def check_distill(c: Config) -> None:
+    """Refuse combinations that have no place beside a teacher, or no effect without rewards."""
+    if not c.distill.teacher:
+        return
+    alone, one_ratio = not c.distill.reward_coef, c.loss.name == "gspo" and not c.distill.top_k
+    for setting, is_given, reason in (
+        (f"loss.name = {c.loss.name}", one_ratio, "its ratio spreads a token's advantage over the response"),
+        (f"loss.name = {c.loss.name}", c.loss.name == "sft", "it looks at no advantage"),
+        ("loss.credit = turn", alone and c.loss.credit == "turn", "rewards teach nothing with distill.reward_coef = 0"),
+        (
+            "scheduler.dynamic_sampling = true",
+            alone and c.scheduler.dynamic_sampling,
+            "groups of equal rewards teach as others do with distill.reward_coef = 0",
+        ),
+    ):
+        if is_given:
+            raise ConfigError(f"distill.teacher has no place beside {setting}: {reason}; leave one of them out")
 
 
 def check_scheduler(c: SchedulerConfig) -> None:
@@ -716,7 +744,7 @@ FREE_TO_CHANGE = (
     *(f"env.{key}" for key in ("num_workers", "max_failures", "step_seconds")),
     *(f"rollout.{key}" for key in ("weights", "tensor_parallel", "kv_gib", "step_tokens", "max_running")),
     *("trainer.shard", "trainer.recompute", "trainer.offload_optimizer"),
-    *("trainer.tokens_per_logits", "trainer.tokens_per_microbatch"),
+    *("trainer.tokens_per_logits", "trainer.tokens_per_microbatch", "distill.memory_gib"),
 )
 
 

@@ -10,7 +10,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -21,9 +23,10 @@ from config import option
 from core import Example
 from engine.experts import no_counts, replay, routing_record
 from engine.host import OnHost
-from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
+from loss import LOSSES, LossConfig, Tokens, kl_to_reference, kl_to_teacher, weighted_sum
 from model import Model
 from parallel import World
+from rewards.teacher import DistillConfig, Teacher
 from sampling import SamplingConfig, score
 from weights import sharding
 from weights.lora import Adapters, LoraConfig
@@ -78,7 +81,7 @@ class NonFiniteError(RuntimeError):
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
-TOKEN_MEANS = ("entropy", "clip_fraction", "kl")
+TOKEN_MEANS = ("entropy", "clip_fraction", "kl", "teacher_kl")
 SUMS = ("loss", "count", "tokens", *TOKEN_MEANS, "newest", "difference")  # newest: tokens of the weights of this step
 
 
@@ -104,13 +107,15 @@ class Trainer:
         total_updates: int,
         reference: Model | None = None,
         keeps_model: bool = True,
+        teacher: Teacher | None = None,
     ):
         """`keeps_model`: the engine decodes with views of the whole model; else a sharded learner is all that stays.
         Then it gets its weights later if `model` is on the meta device."""
         config = config.for_device(world.device.type)
         self.dtype, self.config, self.sampling, self.world = model.dtype, config, sampling, world
         self.loss = loss.for_dtype(model.head_weight.dtype)
-        self.reference, self.max_response_tokens, self.total_updates = reference, max_response_tokens, total_updates
+        self.max_response_tokens, self.total_updates = max_response_tokens, total_updates
+        self.reference, self.teacher = reference, teacher
         self.shards, self.replicas = sharding.shard_groups(world, config.shard)
         if config.lora.rank:
             model.requires_grad_(False)
@@ -159,7 +164,8 @@ class Trainer:
     def accumulate(self, examples: Sequence[Example], progress: Callable[[], None] = lambda: None) -> None:
         """Add the gradient sums of `examples`, this rank's share. No update. Collective in a shard group, else not."""
         start = time.perf_counter()
-        for batch in self._batches(examples):
+        batches = self._batches(examples)
+        for batch in taught(batches, self.teacher, progress) if self.teacher else batches:
             self._add_gradients(batch) if batch else self._nothing().backward()
             progress()
         if self.world.device.type == "cuda":
@@ -196,15 +202,17 @@ class Trainer:
 
     def _add_gradients(self, batch: Sequence[Example]) -> None:
         device = self.world.device
-        logprobs, entropy = self._score(self.learner, batch, bool(self.loss.entropy_coef))  # [T], [T]
-        lengths = torch.tensor([e.num_sampled for e in batch], device=device)
-        sample = torch.repeat_interleave(torch.arange(len(batch), device=device), lengths)
-        spans = torch.tensor([len(span) for e in batch for span in e.spans])
-        advantages = torch.tensor([a for e in batch for a in e.span_advantages]).repeat_interleave(spans).to(device)
+        theirs, likely = (x.to(device) for x in taught_of(batch))
+        logprobs, entropy = self._score(self.learner, batch, likely=likely)  # ..., [T]
+        logprobs, others = logprobs[:, 0], logprobs[:, 1:]  # [T], [T, k]
+        sample, lengths, advantages = (x.to(device) for x in told_of(batch))
         rollout, old = old_logprobs_of(batch, logprobs, self.loss)
         tokens = Tokens(logprobs, old, rollout, advantages, sample, lengths)
+        added = kl = teacher_kl = torch.zeros_like(logprobs)
+        if self.teacher:
+            tokens, added, teacher_kl = distilled(tokens, others, theirs, self.teacher.config)
         values, clipped = LOSSES[self.loss.name](tokens, self.loss)
-        kl = torch.zeros_like(logprobs)
+        values = values + added
         if self.reference is not None:
             with torch.no_grad():
                 ref_logprobs, _ = self._score(self.reference, batch, inference=True)
@@ -218,32 +226,27 @@ class Trainer:
             # Tokens of older weights differ for another reason than that rollout and trainer disagree.
             newest = sampled_by(batch, self.num_updates // self.config.updates_per_step).to(device)
             difference = (logprobs - rollout).abs() * newest
-            parts = total, torch.tensor(count), *map(torch.sum, (lengths, entropy, clipped, kl, newest, difference))
+            means = entropy, clipped, kl, teacher_kl
+            parts = total, torch.tensor(count), *map(torch.sum, (lengths, *means, newest, difference))
             self.sums += torch.stack([part.detach().to(device).double() for part in parts])
             self.worst_diff = torch.maximum(self.worst_diff, difference.max().double())
 
     def _score(
-        self, model: Model, batch: Sequence[Example], entropy_gradient: bool = False, inference: bool = False
+        self, model: Model, batch: Sequence[Example], inference: bool = False, likely: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs (with gradient) and entropies of all sampled tokens of `batch`, [T] each."""
+        """Return log-probs (with gradient) and entropies of all sampled tokens of `batch`, [T] each.
+
+        With ids of other tokens [T, k] their log-probs stand beside those of the sampled ones: [T, 1 + k].
+        """
         token_ids, positions, predicts = (x.to(self.world.device) for x in join(batch))
         attend = PackedAttention([e.num_tokens for e in batch], self.world.device)
         choose = replay(model.shape, batch, self.routing if model is self.learner else None)
         hidden = model(token_ids, positions, attend, inference, choose)[predicts]  # [T, hidden_size]
         targets = token_ids[predicts + 1]
-
-        def score_part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return score(model.logits(hidden), targets, self.sampling, entropy_gradient)
-
-        size = self.config.tokens_per_logits
-        if len(targets) <= size:
-            return score_part(hidden, targets)
-        parts = [
-            checkpoint(score_part, h, t, use_reentrant=False)
-            for h, t in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
-        logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        if likely is not None:
+            targets = torch.cat([targets[:, None], likely], 1)
+        has_gradient, size = bool(self.loss.entropy_coef), self.config.tokens_per_logits
+        return score_in_parts(model, hidden, targets, self.sampling, has_gradient, size)
 
     @torch.no_grad()
     def with_old_logprobs(self, examples: Sequence[Example]) -> list[Example]:
@@ -407,6 +410,74 @@ def old_logprobs_of(batch: Sequence[Example], logprobs: Tensor, loss: LossConfig
     if batch[0].old_logprobs is None:  # a single update: the old policy is the current one
         return rollout, current
     return rollout, torch.tensor([x for e in batch for x in e.old_logprobs or ()], device=current.device)
+
+
+def score_in_parts(
+    model: Model, hidden: Tensor, targets: Tensor, sampling: SamplingConfig, entropy_gradient: bool, size: int
+) -> tuple[Tensor, Tensor]:
+    """Return `sampling.score` of the logits of `size` rows at a time; those of more than one part are not kept."""
+
+    def score_part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return score(model.logits(hidden), targets, sampling, entropy_gradient)
+
+    if len(targets) <= size:
+        return score_part(hidden, targets)
+    parts = [
+        checkpoint(score_part, h, t, use_reentrant=False)
+        for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def told_of(batch: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sample of each sampled token [T], the sampled tokens of each sample [S], and advantages [T]."""
+    lengths = torch.tensor([e.num_sampled for e in batch])
+    spans = torch.tensor([len(span) for e in batch for span in e.spans])
+    advantages = torch.tensor([a for e in batch for a in e.span_advantages]).repeat_interleave(spans)
+    return torch.arange(len(batch)).repeat_interleave(lengths), lengths, advantages
+
+
+def taught(batches: Sequence[Sequence[Example]], teacher: Teacher, progress: Callable[[], None]) -> list[list[Example]]:
+    """Return micro-batches with what the teacher says of them: a forward for each. `progress` is called after each."""
+    found = []
+    for batch in batches:
+        examples = list[Example]()
+        if batch:
+            token_ids, _, predicts = join(batch)
+            texts = [[*e.prompt_ids, *e.token_ids] for e in batch]
+            logprobs, ids = teacher(texts, predicts.tolist(), token_ids[predicts + 1].tolist())
+            ends, width = accumulate(e.num_sampled for e in batch), teacher.config.top_k
+            for e, end in zip(batch, ends, strict=True):
+                own = slice((end - e.num_sampled) * max(width, 1), end * max(width, 1))
+                examples.append(replace(e, teacher_logprobs=logprobs[own], teacher_ids=ids[own]))
+        found.append(examples)
+        progress()
+    teacher.give_back()
+    return found
+
+
+def taught_of(batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """Return log-probs and token ids of a teacher: [T, 1] and [T, 0] of sampled tokens, [T, k] and [T, k] of others."""
+    count = sum(e.num_sampled for e in batch)
+    logprobs = np.frombuffer(b"".join(array("f", e.teacher_logprobs) for e in batch), np.float32)
+    ids = np.frombuffer(b"".join(array("i", e.teacher_ids) for e in batch), np.int32)
+    return torch.tensor(logprobs.reshape(count, -1)), torch.tensor(ids.reshape(count, -1), dtype=torch.int64)
+
+
+def distilled(t: Tokens, likely: Tensor, theirs: Tensor, aim: DistillConfig) -> tuple[Tokens, Tensor, Tensor]:
+    """Return tokens whose advantages know the teacher, a loss beside the policy's [T], and the reverse KL to it [T].
+
+    `likely`: log-probs of the tokens that the teacher finds likeliest; `theirs`: its own, else of the sampled tokens.
+
+    The estimate by the sampled token is its advantage, for this token alone: a discount of 0, as GKD has no gradient
+    through the sampling of later tokens. (Lu et al., On-Policy Distillation, Thinking Machines, 2025)
+    """
+    if aim.top_k:
+        kl = kl_to_teacher(likely, theirs)
+        return replace(t, advantages=aim.reward_coef * t.advantages), aim.coef * kl, kl
+    kl = t.logprobs.detach() - theirs[:, 0]
+    return replace(t, advantages=aim.reward_coef * t.advantages - aim.coef * kl), torch.zeros_like(kl), kl
 
 
 def _add_to(gradient: Tensor) -> Callable[[Tensor], None]:

@@ -51,6 +51,8 @@ class Demand:
     communicators: int = 0
     outside: float = 0.0  # bytes of the device that others have
     judge: float = 0.0  # bytes
+    teacher: float = 0.0  # bytes that it holds all the time,
+    teaching: float = 0.0  # and in a forward
     packed: bool = False  # a CPU decodes with a second copy of the weights
     device: float = 0.0  # bytes of a GPU; 0: a CPU
     kv: float = 0.0  # bytes of KV pages; 0: what the rest leaves
@@ -212,6 +214,7 @@ def plan(d: Demand) -> Plan:
         "gradients": 4 * d.trained,
         "optimizer state": state * (not d.offload),
         "judge": d.judge * d.decodes,
+        "teacher": d.teacher * d.trains,
         "tokens and log-probs of decoding rows": 12 * rows * d.cache.longest,
         "CUDA graphs": graphs,
         f"CUDA context, {d.communicators} communicators, other programs": max(around, d.outside),
@@ -263,6 +266,7 @@ def _training(d: Demand) -> dict[str, Lines]:
         "gradients of activations": (2 * s.mlp_width + 2 * s.hidden_size) * b * T,
     }
     return {
+        "as the teacher reads": {"two of its layers, activations, logits": d.teaching},
         "as a chunk of logits is scored": activations | logits | _fsdp(d, 0),
         "as a chunk's gradient reaches the head": activations | summed | _fsdp(d, 0),
         "in the backward pass of the last layer": activations | backward | _fsdp(d, 1),

@@ -20,16 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
-from attention import PackedAttention
 from config import ConfigError, option
 from core import Reward, Tokenizer
 from data import converse
 from engine.host import upload
-from model import Model, Split, rms_norm, run_layer
 from reward import Graded, RewardConfig, add_up, by_grader
 from rewards.graders import TASK_OF_JUDGE
 from rewards.gradings import PoolStats
-from rewards.offload import Layers, num_resident, token_bytes
+from rewards.offload import OffloadedModel, check_room
 from rewards.pool import RewardPool
 
 TEMPLATE = """Question:
@@ -153,23 +151,13 @@ def check_judge(config: JudgeConfig, dtype: torch.dtype) -> None:
         verdict_ids(config, tokenizer)
     elif labels > 1 and config.label >= labels:
         raise ConfigError(f"judge.label = {config.label}: {config.path} has the labels 0 to {labels - 1}")
-    with torch.device("meta"):
-        model = Model(shape)
-    layer = sum(p.numel() for p in model.layers[0].parameters()) * dtype.itemsize
-    fixed = sum(p.numel() for p in model.parameters()) * dtype.itemsize - layer * shape.num_layers
-    needed = fixed + 2 * layer + config.batch_tokens * token_bytes(shape, dtype)
-    if config.memory_gib and config.memory_gib * 2**30 < needed:
-        raise ConfigError(
-            f"judge.memory_gib = {config.memory_gib} is too small for embeddings, two layers and a forward of "
-            f"judge.batch_tokens = {config.batch_tokens}: at least {math.ceil(needed / 2**30 * 1e6) / 1e6}; raise it, "
-            "or lower judge.batch_tokens"
-        )
+    check_room("judge.memory_gib", config.memory_gib, shape, dtype, config.batch_tokens, "judge.batch_tokens")
 
 
 # ---- the forward -------------------------------------------------------------------------------------------------
 
 
-class JudgeModel:
+class JudgeModel(OffloadedModel):
     """The weights of a judge and its one forward over packed texts."""
 
     LOGIT_ROWS = 64  # texts read out together: [64, vocabulary] and not [texts, vocabulary]
@@ -177,16 +165,12 @@ class JudgeModel:
     def __init__(self, config: JudgeConfig, device: torch.device, dtype: torch.dtype):
         """Raises ConfigError as `check_judge` does."""
         check_judge(config, dtype)
-        self.config, self.device, self.dtype = config, device, dtype
-        self.model, score = checkpoint.load_judge(config.path, torch.device("cpu"), dtype)
-        self.shape, self.split = self.model.shape, Split(self.model.shape)
+        model, score = checkpoint.load_judge(config.path, torch.device("cpu"), dtype)
+        super().__init__(model, device, config.memory_gib)
+        self.config, self.is_reward_model = config, score is not None
         tokenizer = checkpoint.load_tokenizer(config.path)
-        self.is_reward_model = score is not None
         pad_id = checkpoint.read_config(config.path).get("pad_token_id")
         self.reader = Reader(config, tokenizer, self.is_reward_model, pad_id)
-        self.layers = Layers(self.model, device)
-        self.model.to(device)
-        self.fixed_bytes = sum(p.nbytes for p in self.model.parameters())
         if score is not None:
             self.head = score.to(device)
         else:
@@ -198,34 +182,11 @@ class JudgeModel:
     def max_tokens(self) -> int:
         return min(self.shape.max_positions, self.config.batch_tokens)
 
-    def place(self, num_tokens: int) -> None:
-        """Keep as many layers on the device as its memory holds beside a forward of `num_tokens`."""
-        c, layers = self.config, self.layers
-        if c.memory_gib:
-            free = c.memory_gib * 2**30 - self.fixed_bytes
-        elif self.device.type == "cuda":
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            # A part is left for other users of the GPU and for fragmentation.
-            free = layers.device_bytes + 0.8 * (torch.cuda.mem_get_info(self.device)[0] + unused)
-        else:
-            free = math.inf
-        per_token = token_bytes(self.shape, self.dtype)
-        layers.place(num_resident(len(layers), layers.layer_bytes, per_token, num_tokens, free))
-
     @torch.inference_mode()
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return log-probs of accept and reject [n, 2], or a reward model's numbers [n, labels]; float32."""
-        lengths = [len(text) for text in texts]
-        ids = upload([token for text in texts for token in text], self.device)  # [T]
-        positions = upload([position for length in lengths for position in range(length)], self.device)
-        attend = PackedAttention(lengths, self.device)
-        cos, sin = self.model.rope(positions)
-        x = self.model.embed(ids)
-        for index, weights in enumerate(self.layers):
-            x = run_layer(weights, self.split, index, x, cos, sin, attend, lambda part: part, inference=True)
-        last = upload([end - 1 for end in itertools.accumulate(lengths)], self.device)
-        hidden = rms_norm(x[last], self.model.norm.weight, self.shape.norm_eps, inference=True)
-        return torch.cat([self._read_out(rows) for rows in hidden.split(self.LOGIT_ROWS)])
+        last = [end - 1 for end in itertools.accumulate(len(text) for text in texts)]
+        return torch.cat([self._read_out(rows) for rows in self.hidden(texts, last).split(self.LOGIT_ROWS)])
 
     def _read_out(self, hidden: Tensor) -> Tensor:
         logits = F.linear(hidden, self.head).float()
@@ -365,9 +326,7 @@ class Judge:
         """Judge all pending responses and return their rewards; give the GPU's free memory back to the trainer."""
         while self._queue or self._flight:
             self._advance()
-        if self.device.type == "cuda" and not self.config.memory_gib:
-            self.model.layers.release()
-            torch.cuda.empty_cache()
+        self.model.give_back()
         return self._take_results()
 
     def wait(self, keys: Iterable[Hashable]) -> list[Graded]:

@@ -1,4 +1,4 @@
-"""A decoder's layers in host memory: some on the device too, all others stream through two buffers there.
+"""A decoder that reads texts, with its layers in host memory: some on the device too, others stream through buffers.
 
 The copy of a layer waits until the computation has left its buffer, the computation waits for the copy; so while one
 layer computes, the next arrives. (RollPacker, section 4.3)
@@ -7,7 +7,7 @@ layer computes, the next arrives. (RollPacker, section 4.3)
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,8 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention import PackedAttention
+from config import ConfigError
 from core import ModelShape
-from model import LayerWeights, Model
+from engine.host import upload
+from model import LayerWeights, Model, Split, rms_norm, run_layer
 
 Event = Any  # of a copy: a CUDA event, or a future on a CPU
 
@@ -195,3 +198,73 @@ def _views(weights: LayerWeights) -> tuple[list[tuple[int, torch.Size] | None], 
         if tensor is not None:
             offset += -(-tensor.numel() // 128) * 128  # kernels like 256-byte boundaries
     return views, offset
+
+
+# ---- the model ---------------------------------------------------------------------------------------------------
+
+
+class OffloadedModel:
+    """A decoder that only reads: one forward over packed texts, no gradients. A judge and a teacher are such models."""
+
+    def __init__(self, model: Model, device: torch.device, memory_gib: float):
+        """Takes `model` from host memory apart. `memory_gib`: device memory that it may hold; 0: all that is free."""
+        self.model, self.device, self.memory_gib = model, device, memory_gib
+        self.shape, self.dtype, self.split = model.shape, model.dtype, Split(model.shape)
+        self.layers = Layers(model, device)
+        model.to(device)
+        self.fixed_bytes = sum(p.nbytes for p in model.parameters())
+
+    def place(self, num_tokens: int) -> None:
+        """Keep as many layers on the device as its memory holds beside a forward of `num_tokens`."""
+        layers = self.layers
+        if self.memory_gib:
+            free = self.memory_gib * 2**30 - self.fixed_bytes
+        elif self.device.type == "cuda":
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            # A part is left for other users of the GPU and for fragmentation.
+            free = layers.device_bytes + 0.8 * (torch.cuda.mem_get_info(self.device)[0] + unused)
+        else:
+            free = math.inf
+        per_token = token_bytes(self.shape, self.dtype)
+        layers.place(num_resident(len(layers), layers.layer_bytes, per_token, num_tokens, free))
+
+    def give_back(self) -> None:
+        """Let others have what it took of the GPU's free memory. The device must be idle."""
+        if self.device.type == "cuda" and not self.memory_gib:
+            self.layers.release()
+            torch.cuda.empty_cache()
+
+    def hidden(self, texts: Sequence[Sequence[int]], places: Sequence[int]) -> Tensor:
+        """Return what the head reads at `places` of the texts' tokens, one text after another. [n, hidden_size]"""
+        lengths = [len(text) for text in texts]
+        ids = upload([token for text in texts for token in text], self.device)  # [T]
+        positions = upload([position for length in lengths for position in range(length)], self.device)
+        attend = PackedAttention(lengths, self.device)
+        cos, sin = self.model.rope(positions)
+        x = self.model.embed(ids)
+        for index, weights in enumerate(self.layers):
+            x = run_layer(weights, self.split, index, x, cos, sin, attend, inference=True)
+        read = x[upload(places, self.device)]
+        return rms_norm(read, self.model.norm.weight, self.shape.norm_eps, inference=True)
+
+
+def least_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int) -> tuple[int, int]:
+    """Return the bytes of a model but for its layers, and what a forward of so many tokens adds: two layers at least.
+
+    By the shape alone.
+    """
+    with torch.device("meta"):
+        model = Model(shape)
+    layer = sum(p.numel() for p in model.layers[0].parameters()) * dtype.itemsize
+    fixed = sum(p.numel() for p in model.parameters()) * dtype.itemsize - layer * shape.num_layers
+    return fixed, 2 * layer + tokens * token_bytes(shape, dtype)
+
+
+def check_room(key: str, memory_gib: float, shape: ModelShape, dtype: torch.dtype, tokens: int, setting: str) -> None:
+    """Raise ConfigError when `key` is too little memory for a forward of so many tokens, which `setting` says."""
+    needed = sum(least_bytes(shape, dtype, tokens)) if memory_gib else 0
+    if memory_gib * 2**30 < needed:
+        raise ConfigError(
+            f"{key} = {memory_gib} is too small for embeddings, two layers and a forward of {setting} = {tokens}: at "
+            f"least {math.ceil(needed / 2**30 * 1e6) / 1e6}; raise it, or lower {setting}"
+        )

@@ -278,3 +278,20 @@ def test_a_timeline_of_an_asynchronous_run_has_the_versions_that_drew_each_batch
 def test_the_mean_of_an_audit_weighs_rounds_by_their_responses(load) -> None:
     rows = [{"responses": 1, "length": 10.0}, {"responses": 3, "length": 20.0}]
     assert load("bias").mean(rows, "length")[0] == 17.5
+
+
+def test_distillation_is_drawn_over_seconds(load, tmp_path: Path) -> None:
+    script = load("distillation")
+    steps = [
+        {"step": step, "seconds": {"step": 2.0}, "eval": {"avg@4": step / 5, "standard_error": 0.01}}
+        for step in range(4)
+    ]
+    (tmp_path / "steps.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in steps), encoding="utf-8")
+    points = script.evaluations(tmp_path, [3.0, 4.0, 5.0])
+    assert [point["seconds"] for point in points] == [0.0, 5.0, 11.0, 18.0]  # with those of writing the texts
+    assert script.is_over(tmp_path) and not script.is_over(tmp_path / "none")
+    rows = [{"way": way, "seed": 0, "evaluations": points} for way in script.WAYS]
+    script.draw(rows, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    found = script.summary(rows)
+    assert found["seconds_teacher_s_texts"] == [[11.0, 11.0, 18.0]] and found["best_rewards"] == [0.6]

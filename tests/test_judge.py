@@ -168,7 +168,7 @@ def test_residence_follows_the_batch(writer, make_judge):
     model = judge.model
     model.place(256)
     assert len(model.layers.resident) == LAYERS  # on a CPU all memory is the judge's
-    model.config = replace(model.config, memory_gib=memory_for(model, 3.5, 100))
+    model.memory_gib = memory_for(model, 3.5, 100)
     seen = []
     for tokens in (100, 16, 100, 256):
         model.place(tokens)

@@ -32,7 +32,11 @@ NO_TORCH = ["scheduler", "tasks", "reward", "config", "core", "buffer", "engine.
 NO_TORCH += ["engine.drafts", "data", "environments", "process.serving", "process.workers", "process.permits"]
 NO_TORCH += ["process.group_jobs", "process.group_server", "process.group_timeline"]
 NO_TORCH += [room for room in ROOMS if room.startswith(("envs.", "policies.", "simulation."))]
-NO_TORCH += [room for room in ROOMS if room.startswith("rewards.") and room not in ("rewards.judge", "rewards.offload")]
+NO_TORCH += [
+    room
+    for room in ROOMS
+    if room.startswith("rewards.") and room not in ("rewards.judge", "rewards.offload", "rewards.teacher")
+]
 NO_TORCH = [room for room in NO_TORCH if not room.endswith(".worker")]  # scripts
 LIMITS = {ast.ClassDef: 300, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}  # lines; a function fits a screen
 LONGER = {  # and why
