@@ -6,6 +6,11 @@ Two models with random weights: `tiny` (4 layers x 128) and `half`, the shape of
 4864, 32k vocabulary). Equal lengths, and long-tailed ones (log-normal: P75 1.8, P99 8 times the median, cut at 16).
 Only tokens that were asked for count. Contenders take turns in one run; each speed is the best of its turns.
 
+A last contest samples responses to the default task's prompts from its warm-started model, which ends them. `generate`
+is told how long the longest of a batch is, and has whichever is faster: batches of four prompts or of eight. Ours goes
+without drafts; with drafts from the text of siblings and of the response itself (`new_drafts`); with these and old text
+(`drafts`), which weights a little off these have drawn for the same samples.
+
 The roofline of a decode step is the larger of bytes over bandwidth and operations over arithmetic rate, both measured
 here; bytes are weights and keys/values read once, operations those of the matrix products. Last, how much longer the
 steps of `half` are beside another process that computes: a core less, and threads that wait for each other.
@@ -18,10 +23,13 @@ import statistics
 import subprocess
 import sys
 import time
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 THREADS = "2"
@@ -34,14 +42,25 @@ spin_briefly()  # as ranks do
 
 import torch
 from tqdm import tqdm
-from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
+import checkpoint
 from attention import PackedAttention
 from core import SampleId
 from engine.sequence import Sequence
 from model import Model, parse_shape
-from rollout import Engine, RolloutConfig
-from sampling import SamplingConfig
+from policies.drafts import DraftPolicy
+from rollout import ALONE, Engine, RolloutConfig
+from sampling import SamplingConfig, sample_key
+from settings import MODELS
+from tasks import TASKS
+from warm_start import WarmStartConfig, ensure_model
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPT = 16  # tokens
@@ -142,6 +161,101 @@ def run_generate_batch(model: Qwen2ForCausalLM, case: Case) -> float:
                 raise TimeoutError("generate_batch gave no result within 120 s")
             done += result.is_finished()
         return time.perf_counter() - start
+
+
+# ---- a trained model ---------------------------------------------------------------------------------------------
+
+TASK, RESPONSES, LIMIT = "hailstone", 8, 1024
+OTHER = 1e-2  # of the standard deviation of each weight: the noise that makes the older weights
+Texts = dict[SampleId, array]
+
+
+class Trained:
+    """The default task's warm-started model, some of the task's prompts, and responses of somewhat other weights."""
+
+    def __init__(self, num_prompts: int):
+        folder = ensure_model(WarmStartConfig(), TASK, MODELS, ALONE.world)
+        tokenizer = checkpoint.load_tokenizer(folder)
+        self.model = checkpoint.load_model(folder, ALONE.world.device, torch.float32)
+        self.theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        numbers = Random(0).sample(TASKS[TASK].numbers(), num_prompts)
+        self.prompts = [tokenizer.encode(TASKS[TASK].prompt(number)) for number in numbers]
+        rollout = replace(ROLLOUT, max_prompt_tokens=64, max_response_tokens=LIMIT)
+        ends = checkpoint.eos_ids(folder, tokenizer, self.model.shape.vocab_size)
+        self.engine = Engine(self.model, rollout, SamplingConfig(), ends)
+        weights = [weight.detach().clone() for weight in self.model.parameters()]
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.add_(OTHER * weight.std() * torch.randn_like(weight))
+            self.engine.load_weights(self.model, 0)
+            _, self.old = self.run_ours(None)
+            for weight, own in zip(self.model.parameters(), weights, strict=True):
+                weight.copy_(own)
+        self.engine.load_weights(self.model, 1)
+
+    def run_ours(self, drafter: DraftPolicy | None) -> tuple[float, Texts]:
+        """Return seconds and responses."""
+        texts, self.engine.drafter = Texts(), drafter
+        start = time.perf_counter()
+        if drafter:
+            drafter.begin(self.old, {})
+        for i, ids in enumerate(self.prompts):
+            for response in range(RESPONSES):
+                self.engine.add(Sequence(i, response, 0, tuple(ids), sample_key(0, i, response), LIMIT))
+        while not self.engine.is_idle:
+            texts |= {sample.id: array("i", sample.token_ids) for sample in self.engine.step()}
+        return time.perf_counter() - start, texts
+
+    def run_generate(self, texts: Texts, batch: int) -> float:
+        """Batches of so many prompts' responses, each to its longest. Sampled, as ours."""
+        start = time.perf_counter()
+        for i in range(0, len(self.prompts), batch):
+            part = self.prompts[i : i + batch]
+            longest, size = max(len(texts[id]) for id in texts if i <= id.prompt < i + batch), max(map(len, part))
+            ids = torch.tensor([[0] * (size - len(ids)) + ids for ids in part]).repeat_interleave(RESPONSES, 0)
+            mask = torch.tensor([[0] * (size - len(ids)) + [1] * len(ids) for ids in part])
+            self.theirs.generate(
+                ids,
+                attention_mask=mask.repeat_interleave(RESPONSES, 0),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=longest,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        return time.perf_counter() - start
+
+
+def race_trained(quick: bool) -> dict[str, float]:
+    """Return the ratios of our tokens per second to those of `generate`, without and with drafts; print speeds."""
+    it = Trained(32 if quick else 64)
+    _, texts = it.run_ours(None)
+    policies = {
+        "new drafts": DraftPolicy(("siblings", "own"), 16),
+        "drafts": DraftPolicy(("old", "siblings", "own"), 16),
+    }
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(2 if quick else 3):
+        for name, policy in {"ours": None, **policies}.items():
+            took, drawn = it.run_ours(policy)
+            assert drawn == texts, "drafts have changed a token"
+            seconds[name].append(took)
+        seconds["generate"].append(min(it.run_generate(texts, batch) for batch in (4, 8)))
+    tokens = sum(map(len, texts.values()))
+    speed = {name: tokens / min(times) for name, times in seconds.items()}
+    row = "  ".join(f"{name} {value:,.0f}" for name, value in speed.items())
+    right = sum(common(texts[id], it.old[id]) for id in texts) / tokens
+    longest = max(map(len, texts.values()))
+    tqdm.write(f"trained, {len(texts)} responses, mean {tokens / len(texts):.0f}, longest {longest}  tokens/s: {row}")
+    tqdm.write(f"  old texts: {right:.0%} of the tokens stand before their first difference")
+    names = {"ours": "", "new drafts": "_new_drafts", "drafts": "_drafts"}
+    return {f"ratio_generate_trained{s}": round(speed[n] / speed["generate"], 2) for n, s in names.items()}
+
+
+def common(new: array, old: array) -> int:
+    """Return how many tokens two texts have in common at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(new, old)) if a != b), min(len(new), len(old)))
 
 
 # ---- roofline ----------------------------------------------------------------------------------------------------
@@ -314,6 +428,7 @@ def main() -> None:
         if name == "half":
             metrics |= roofline(ours, Engine(ours, ROLLOUT, GREEDY, []), rounds=5 if quick else 15)
             metrics |= beside_busy_core(ours, Engine(ours, ROLLOUT, GREEDY, []), steps=12 if quick else 40)
+    metrics |= race_trained(quick)
     metrics["ratio_generate_equal_min"] = round(min(equal_ratios), 2)
     print(json.dumps(metrics))
 
