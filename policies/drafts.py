@@ -34,6 +34,7 @@ REST_STEPS, REST_ROWS = 256, 4  # steps, at most, in which a source that was ask
 OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
 FIRST_DRAFTS = 0.2  # of a step without drafts costs that it has some, before this was measured
 REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
+PLAIN_STEPS = 8  # once there was a fit, of so many steps without drafts one counts: they are many
 TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
 
 MOST = 256  # tokens that a row drafts in a step, whatever a user wants
@@ -338,7 +339,7 @@ class StepCosts:
         new = (rows, drafted, seconds)
         *means, seen, _ = self.kinds.get(key := (rows.bit_length(), drafted.bit_length()), [*new, 0, 0])
         new = rows, drafted, min(seconds, 2 * means[2])  # something else may have taken the processor:
-        share = 1 / 4 if seconds < means[2] else 1 / 32  # so a lower quantile
+        share = 1 / 32 if seconds >= means[2] else 1 / 4 if seen >= SEEN else 1.0  # so a lower quantile
         self.kinds[key] = [*(m + share * (x - m) for m, x in zip(means, new, strict=True)), seen + 1, self.count]
 
     def refit(self) -> None:
@@ -460,10 +461,12 @@ class DraftPolicy:
         self.steps, self.num_rows = self.steps + 1, 0
         self.tries = is_due(self.steps, TRIAL_STEPS)
         longest = min(REST_ROWS * (num_rows - 1), REST_STEPS)
-        self.asked = [source for source in self.sources if self.steps - source.asked > min(source.rest, longest)]
-        if self.asked:
-            _, may_pay, _ = self._gains(num_rows)
-            self.asked = [source for source in self.asked if may_pay[source.number]]
+        _, may_pay, _ = self.gains.get(num_rows) or self._gains(num_rows)
+        self.asked = [
+            source
+            for source, pays in zip(self.sources, may_pay)
+            if pays and self.steps - source.asked > min(source.rest, longest)
+        ]
         return bool(self.asked or self.tries)
 
     def propose(self, rows: Sequence[tuple[EngineSequence, np.ndarray]]) -> Sequence[Sequence[int]]:
@@ -493,6 +496,8 @@ class DraftPolicy:
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in the seconds of a step without prefill that has computed so many tokens."""
         drafted = tokens - (self.num_rows or tokens)  # no rows: they were not wanted
+        if not drafted and self.costs.is_fitted and self.steps % PLAIN_STEPS:
+            return
         self.costs.observe(tokens - drafted, drafted, seconds)
         if self.is_alone and is_due(self.costs.count, REFIT_STEPS):
             self.costs.refit()
