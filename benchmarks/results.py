@@ -201,7 +201,7 @@ BENCHMARKS = {
     ),
     "engine": Benchmark(
         "benchmarks/engine.py",
-        ENGINE,
+        (*ENGINE, "policies/drafts.py", "warm_start.py"),
         "decode of a 0.5B shape at {roofline_fraction_b1:.0%}, {roofline_fraction_b8:.0%}, "
         "{roofline_fraction_b32:.0%}, {roofline_fraction_b128:.0%} of the measured roofline for 1, 8, 32, 128 rows; "
         "equal lengths at least {ratio_generate_equal_min:.2f} x `generate`; long-tailed lengths on a small model "

@@ -291,7 +291,7 @@ class Packed:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] * self.plain.numel() < self.MIN_WORK:
             return F.linear(x, self.plain, bias)
-        if native.can_multiply(x, self.plain, bias):  # waits for memory only: oneDNN takes 5 to 40 % longer
+        if native.can_multiply(x, self.plain, bias):  # waits for memory only: oneDNN takes somewhat longer
             return native.multiply(x, self.plain, bias)
         rows = len(x)
         x = F.pad(x, (0, 0, 0, self.MIN_ROWS - rows)) if rows < self.MIN_ROWS else x
