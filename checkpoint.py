@@ -38,6 +38,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30  # of a file of weights, at most
 STATE = "state.json"
 OPTIMIZER = "optimizer"  # the folder of a checkpoint's tensors beside the model
+BEST = "best"  # a link to the checkpoint of the best evaluation
 CHECKSUMS = "checksums.json"  # CRC-32 of every file of a checkpoint
 LAST_WAIT = (
     60.0  # seconds, at most, for the checkpoint under way when an exception ends the run: others may have failed
@@ -362,12 +363,38 @@ class Checkpoints:
     ranks make the same calls. As a context it waits for the checkpoint under way when an exception ends the run.
     """
 
-    def __init__(self, run: Path, source: Path, keep: int, world: World, shard: int = 1, num_trainers: int = 0):
-        """`num_trainers`: the first so many ranks have the tensors; 0: all."""
-        self.run, self.source, self.keep = run, source, keep
+    def __init__(
+        self,
+        run: Path,
+        source: Path,
+        keep: int,
+        world: World,
+        shard: int = 1,
+        num_trainers: int = 0,
+        keep_best: bool = False,
+    ):
+        """`num_trainers`: the first so many ranks have the tensors; 0: all. `keep_best`: beside the newest."""
+        self.run, self.source, self.keep, self.keep_best = run, source, keep, keep_best
+        self.best: dict = {}  # "step" and "score" of the best evaluation
         self.world = parallel.beside(world)
         self.replica, self.num_replicas = world.rank // shard, (num_trainers or world.size) // shard
         self.under_way: Future | None = None
+
+    def rated(self, step: int, evaluation: dict) -> dict:
+        """Return the record of an evaluation, with the best so far: the first with the highest mean reward (avg@k)."""
+        if not self.keep_best:
+            return evaluation
+        score = next(value for name, value in evaluation.items() if name.startswith("avg@"))
+        if not self.best or score > self.best["score"]:
+            self.best = {"step": step, "score": score}
+        return evaluation | {"best": self.best}
+
+    @property
+    def best_step(self) -> int:
+        return self.best.get("step", -1)
+
+    def _folder_of(self, step: int) -> Path:
+        return self.run / "checkpoints" / f"step_{step:06d}"
 
     def save(
         self, step: int, model: Model, tensors: dict[str, Tensor], state: dict, adapters: Adapters | None = None
@@ -379,13 +406,13 @@ class Checkpoints:
         written.
         """
         self.wait()
-        self.folder = self.run / "checkpoints" / f"step_{step:06d}"
+        self.folder, best = self._folder_of(step), self._folder_of(self.best_step)
         weights, others = _export(model, self.source, self.world.rank, self.world.size)
         if adapters and self.world.is_main:
             files, about = adapters.files(self.source)
             weights |= {path: {name: _on_host(t) for name, t in own.items()} for path, own in files.items()}
             others |= about
-        writer = _Writer(self.folder, self.keep, weights, others | {STATE: json.dumps(state).encode()})
+        writer = _Writer(self.folder, self.keep, best, weights, others | {STATE: json.dumps(state).encode()})
         names = list(tensors)
         shares = assign_by_load([tensors[name].nbytes for name in names], self.num_replicas)
         mine = shares[self.replica] if self.replica < self.num_replicas else []  # ranks that only decode have none
@@ -436,9 +463,16 @@ class _Writer(HuggingFaceStorageWriter):
     The files are safetensors and JSON: torch's other writer pickles, and reading a pickle can run code.
     """
 
-    def __init__(self, folder: Path, keep: int, weights: dict[str, dict[str, Tensor]], others: dict[str, bytes]):
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        best: Path,
+        weights: dict[str, dict[str, Tensor]],
+        others: dict[str, bytes],
+    ):
         super().__init__(str(folder))
-        self.folder, self.keep, self.weights, self.others = folder, keep, weights, others
+        self.folder, self.keep, self.best, self.weights, self.others = folder, keep, best, weights, others
         self.part = folder.with_name(f".part_{folder.name}")
 
     def stage(self, state_dict: dict) -> dict:
@@ -491,8 +525,21 @@ class _Writer(HuggingFaceStorageWriter):
             _remove(self.folder)
         self.part.rename(self.folder)
         _sync(self.folder.parent)
-        for old in list_checkpoints(self.folder.parent.parent)[: -self.keep]:
-            _remove(old)
+        saved = list_checkpoints(self.folder.parent.parent)
+        if self.best in saved:
+            _link(self.folder.with_name(BEST), self.best.name)
+        for old in saved[: -self.keep]:
+            if old != self.best:
+                _remove(old)
+
+
+def _link(path: Path, target: str) -> None:
+    """Let a link point to `target`, a name beside it; does nothing on file systems without links."""
+    new = path.with_name(f".{path.name}")
+    with suppress(OSError):
+        new.unlink(missing_ok=True)
+        new.symlink_to(target)
+        new.replace(path)
 
 
 def _remove_leftovers(checkpoints: Path) -> None:

@@ -101,6 +101,7 @@ class Prompt:
     extra: dict = field(default_factory=dict)  # all fields of the data row, for graders
     where: str = ""  # file and line, for messages
     env: str = ""  # name of the environment; none: one turn
+    source: str = ""  # the built-in task or file that it comes from
 
 
 class VisitId(NamedTuple):

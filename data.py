@@ -1,24 +1,29 @@
-"""Prompts: JSONL files and built-in tasks, tokenised and checked before work starts; the cursor over them."""
+"""Prompts: files and built-in tasks, tokenised and checked before work starts; the cursor over them."""
 
 import json
 import signal
 import threading
 import time
 from array import array
+from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import TypeVar, get_args, get_origin
 
 import numpy as np
 
 from config import ConfigError, Dataclass, option, regular
-from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, Tokenizer, Visit, turns_of
+from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, Tokenizer, Visit, VisitId, turns_of
 from environments import check_environment
 from envs.games import ENVIRONMENTS
-from reward import reward_number
+from policies.curriculum import Curriculum
+from reward import by_grader, reward_number
 from rewards.graders import GRADERS, TASK_OF_JUDGE, check_grader
 from tasks import TASKS, is_held_out
 
@@ -26,6 +31,8 @@ TEMPLATE_SECONDS = 10.0  # the most time that a chat template may take for a row
 ROW_SECONDS = 0.05  # and the most that rows may take on average: 10000 rows of 10 s would take a day
 TOKEN_CHARACTERS = 512  # no tokenizer has a longer token
 DUMP = "step_{:06d}.jsonl"  # a step in the folder of dumped rollouts
+LARGEST_WEIGHT = 1e6  # of a source
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"  # in a folder of Hugging Face's datasets
 DEEPEST = 50  # lists and objects within each other in a row; copies and graders recurse into them
 
 T = TypeVar("T", bound=Dataclass)
@@ -36,11 +43,20 @@ BUILT_IN = (*TASKS, *ENVIRONMENTS)
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str = option("hailstone", f"training prompts: a built-in task ({', '.join(BUILT_IN)}) or a JSONL file")
+    train: str = option("hailstone", f"training prompts: a built-in task ({', '.join(BUILT_IN)}) or a file")
+    mix: str = option(
+        "",
+        "further sources of training prompts, and their weights, as reverse_add=0.5,more.jsonl=2; data.train has "
+        "weight 1 unless it is listed",
+    )
     eval: str = option(
-        "", "held-out prompts: a JSONL file; empty: the built-in task's own, or at most a tenth of data.train"
+        "",
+        "held-out prompts: files and built-in tasks, separated by commas; empty: the built-in tasks' own, or at "
+        "most a tenth of each file of data.train and data.mix",
     )
     eval_prompts: int = option(512, "prompts of an evaluation, at most; 0: no evaluation", min=0)
+    prompt_field: str = option("prompt", "field (column) of a file's rows that has the prompt")
+    answer_field: str = option("answer", "field (column) of a file's rows that has the answer")
     task: str = option(
         "",
         "grader of JSONL rows without a task: match, math, code, judge, module:function, file.py:function, http://...; "
@@ -54,6 +70,12 @@ class DataConfig:
         f"environment of JSONL rows: {', '.join(ENVIRONMENTS)}, module:function, file.py:function or http://...; "
         "empty: rows have one turn",
     )
+    curriculum: str = option(
+        "off",
+        "pass_rate: a prompt whose responses all got one reward, as where all pass or none, rests for 1 epoch, then 2, "
+        "4, ...; an epoch keeps at least a quarter of its prompts",
+        choices=("off", "pass_rate"),
+    )
     chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
     template: str = option(
         "{prompt}", "text put around a text prompt, before the chat template; {prompt} is the prompt"
@@ -64,6 +86,18 @@ class DataConfig:
         """Of rows without a task."""
         return self.task or ("env" if self.env else "math")
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each source of training prompts. Raises ConfigError."""
+        weights = {self.train: 1.0} | by_grader("data.mix", self.mix, "SOURCE")
+        for name, weight in weights.items():
+            if not 0 < weight <= LARGEST_WEIGHT:
+                raise ConfigError(
+                    f"data.mix: {name} = {weight:g} must be over 0 and at most {LARGEST_WEIGHT:g}; leave a source out "
+                    "that is not wanted"
+                )
+        return weights
+
 
 @dataclass(frozen=True)
 class _Row:
@@ -71,38 +105,60 @@ class _Row:
 
     fields: dict  # for its grader
     where: str  # for messages: file and line
+    source: str
     held_out: bool = False
     env: str = ""
+
+    @property
+    def told(self) -> str:
+        """What tells it from others: a file may repeat a prompt, and in an environment problems may have the same."""
+        return repr(self.fields if self.env else self.fields["prompt"])
 
 
 def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int) -> tuple[list[Prompt], list[Prompt]]:
     """Return training and held-out prompts. Raises ConfigError naming file, line, value and remedy."""
     if "{prompt}" not in config.template:
         raise ConfigError(f"data.template = {config.template!r} does not contain {{prompt}}")
-    held_out: list[_Row] = []
-    if config.train in BUILT_IN:
+    weights, own = config.weights, [name for name in map(str.strip, config.eval.split(",")) if name]
+    if {*weights, *own} <= {*BUILT_IN}:
         for key in ("task", "graders", "env"):
-            value = getattr(config, key)
-            if value != getattr(DataConfig, key) and not config.eval:
+            if (value := getattr(config, key)) != getattr(DataConfig, key):
                 raise ConfigError(
                     f"data.{key} = {value!r} has no effect: the built-in task {config.train} names its grader; remove "
                     "it, or give your own rows as data.train"
                 )
-        rows = _task_rows(config.train) if config.train in TASKS else _game_rows(config.train)
-        train, held_out = ([row for row in rows if row.held_out == flag] for flag in (False, True))
-        held_out = _spread(held_out, config.eval_prompts)
-    else:
-        train = read_jsonl(config.train, "data.train", config)
-        if not config.eval and config.eval_prompts:
-            held_out = _spread(train, min(config.eval_prompts, len(train) // 10))
-            # By content, for a file may repeat a prompt; in an environment problems may have the same one.
-            told = (lambda row: repr(row.fields)) if config.env else (lambda row: repr(row.fields["prompt"]))
-            chosen = {told(row) for row in held_out}
-            train = [row for row in train if told(row) not in chosen]
-    if config.eval:
-        held_out = read_jsonl(config.eval, "data.eval", config)[: config.eval_prompts]
+    train, held_out = list[_Row](), list[_Row]()
+    for name, count in zip(weights, _shares(config.eval_prompts, weights.values()), strict=True):
+        mine, rest = _divided(name, config, 0 if own else count)
+        train += mine
+        held_out += rest
+    chosen = {row.told for row in held_out if row.source not in BUILT_IN}  # a file may repeat a prompt
+    train = [row for row in train if row.source in BUILT_IN or row.told not in chosen]
+    for name, count in zip(own, _shares(config.eval_prompts, [1.0] * len(own)), strict=True):
+        held_out += (
+            _divided(name, config, count)[1] if name in BUILT_IN else read_rows(name, "data.eval", config)[:count]
+        )
+    if empty := weights.keys() - {row.source for row in train} if len(weights) > 1 else ():
+        raise ConfigError(f"data.mix: {min(empty)} has no row to train; leave it out")
     encoder = _Encoder(config, tokenizer, max_prompt_tokens)
     return encoder.prompts(train), encoder.prompts(held_out)
+
+
+def _divided(name: str, config: DataConfig, count: int) -> tuple[list[_Row], list[_Row]]:
+    """Return a source's rows to train, and `count` to hold out: of a file a tenth at most, which are in both."""
+    if name not in BUILT_IN:
+        rows = read_rows(name, "data.train" if name == config.train else "data.mix", config)
+        return rows, _spread(rows, min(count, len(rows) // 10))
+    rows = _task_rows(name) if name in TASKS else _game_rows(name)
+    train, held_out = ([row for row in rows if row.held_out == flag] for flag in (False, True))
+    return train, _spread(held_out, count)
+
+
+def _shares(total: int, weights: Iterable[float]) -> list[int]:
+    """Divide a total by weights, into whole numbers with that sum."""
+    sums = list(accumulate(weights, initial=0.0))
+    ends = [round(total * part / sums[-1]) for part in sums] if sums[-1] else [0]
+    return [end - start for start, end in zip(ends, ends[1:])]
 
 
 def _spread(rows: list[_Row], count: int) -> list[_Row]:
@@ -117,6 +173,7 @@ def _task_rows(name: str) -> list[_Row]:
         _Row(
             {"prompt": task.prompt(n), "answer": task.answer(n), "task": task.grader, "number": n, **task.fields},
             f"{name} {n}",
+            name,
             is_held_out(n),
         )
         for n in task.numbers()
@@ -126,25 +183,77 @@ def _task_rows(name: str) -> list[_Row]:
 def _game_rows(name: str) -> list[_Row]:
     game = ENVIRONMENTS[name]
     return [
-        _Row({**game.row(n), "task": "env", "number": n}, f"{name} {n}", is_held_out(n), name) for n in game.numbers()
+        _Row({**game.row(n), "task": "env", "number": n}, f"{name} {n}", name, is_held_out(n), name)
+        for n in game.numbers()
     ]
 
 
-def read_jsonl(path: str, key: str, config: DataConfig) -> list[_Row]:
+def read_rows(path: str, key: str, config: DataConfig) -> list[_Row]:
+    """Return the rows of a file. Raises ConfigError naming the `key`, file, line, value and remedy."""
     graders = _graders(config)
     try:
-        with open(regular(path), encoding="utf-8-sig") as file:  # skips a byte order mark
-            lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
-            rows = [_row(line, where, config, graders) for where, line in lines]
+        lines = _stored(path) if is_table(path) else _lines(path)
+        rows = [_row(line, where, path, config, graders) for where, line in lines]
     except OSError as error:
-        built_in = f", and no built-in task has that name ({', '.join(BUILT_IN)})" if key == "data.train" else ""
-        raise ConfigError(f"{key} = {path!r}: cannot read this file ({error.strerror}){built_in}") from None
+        built_in = "" if key == "data.eval" else f", and no built-in task has that name ({', '.join(BUILT_IN)})"
+        raise ConfigError(f"{key} = {path!r}: cannot read this file ({error.strerror or error}){built_in}") from None
     except UnicodeDecodeError as error:
         said = f"{error.reason} at byte {error.start}"
         raise ConfigError(f"{key} = {path!r}: not UTF-8 text ({said}); convert the file") from None
     if not rows:
         raise ConfigError(f"{key} = {path!r}: no rows; write one JSON object with prompt and answer on each line")
     return rows
+
+
+def _lines(path: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each line that is not blank."""
+    with open(regular(path), encoding="utf-8-sig") as file:  # skips a byte order mark
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"{path}:{number}", line
+
+
+def is_table(path: str) -> bool:
+    """Whether a path is a parquet file, or a folder that `save_to_disk` of Hugging Face's datasets has written."""
+    return path.endswith(".parquet") or any((Path(path) / name).is_file() for name in (SAVED, SAVED_SPLITS))
+
+
+def _stored(path: str) -> Iterator[tuple[str, str]]:
+    """Yield the place of each row of a table, and the row as JSON, without what is null."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{path}: tables need a package that is not installed: pip install pyarrow") from None
+    regular(path)
+    if (Path(path) / SAVED_SPLITS).is_file():
+        raise ConfigError(
+            f"{path}: holds several splits; name the folder of one of them, such as {Path(path, 'train')}"
+        )
+    try:
+        if path.endswith(".parquet"):
+            tables = [pyarrow.parquet.ParquetFile(path).read()]
+        else:
+            files = [file["filename"] for file in json.loads((Path(path) / SAVED).read_text())["_data_files"]]
+            tables = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(Path(path) / file))).read_all() for file in files]
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(f"{path}: cannot be read as a table ({said}); write it again") from None
+    rows = (row for table in tables for batch in table.to_batches() for row in batch.to_pylist())
+    for number, row in enumerate(rows, 1):
+        where = f"{path} row {number}"
+        try:
+            yield where, json.dumps({name: value for name, value in row.items() if value is not None})
+        except TypeError:
+            odd = {name: type(value).__name__ for name, value in row.items() if not _is_plain(value)}
+            raise ConfigError(f"{where}: columns that are no JSON values: {odd}; drop them from the table") from None
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        return bool(json.dumps(value))
+    except TypeError:
+        return False
 
 
 def _graders(config: DataConfig) -> list[str]:
@@ -162,7 +271,7 @@ def _graders(config: DataConfig) -> list[str]:
     return list(dict.fromkeys([*built_in, TASK_OF_JUDGE, config.grader, *own]))
 
 
-def _row(line: str, where: str, config: DataConfig, graders: list[str]) -> _Row:
+def _row(line: str, where: str, source: str, config: DataConfig, graders: list[str]) -> _Row:
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
@@ -177,9 +286,10 @@ def _row(line: str, where: str, config: DataConfig, graders: list[str]) -> _Row:
         raise ConfigError(f'{where}: a {type(row).__name__}, not an object; write {{"prompt": ..., "answer": ...}}')
     if _is_deep(row, DEEPEST):
         raise ConfigError(f"{where}: lists and objects nest over {DEEPEST} deep; flatten the row")
-    for field in ("prompt", "answer"):
-        if field not in row:
-            raise ConfigError(f"{where}: no field {field!r} (it has: {', '.join(row) or 'nothing'})")
+    for field, own in (("prompt", config.prompt_field), ("answer", config.answer_field)):
+        if own not in row:
+            raise ConfigError(f"{where}: no field {own!r} (it has: {', '.join(row) or 'nothing'})")
+        row[field] = row[own]
     prompt = row["prompt"]
     is_chat = isinstance(prompt, list) and all(
         isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
@@ -195,7 +305,7 @@ def _row(line: str, where: str, config: DataConfig, graders: list[str]) -> _Row:
             f"{where}: task = {row['task']!r:.60} is not a grader that a row may name ({', '.join(graders)}); "
             "correct it, or list your own grader in data.graders"
         )
-    return _Row({"task": config.grader, **row}, where, env=config.env)
+    return _Row({"task": config.grader, **row}, where, source, env=config.env)
 
 
 def _is_deep(value: object, levels: int) -> bool:
@@ -241,7 +351,7 @@ class _Encoder:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
-        return Prompt(index, token_ids, text, answer, task, row.fields, where, row.env)
+        return Prompt(index, token_ids, text, answer, task, row.fields, where, row.env, row.source)
 
     def _written(self, prompt: str | list[dict], where: str) -> str:
         """Return the prompt as the chat template writes it."""
@@ -286,36 +396,125 @@ def converse(
 
 
 class PromptCursor:
-    """The cursor over the training prompts: each epoch is a seeded permutation, every prompt once."""
+    """The cursor over the training prompts: each epoch is a seeded permutation, every prompt once.
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int):
-        self.prompts, self.seed = prompts, seed
+    With a curriculum, prompts that rest are skipped. `lane`: which of several cursors with one seed it is.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, curriculum: Curriculum | None = None, lane: int = 0):
+        self.prompts, self.seed, self.lane, self.curriculum = prompts, seed, lane, curriculum
         self._move(0, 0)
 
-    def _move(self, epoch: int, position: int) -> None:
-        self.epoch, self.position = epoch, position
-        self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
+    def _move(self, epoch: int, position: int, skipped: int = 0) -> None:
+        self.epoch, self.position, self.skipped = epoch, position, skipped
+        seeds = self.seed, epoch, *[self.lane] * (self.lane > 0)
+        self._order = np.random.default_rng(seeds).permutation(len(self.prompts))
 
     def take(self, count: int) -> list[Visit]:
         """Return the next `count` visits; an epoch that ends is followed by the next."""
-        taken = []
-        for _ in range(count):
+        taken = list[Visit]()
+        while len(taken) < count:
             if self.position == len(self.prompts):
                 self._move(self.epoch + 1, 0)
-            taken.append(Visit(self.epoch, self.prompts[self._order[self.position]]))
+            prompt = self.prompts[self._order[self.position]]
             self.position += 1
+            if self.curriculum and self.curriculum.skips(self.epoch, prompt.index, self.skipped, len(self.prompts)):
+                self.skipped += 1
+            else:
+                taken.append(Visit(self.epoch, prompt))
         return taken
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position, "num_prompts": len(self.prompts)}
+    def observe(self, visits: Mapping[VisitId, bool]) -> dict[str, dict]:
+        """Tell the curriculum of visits, and whether their rewards differ; return its section of a record."""
+        if not self.curriculum:
+            return {}
+        for id, varies in visits.items():
+            self.curriculum.observe(*id, varies)
+        resting = self.curriculum.resting(self.epoch)
+        return {"curriculum": {"resting": resting, "skipped": self.skipped, "epoch": self.epoch}}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        if state["num_prompts"] != len(self.prompts):
-            raise ConfigError(
-                f"the checkpoint was written with {state['num_prompts']} training prompts, data.train now has "
-                f"{len(self.prompts)}; resume with the same data"
-            )
-        self._move(state["epoch"], state["position"])
+    def state_dict(self) -> dict:
+        state = {"epoch": self.epoch, "position": self.position, "num_prompts": len(self.prompts)}
+        own = {"skipped": self.skipped, "curriculum": self.curriculum.state_dict()} if self.curriculum else {}
+        return state | own
+
+    def load_state_dict(self, state: dict) -> None:
+        check_prompts(state, self.prompts)
+        self._move(state["epoch"], state["position"], state.get("skipped", 0))
+        if self.curriculum:
+            self.curriculum.load_state_dict(state["curriculum"])
+
+
+class Mixture:
+    """A cursor over several sources: each has a cursor of its own, and each visit comes from one of them, by weight.
+
+    Which one is a function of the seed and the number of visits before: points that lie ever denser and evenly between
+    0 and 1 (Weyl's sequence of the golden ratio) fall into parts as long as the weights. So any stretch of visits has
+    the shares of the weights, up to a few visits.
+    """
+
+    STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
+
+    def __init__(self, cursors: Sequence[PromptCursor], weights: Sequence[float], seed: int):
+        self.cursors, self.drawn = list(cursors), 0
+        self.prompts = [prompt for cursor in cursors for prompt in cursor.prompts]
+        self._lanes = {prompt.index: i for i, cursor in enumerate(cursors) for prompt in cursor.prompts}
+        *self._bounds, self._total = accumulate(weights)
+        self._start = Random(f"mixture {seed}").getrandbits(64)
+
+    def __copy__(self) -> "Mixture":
+        other = object.__new__(Mixture)
+        vars(other).update(vars(self), cursors=[copy(cursor) for cursor in self.cursors])
+        return other
+
+    def take(self, count: int) -> list[Visit]:
+        """Return the next `count` visits."""
+        taken = list[Visit]()
+        for _ in range(count):
+            point = (self._start + self.drawn * self.STEP) % 2**64 / 2**64
+            taken += self.cursors[bisect(self._bounds, point * self._total)].take(1)
+            self.drawn += 1
+        return taken
+
+    def observe(self, visits: Mapping[VisitId, bool]) -> dict[str, dict]:
+        """Tell each source's curriculum of its visits (see `PromptCursor.observe`)."""
+        own: list[dict[VisitId, bool]] = [{} for _ in self.cursors]
+        for id, varies in visits.items():
+            own[self._lanes[id.prompt]][id] = varies
+        records = {c.prompts[0].source: c.observe(mine) for c, mine in zip(self.cursors, own, strict=True)}
+        told = {source: record["curriculum"] for source, record in records.items() if record}
+        return {"curriculum": told} if told else {}
+
+    def state_dict(self) -> dict:
+        sources = [cursor.state_dict() for cursor in self.cursors]
+        return {"drawn": self.drawn, "num_prompts": len(self.prompts), "sources": sources}
+
+    def load_state_dict(self, state: dict) -> None:
+        check_prompts(state, self.prompts)
+        self.drawn = state["drawn"]
+        for cursor, own in zip(self.cursors, state["sources"], strict=True):
+            cursor.load_state_dict(own)
+
+
+Cursor = PromptCursor | Mixture
+
+
+def open_cursor(config: DataConfig, prompts: Sequence[Prompt], seed: int) -> Cursor:
+    """Return the cursor over training prompts that the settings ask for."""
+    cursors = []
+    for lane, source in enumerate(config.weights):
+        own = [prompt for prompt in prompts if prompt.source == source]
+        cursors.append(PromptCursor(own, seed, Curriculum() if config.curriculum == "pass_rate" else None, lane))
+    return Mixture(cursors, list(config.weights.values()), seed) if len(cursors) > 1 else cursors[0]
+
+
+def check_prompts(state: dict, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError if a cursor's state is of another number of prompts."""
+    if state["num_prompts"] != len(prompts):
+        raise ConfigError(
+            f"the checkpoint was written with {state['num_prompts']} training prompts, data.train now has "
+            f"{len(prompts)}; resume with the same data"
+        )
 
 
 # ---- rollouts on disk --------------------------------------------------------------------------------------------
@@ -359,7 +558,7 @@ def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Tokenizer,
     """Write the first response to some held-out prompts, for a person to read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = []
-    for group in groups[:: max(len(groups) // count, 1)][:count]:
+    for group in groups[:: max(len(groups) // max(count, 1), 1)][:count]:
         sample, reward = group.samples[0], group.rewards[0]
         cost = f"{len(sample.token_ids)} tokens, {sample.finish_reason}"
         head = f"--- prompt {group.prompt.index} | reward {reward.value:g} | {cost}"

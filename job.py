@@ -15,7 +15,7 @@ import parallel
 from buffer import SampleBuffer
 from config import Auto, ConfigError, flatten
 from core import Group, RoundPlan, Tokenizer, Visit
-from data import PromptCursor, dump_groups, load_groups, load_prompts, write_transcripts
+from data import dump_groups, load_groups, load_prompts, open_cursor, write_transcripts
 from envs.episodes import Episodes
 from learning import group_advantages, learn, put_groups, told_advantages
 from metrics import Clock, Record, Recorder, peak_memory
@@ -39,6 +39,7 @@ from records import (
     lag_record,
     planner_record,
     preemptions,
+    visits_of,
     work_of,
 )
 from rewards import sandbox
@@ -56,6 +57,7 @@ from settings import (
     rollout_profile,
     rollout_sizes,
     sizes_with_room,
+    trains,
     with_kv_memory,
     with_layout,
     with_split,
@@ -103,7 +105,7 @@ class Job:
         self.pools = make_pools(world, train_ranks, self.clock) if train_ranks else None
         own = self.pools.own if self.pools else world
         self.round_world = parallel.with_shared_memory(own, EVENT_BYTES, naps=True)
-        self.trains, self.decodes = (True, True) if not self.pools else (self.pools.trains, not self.pools.trains)
+        self.trains, self.decodes = (self.pools.trains, not self.pools.trains) if self.pools else (trains(config), True)
         self.source = Path(config.model.path)  # whose config and tokenizer checkpoints carry on
         if not config.model.path:
             self.source = ensure_model(config.warm_start, config.data.train, MODELS, world)
@@ -123,9 +125,9 @@ class Job:
         self.ahead = Ahead(self.drafting, world, partial(next_plan, self)) if config.drafts.ahead else None
         streams, parts = config.stream.policy != "off", (self.engine, self.trainer, world, self.tp_groups)
         self.streaming = StreamTraining(config.stream, config.reward, *parts) if streams and world.size > 1 else None
-        self.cursor = PromptCursor(prompts, config.run.seed)
+        self.cursor = open_cursor(config.data, prompts, config.run.seed)
         self.policy = POLICIES[config.scheduler.policy](config.scheduler, config.run.seed)
-        keep, sharing = config.run.keep_checkpoints, (config.trainer.shard, train_ranks)
+        keep, sharing = config.run.keep_checkpoints, (config.trainer.shard, train_ranks, config.run.keep_best)
         self.checkpoints = checkpoint.Checkpoints(self.folder, self.source, keep, world, *sharing)
         if saved:
             restore(self, saved, state)
@@ -167,7 +169,8 @@ class Job:
         streamed = self.streaming.begin(plan, buffer) if self.streaming else None
         groups, played = self.play(plan, self.policy, self.clock, streamed)
         lengths, accepted = self.policy.race.tokens | played.aborted, self.policy.accepted_ids()
-        record = asdict(self.policy.close(played.aborted)) | played.record
+        seen = self.cursor.observe(visits_of(groups) | dict.fromkeys(self.policy.race.zero_variance, False))
+        record = asdict(self.policy.close(played.aborted)) | played.record | seen
         if plan.audit:
             record["audited"] = audit_report(accepted, played.audited, self.config.loss)
         if streamed:
@@ -205,7 +208,7 @@ class Job:
         assert self.endless
         with self.clock.span("rollout"):
             groups, record = self.endless.next_batch()
-        record["lag"] = lag_record(groups, self.step)
+        record |= {"lag": lag_record(groups, self.step)} | self.cursor.observe(visits_of(groups))
         return Rollout(groups, SampleBuffer(len(groups)), record={"round": record})
 
     def hand_over(self, rollout: Rollout | None) -> Rollout:
@@ -276,12 +279,8 @@ class Job:
             drafts=self.drafting.policy.take_stats(),
         )
         reports = parallel.gather_objects(self.world, own)
-        self._share_timeouts(report.pool for report in reports)
+        share_timeouts(self, (report.pool for report in reports))
         return reports
-
-    def _share_timeouts(self, pools: Iterable[PoolStats]) -> None:
-        for pool in pools:
-            self.graders.timeouts.merge(pool.anchors)
 
     def observe(self, plan: RoundPlan | None, rollout: Rollout, reports: Sequence[RankReport]) -> None:
         """Report a round to the planner, and a step of an endless rollout to the policy of its split."""
@@ -307,7 +306,7 @@ class Job:
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> Record:
+    def evaluate(self, transcripts: int = 16) -> Record:
         """Score the held-out prompts; return the record, empty when there are none. Collective."""
         k = self.config.run.eval_samples
         if not self.held_out:
@@ -327,10 +326,11 @@ class Job:
             groups, _ = self.pools.hand_over(f"evaluation {self.step}", groups, None, readers=1)
         else:
             groups = bring_to_main(self.world, groups)
-        self._share_timeouts(pool for pool, _ in parallel.gather_objects(self.world, self.graders.take_stats()))
+        share_timeouts(self, (pool for pool, _ in parallel.gather_objects(self.world, self.graders.take_stats())))
         if self.world.is_main:
-            write_transcripts(self.folder / "samples" / f"step_{self.step:06d}.txt", groups, self.tokenizer)
-        return evaluation_record(groups, time.perf_counter() - start)
+            path = self.folder / "samples" / f"step_{self.step:06d}.txt"
+            write_transcripts(path, groups, self.tokenizer, transcripts)
+        return self.checkpoints.rated(self.step, evaluation_record(groups, time.perf_counter() - start))
 
     def save(self, waits: bool = False) -> None:
         """Begin to write a checkpoint of this moment, as soon as the one before it is whole. Collective.
@@ -389,6 +389,12 @@ def open_job(config: Config, world: World, resume: bool, clock: Clock | None = N
         yield job
 
 
+def share_timeouts(job: Job, pools: Iterable[PoolStats]) -> None:
+    """Let this rank know how long programs took on all."""
+    for pool in pools:
+        job.graders.timeouts.merge(pool.anchors)
+
+
 def newest_checkpoint(folder: Path, world: World) -> Path | None:
     """Return the newest checkpoint of a run folder, if there is any. Collective.
 
@@ -430,6 +436,7 @@ def state_of(job: Job) -> Record:
         "timeouts": job.graders.timeouts.state_dict(),
         "split": job.split.state_dict(),
         "base": job.base,
+        "best": job.checkpoints.best,
     }
     if job.streaming:
         state["streaming"] = job.streaming.state_dict()
@@ -457,6 +464,7 @@ def restore(job: Job, saved: Path, state: Record) -> None:
     job.trainer.load_state_dict(state["trainer"], fill if job.trains else lambda _: None)
     job.cursor.load_state_dict(state["cursor"])
     job.planner.load_state_dict(state["planner"])
+    job.checkpoints.best = state.get("best", {})
     if job.streaming and "streaming" in state:
         job.streaming.load_state_dict(state["streaming"])
     if "drafts" in state:

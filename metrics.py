@@ -283,6 +283,10 @@ class Recorder:
                 print(f"{at:6d}{scores}{length['mean']:14.1f}{length['max']:13.0f}{result['truncated']:10.1%}")
         if played := [r for r in records if "episodes" in r]:
             print(f"\n{of_episodes(played)}")
+        if best := rows[-1][1].get("best") if rows else None:
+            kept = run / "checkpoints" / f"step_{best['step']:06d}"
+            where = f", model {kept}" if kept.exists() else ""
+            print(f"\nbest evaluation: step {best['step']}, {names[0]} {best['score']:.3f}{where}")
         if step < steps:
             print(f"\nstopped after step {step} of {steps}; continue with --resume")
         model = run / "checkpoints" / f"step_{step:06d}"

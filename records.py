@@ -1,12 +1,12 @@
 """The records of a step and of an evaluation, pure: from groups, updates and counts to JSON objects."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from core import Group, SampleId, turns_of
+from core import Group, SampleId, VisitId, turns_of
 from engine.sequence import EngineStats
 from envs.episodes import EpisodeStats
 from loss import ADVANTAGES, LossConfig
@@ -37,6 +37,11 @@ class RankReport:
 def of_replicas(reports: Sequence[RankReport]) -> Sequence[RankReport]:
     """Return the report of the first rank of each replica."""
     return reports[:: reports[0].tensor_parallel]
+
+
+def visits_of(groups: Sequence[Group]) -> dict[VisitId, bool]:
+    """Return the visits of these groups, and whether the rewards of their responses differ."""
+    return {group.visit: len({reward.value for reward in group.rewards}) > 1 for group in groups}
 
 
 def preemptions(reports: Sequence[RankReport]) -> int:
@@ -81,11 +86,12 @@ def step_record(
         "rollout_tokens_per_second": sum(lengths) / max(slowest.get("rollout", seconds), 1e-9),
         "reward": sum(r.value for r in rewards) / len(rewards),
         "reward_by_task": reward_by_task(groups),
+        **reward_by_source(groups),
         **reward_parts(groups),
         "rewards": grading_record([r.pool for r in reports], seconds),
         "reward_errors": len(errors),
         "first_reward_error": errors[0] if errors else "",
-        "mixed_groups": sum(len({r.value for r in g.rewards}) > 1 for g in groups) / len(groups),
+        "mixed_groups": sum(visits_of(groups).values()) / len(groups),
         "truncated": sum(s.is_truncated for s in samples) / len(samples),
         "length": quantiles(lengths),
         **episodes_record(groups, reports),
@@ -275,6 +281,18 @@ def planner_record(kind: str, choice: Choice) -> Record:
 
 
 def evaluation_record(groups: Sequence[Group], seconds: float) -> Record:
+    """Return the scores of all groups and, where there are several, of each data source and each grader."""
+    return {
+        **scores(groups),
+        **reward_parts(groups),
+        "seconds": seconds,
+        **turns_record(groups),
+        **_each("by_source", groups, lambda group: group.prompt.source),
+        **_each("by_task", groups, lambda group: group.prompt.task),
+    }
+
+
+def scores(groups: Sequence[Group]) -> Record:
     """Return avg@k and pass@k: a prompt passes when its best reward is at least 1."""
     rewards = torch.tensor([[reward.value for reward in group.rewards] for group in groups])  # [P, k]
     per_prompt, k = rewards.mean(1), rewards.shape[1]
@@ -282,13 +300,18 @@ def evaluation_record(groups: Sequence[Group], seconds: float) -> Record:
         f"avg@{k}": per_prompt.mean().item(),
         f"pass@{k}": (rewards.amax(1) >= 1).double().mean().item(),
         "standard_error": (per_prompt.std() / len(groups) ** 0.5).item() if len(groups) > 1 else 0.0,
-        **reward_parts(groups),
         "num_prompts": len(groups),
-        "seconds": seconds,
         "truncated": sum(s.is_truncated for g in groups for s in g.samples) / rewards.numel(),
         "length": quantiles([s.num_sampled for g in groups for s in g.samples]),
-        **turns_record(groups),
     }
+
+
+def _each(key: str, groups: Sequence[Group], name_of: Callable[[Group], str]) -> Record:
+    """Return the scores of the groups of each name under `key`; empty where all have one name."""
+    parts = defaultdict[str, list[Group]](list)
+    for group in groups:
+        parts[name_of(group)].append(group)
+    return {key: {name: scores(part) for name, part in sorted(parts.items())}} if len(parts) > 1 else {}
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------
@@ -297,6 +320,14 @@ def evaluation_record(groups: Sequence[Group], seconds: float) -> Record:
 def reward_by_task(groups: Sequence[Group]) -> dict[str, float]:
     """Return the mean reward of each grader."""
     return _means((group.prompt.task, reward.value) for group in groups for reward in group.rewards)
+
+
+def reward_by_source(groups: Sequence[Group]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the mean reward and the number of prompts of each source, where there are several."""
+    rewards = _means((group.prompt.source, reward.value) for group in groups for reward in group.rewards)
+    prompts = Counter(group.prompt.source for group in groups)
+    by_source = {name: {"reward": mean, "prompts": prompts[name]} for name, mean in rewards.items()}
+    return {"reward_by_source": by_source} if len(prompts) > 1 else {}
 
 
 def reward_parts(groups: Sequence[Group]) -> dict[str, dict[str, float]]:

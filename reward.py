@@ -88,7 +88,7 @@ def shaped_reward(sample: Sample, reward: Reward, limit: int, buffer: int) -> fl
     return reward.value + overlong_penalty(sample.num_sampled, limit, buffer)
 
 
-def by_grader(key: str, text: str) -> dict[str, float]:
+def by_grader(key: str, text: str, kind: str = "GRADER") -> dict[str, float]:
     """Return the numbers of a setting like `math=1,code=0.5`. Raises ConfigError naming the `key`."""
     parsed = {}
     for part in filter(None, text.split(",")):
@@ -99,7 +99,7 @@ def by_grader(key: str, text: str) -> dict[str, float]:
                 raise ValueError
         except ValueError:
             raise ConfigError(
-                f"{key}: cannot read {part.strip()!r}; write GRADER=NUMBER, separated by commas"
+                f"{key}: cannot read {part.strip()!r}; write {kind}=NUMBER, separated by commas"
             ) from None
     return parsed
 

@@ -65,6 +65,11 @@ class RunConfig:
     eval_samples: int = option(4, "responses per held-out prompt (the k of avg@k and pass@k)", min=1, max=4096)
     checkpoint_every: int = option(25, "steps between checkpoints; 0: only at the end", min=0)
     keep_checkpoints: int = option(2, "newest checkpoints that are kept", min=1)
+    keep_best: bool = option(
+        True,
+        "keep the checkpoint of the best evaluation (avg@k), too, as checkpoints/best; one is written for it where "
+        "none is due, unless checkpoint_every = 0",
+    )
     dump_rollouts: bool = option(False, "write every trained sample to rollouts/step_N.jsonl in the run folder")
     replay: str = option("", "train on the rollouts/ folder of an earlier run instead of generating")
 
@@ -72,9 +77,9 @@ class RunConfig:
         """Whether there is an evaluation after a step."""
         return step == self.steps or (self.eval_every > 0 and step % self.eval_every == 0)
 
-    def saves(self, step: int) -> bool:
-        """Whether there is a checkpoint after a step."""
-        return step == self.steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+    def saves(self, step: int, best: int = -1) -> bool:
+        """Whether there is a checkpoint after a step. `best`: the step of the best evaluation."""
+        return step == self.steps or (self.checkpoint_every > 0 and (step % self.checkpoint_every == 0 or step == best))
 
 
 @dataclass(frozen=True)
@@ -128,14 +133,18 @@ def planned_device(config: Config) -> torch.device:
     return own_device(config.run.device)
 
 
+def trains(config: Config) -> bool:
+    """Whether ranks hold what training needs. A run without steps does only where its weights come from masters."""
+    return config.run.steps > 0 or config.trainer.shard > 1
+
+
 def memory_plan(
     config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device, outside: float = 0.0
 ) -> tuple[Plan, ...]:
     """Return the memory plan of each kind of rank, that of ranks that decode last.
 
-    `outside`: bytes of the device that torch cannot have now.
-
-    Raises ConfigError for weights of the rollout that cannot be sharded.
+    `outside`: bytes of the device that torch cannot have now. Raises ConfigError for weights of the rollout that cannot
+    be sharded.
     """
     if config.rollout.weights == "sharded" and config.trainer.shard == 1:
         raise ConfigError(
@@ -170,6 +179,7 @@ def memory_plan(
             shard=trainer.shard,
             offload=trainer.offload_optimizer,
             has_reference=bool(c.loss.kl_coef),
+            trains=trains(c),
             **count(c.trainer.lora, shape),
             filters=c.sampling.truncates,
             entropy=bool(c.loss.entropy_coef),
@@ -413,7 +423,7 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
             f"trainer.updates_per_step = {c.trainer.updates_per_step} is over scheduler.num_prompts = {prompts}; an "
             "update needs a prompt"
         )
-    if c.sampling.temperature == 0:
+    if c.sampling.temperature == 0 and c.run.steps:
         raise ConfigError("sampling.temperature = 0 draws equal responses, which teach nothing; take 1.0")
     if c.reward.overlong_buffer > c.rollout.max_response_tokens:
         raise ConfigError(
@@ -553,15 +563,13 @@ def check_distill(c: Config) -> None:
     if not c.distill.teacher:
         return
     alone, one_ratio = not c.distill.reward_coef, c.loss.name == "gspo" and not c.distill.top_k
+    equal = "groups of equal rewards teach as others do with distill.reward_coef = 0"
     for setting, is_given, reason in (
         (f"loss.name = {c.loss.name}", one_ratio, "its ratio spreads a token's advantage over the response"),
         (f"loss.name = {c.loss.name}", c.loss.name == "sft", "it looks at no advantage"),
         ("loss.credit = turn", alone and c.loss.credit == "turn", "rewards teach nothing with distill.reward_coef = 0"),
-        (
-            "scheduler.dynamic_sampling = true",
-            alone and c.scheduler.dynamic_sampling,
-            "groups of equal rewards teach as others do with distill.reward_coef = 0",
-        ),
+        ("scheduler.dynamic_sampling = true", alone and c.scheduler.dynamic_sampling, equal),
+        ("data.curriculum = pass_rate", alone and c.data.curriculum != "off", equal),
     ):
         if is_given:
             raise ConfigError(f"distill.teacher has no place beside {setting}: {reason}; leave one of them out")
@@ -737,8 +745,8 @@ def with_split(c: Config, num_ranks: int, chosen: int = 0) -> Config:
 # rounding only; as another number of ranks does, those of the rollout may decide who waits where rows or pages are
 # short, and so which samples a race trains.
 FREE_TO_CHANGE = (
-    *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device_gib")),
-    *("run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),
+    *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "keep_best")),
+    *("run.device_gib", "run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),
     *(f"reward.{key}" for key in ("num_workers", "max_failures", "max_queue", "concurrency", "worker_gib")),
     *("reward.remote_retries", "reward.remote_concurrency"),
     *(f"env.{key}" for key in ("num_workers", "max_failures", "step_seconds")),

@@ -49,7 +49,7 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
             ends = stop.agreed(world) or job.step == config.run.steps
             with clock.span("checkpoint"):
                 job.checkpoints.check()
-                if (waits := ends or job.split.moves) or config.run.saves(job.step):
+                if (waits := ends or job.split.moves) or config.run.saves(job.step, job.checkpoints.best_step):
                     job.save(waits)
     if ends:
         return job.recorder.finish(job.folder, job.step, config.run.steps)

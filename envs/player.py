@@ -8,7 +8,7 @@ from random import Random, SystemRandom
 
 from config import ConfigError
 from core import Environment
-from data import DataConfig, labelled, read_jsonl
+from data import DataConfig, labelled, read_rows
 from environments import EnvConfig, Episode, EpisodeError, resolve
 from envs.games import ENVIRONMENTS, Player
 from envs.trial import EPISODES, tried
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
         environment = resolve(flags.environment)
         player = player_named(flags.by or ("random" if flags.check else "human"), flags.environment)
         if flags.data:
-            rows = [row.fields for row in read_jsonl(flags.data, "--data", DataConfig())]
+            rows = [row.fields for row in read_rows(flags.data, "--data", DataConfig())]
         elif game := ENVIRONMENTS.get(flags.environment):
             rows = [game.row(n) for n in game.numbers()]
         else:

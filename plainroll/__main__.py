@@ -1,11 +1,11 @@
-"""The scripts of the repository from anywhere: `python -m plainroll train --ranks=2 ...`, and serve, mux, simulate."""
+"""The scripts of the repository from anywhere: `python -m plainroll train --ranks=2 ...`, evaluate, serve, mux ..."""
 
 import os
 import sys
 
 from plainroll import ROOT
 
-SCRIPTS = ("train", "serve", "mux", "simulate", "profiler", "environments")
+SCRIPTS = ("train", "evaluate", "serve", "mux", "simulate", "profiler", "environments")
 
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:] or [""]

@@ -2,8 +2,11 @@
 
 import json
 import os
+import sys
 import time
 from array import array
+from collections import Counter
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 import data
 from config import ConfigError
 from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, VisitId
-from data import DataConfig, PromptCursor, dump_groups, load_groups, load_prompts, write_transcripts
+from data import DataConfig, PromptCursor, dump_groups, load_groups, load_prompts, open_cursor, write_transcripts
 from tasks import TASKS, is_held_out
 from warm_start import byte_tokenizer
 
@@ -451,6 +454,149 @@ def test_a_dump_that_is_none_is_refused_by_name(tmp_path):
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="not a regular file"):
         load_groups(tmp_path, 1, vocabulary=50)
+
+
+# ---- tables
+
+
+@pytest.fixture
+def arrow():
+    return pytest.importorskip("pyarrow")
+
+
+def saved(pyarrow, folder: Path, *tables) -> str:
+    """Write a folder as `save_to_disk` of Hugging Face's datasets does, a table to a file."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{len(tables):05d}.arrow" for i in range(len(tables))]
+    for name, table in zip(names, tables, strict=True):
+        with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return str(folder)
+
+
+def test_a_table_has_the_prompts_that_lines_have(arrow, jsonl, plain, chat, tmp_path):
+    import pyarrow.parquet
+
+    some = [{"question": f"{i}?", "solution": str(i), "level": i, "tags": ["a", None]} for i in range(30)]
+    talk = [{"question": [{"role": "user", "content": f"{i}?"}], "solution": "x", "task": None} for i in range(9)]
+    for tokenizer, given in ((plain, some), (chat, talk)):
+        table = arrow.Table.from_pylist(given)
+        path, folder = tmp_path / f"{len(given)}.parquet", tmp_path / f"saved{len(given)}"
+        pyarrow.parquet.write_table(table, path, row_group_size=4)
+        lines = jsonl(*({k: v for k, v in row.items() if v is not None} for row in given))
+        fields = dict(prompt_field="question", answer_field="solution", task="match")
+        expected = load(tokenizer, lines, **fields)
+        for other in (str(path), saved(arrow, folder, table.slice(0, 5), table.slice(5))):
+            for mine, theirs in zip(load(tokenizer, other, **fields), expected, strict=True):
+                assert [(p.text, p.answer, p.task, p.extra) for p in mine] == [
+                    (p.text, p.answer, p.task, p.extra) for p in theirs
+                ]
+            assert load(tokenizer, other, **fields)[0][-1].where == f"{other} row {len(given)}"
+
+
+def test_a_table_that_cannot_be_used_is_refused_in_one_line(arrow, plain, tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    good = arrow.table({"prompt": ["a"], "answer": ["b"]})
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    broken = Path(saved(arrow, tmp_path / "broken", good))
+    (broken / "data-00000-of-00001.arrow").write_bytes(b"no")
+    tables = {
+        "numbers": arrow.table({"prompt": ["a", "b"], "answer": [1, 2]}),
+        "null": arrow.table({"prompt": ["a", None], "answer": ["1", "2"]}),
+        "bytes": arrow.table({"prompt": ["a"], "answer": ["1"], "image": [b"x"]}),
+        "none": good.slice(0, 0),
+    }
+    for name, table in tables.items():
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    for name, words in {
+        "splits": ["holds several splits", "splits/train"],
+        "bad.parquet": ["cannot be read as a table", "write it again"],
+        "broken": ["cannot be read as a table"],
+        "numbers.parquet": ["numbers.parquet row 1: answer = 1 must be text"],
+        "null.parquet": ["null.parquet row 2: no field 'prompt'"],
+        "bytes.parquet": ["bytes.parquet row 1", "'image': 'bytes'", "drop"],
+        "none.parquet": ["no rows"],
+        "missing.parquet": ["missing.parquet", "No such file"],
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load(plain, str(tmp_path / name))
+        said = str(caught.value)
+        assert [word for word in words if word not in said] == [] and "\n" not in said and len(said) < 500, said
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match="numbers.parquet: .* pip install pyarrow"):
+        load(plain, str(tmp_path / "numbers.parquet"))
+
+
+# ---- several sources
+
+
+def test_sources_are_drawn_by_their_weights_and_held_out_by_them_too(jsonl, plain):
+    a, b = (
+        jsonl(*rows(400), name="a.jsonl"),
+        jsonl(*({"prompt": f"b{i}", "answer": ""} for i in range(50)), name="b.jsonl"),
+    )
+    config = DataConfig(train="hailstone", mix=f"{a}=0.5, {b}=2.5", eval_prompts=40)
+    prompts, held_out = load_prompts(config, plain, 1000)
+    assert [p.index for p in prompts] == list(range(len(prompts)))
+    assert Counter(p.source for p in held_out) == {"hailstone": 10, a: 5, b: 5}  # of b a tenth at most
+    assert texts(prompts).isdisjoint(texts(held_out))
+    cursor = open_cursor(config, prompts, 3)
+    drawn = cursor.take(800)
+    assert Counter(v.prompt.source for v in drawn[:400]) == pytest.approx({"hailstone": 100, a: 50, b: 250}, abs=2)
+    assert len({v.id for v in drawn}) == 800, "each visit is drawn once"
+    for start in range(0, 800, 32):  # and each batch has the shares
+        assert Counter(v.prompt.source for v in drawn[start : start + 32])[b] == pytest.approx(20, abs=2)
+    assert drawn == open_cursor(config, prompts, 3).take(800) != open_cursor(config, prompts, 4).take(800)
+    hail = [v.id for v in drawn if v.prompt.source == "hailstone"]
+    alone, _ = load(plain, "hailstone")
+    assert hail == [v.id for v in PromptCursor(alone, 3).take(len(hail))], "its order is that of a run on it alone"
+
+
+@pytest.mark.parametrize("stop", [0, 5, 333])
+def test_a_saved_mixture_goes_on_where_it_was_and_a_copy_looks_ahead(stop, jsonl, plain):
+    config = DataConfig(train=jsonl(*rows(20)), mix="reverse_add=0.3", eval_prompts=0)
+    prompts, _ = load_prompts(config, plain, 1000)
+    one, other = (open_cursor(config, prompts, 1) for _ in range(2))
+    one.take(stop)
+    state = json.loads(json.dumps(one.state_dict()))
+    ahead = copy(one).take(50)
+    assert json.loads(json.dumps(one.state_dict())) == state
+    other.take(9)
+    other.load_state_dict(state)
+    assert other.take(50) == ahead == one.take(50)
+    with pytest.raises(ConfigError, match="training prompts, data.train now has 20"):
+        PromptCursor(prompts[:20], 1).load_state_dict(state)
+
+
+def test_an_evaluation_may_have_several_files_and_tasks(jsonl, plain):
+    a, b = jsonl(*rows(50), name="a.jsonl"), jsonl(*rows(9), name="b.jsonl")
+    _, held_out = load(plain, "hailstone", eval=f"{a}, reverse_add,{b}", eval_prompts=30)
+    assert Counter(p.source for p in held_out) == {a: 10, "reverse_add": 10, b: 9}
+    assert [p.index for p in held_out] == list(range(29))
+
+
+@pytest.mark.parametrize(
+    ("mix", "words"),
+    [
+        ("reverse_add", ["data.mix", "'reverse_add'", "SOURCE=NUMBER"]),
+        ("reverse_add=much", ["data.mix", "SOURCE=NUMBER"]),
+        ("reverse_add=0", ["data.mix: reverse_add = 0", "over 0"]),
+        ("reverse_add=-1", ["data.mix: reverse_add = -1"]),
+        ("hailstone=nan", ["data.mix", "SOURCE=NUMBER"]),
+        ("nowhere.jsonl=1", ["data.mix = 'nowhere.jsonl'", "No such file", "hailstone, "]),
+        ("{bad}=1", ["bad.jsonl:2: no field 'answer'"]),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_in_one_line(mix, words, jsonl, plain):
+    bad = jsonl(GOOD, {"prompt": "a"}, name="bad.jsonl")
+    with pytest.raises(ConfigError) as caught:
+        load(plain, "hailstone", mix=mix.format(bad=bad))
+    assert [word for word in words if word not in str(caught.value)] == [] and "\n" not in str(caught.value)
 
 
 # ---- the cursor

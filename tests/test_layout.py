@@ -23,6 +23,7 @@ FILES += [path for folder in (*SCRIPTS, "tests") for path in ROOT.glob(f"{folder
 OPTIONAL = {
     "wandb",
     "datasets",
+    "pyarrow",
     "openvino",
     "openvino_genai",
     "vllm",
@@ -95,7 +96,13 @@ def test_low_rooms_do_not_import_high_ones() -> None:
 
 
 def test_rooms_take_the_settings_that_they_use_and_only_the_top_knows_them_all() -> None:
-    assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {"job", "mux", "profiler", "train"}
+    assert {name for name, path in ROOMS.items() if "settings" in imports(path)} == {
+        "evaluate",
+        "job",
+        "mux",
+        "profiler",
+        "train",
+    }
     for room in ("rollout", "rounds", "learning", "overlap.streamed", "trainer", "process.ending"):
         assert "settings" not in reachable(room), room
     assert not reachable("rounds") & {
@@ -176,7 +183,8 @@ def test_functions_and_classes_fit_their_size() -> None:
 
 
 def test_the_top_level_stays_short() -> None:
-    assert len(list(ROOT.glob("*.py"))) <= 28, "what a paper is not about belongs into a folder"
+    # evaluate.py is a command of its own, as serve.py: many evaluate who never train.
+    assert len(list(ROOT.glob("*.py"))) <= 29, "what a paper is not about belongs into a folder"
 
 
 def test_the_step_loop_stays_a_page() -> None:

@@ -104,6 +104,19 @@ def test_a_prompt_passes_by_its_best_response() -> None:
     assert record["standard_error"] == pytest.approx(0.2886751 / 3**0.5)
 
 
+def test_each_source_and_each_grader_has_its_scores_where_there_are_several() -> None:
+    groups = [group(0, "a", 1.0, 0.0), group(1, "b", 0.5, 0.5), group(2, "a", 1.0, 1.0)]
+    assert "by_task" not in evaluation_record(groups[::2], 1.0) and "by_source" not in evaluation_record(groups, 1.0)
+    mixed = [replace(g, prompt=replace(g.prompt, source=s)) for g, s in zip(groups, "xyy", strict=True)]
+    record = evaluation_record(mixed, 1.0)
+    assert {name: part["avg@2"] for name, part in record["by_task"].items()} == {"a": 0.75, "b": 0.5}
+    assert {name: part["pass@2"] for name, part in record["by_source"].items()} == {"x": 1.0, "y": 0.5}
+    assert [part["num_prompts"] for part in record["by_source"].values()] == [1, 2]
+    step = step_record(3, 2.0, mixed, {}, [UPDATE], [report(0, 1.0)])
+    assert step["reward_by_source"] == {"x": {"reward": 0.5, "prompts": 1}, "y": {"reward": 0.75, "prompts": 2}}
+    assert "reward_by_source" not in step_record(3, 2.0, groups, {}, [UPDATE], [report(0, 1.0)])
+
+
 def test_what_graders_did_is_added_up_over_ranks():
     ranks = [PoolStats(2, 1.0, 4.0, 3.0, 5, 1), PoolStats(6, 3.0, 4.0, 1.0, 7, 0)]
     ranks[0].causes.update({"x": 2})
