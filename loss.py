@@ -7,7 +7,7 @@ Shapes: P prompts, R responses of each, S samples, T sampled tokens of all sampl
 were not sampled, such as the prompt, are context of the forward pass and appear nowhere here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -153,6 +153,7 @@ LOSSES: dict[str, Callable[[Tokens, "LossConfig"], tuple[Tensor, Tensor]]] = {
     "kimi15": kimi15,
     "sft": sft,
 }
+SCALED = {"ppo", "gspo", "decoupled", "cispo", "tis", "topr"}  # a token's loss is a multiple of its advantage
 CLIP = {"clip_low", "clip_high"}
 OWN_OPTIONS = {  # settings that only some losses read; one of a user's own may read any
     "ppo": CLIP,
@@ -238,6 +239,10 @@ class LossConfig:
     topr_positive: float = option(1.0, "weight of samples with a positive advantage in topr", min=0.0, max=1e6)
     topr_negative: float = option(1.0, "weight of samples with a negative advantage in topr", min=0.0, max=1e6)
     kimi_tau: float = option(0.1, "weight of the squared log-ratio in kimi15", min=0.0, max=1e6)
+
+    def teaches(self, advantages: Iterable[float]) -> bool:
+        """Whether a sample with these advantages has a gradient. In most losses it has none where all are 0."""
+        return any(advantages) or self.name not in SCALED or bool(self.kl_coef or self.entropy_coef)
 
     def for_dtype(self, dtype: torch.dtype) -> "LossConfig":
         """Decide `old_logprobs = auto`: in bf16, rounding in rollout and trainer moves ratios as updates do."""

@@ -214,6 +214,13 @@ def max_tensor(world: World, tensor: Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=world.tensors)
 
 
+def any_up(world: World, *flags: bool) -> list[bool]:
+    """Return which of the flags any rank of the world has up. Collective."""
+    ups = torch.tensor(flags, dtype=torch.int32, device=world.device)
+    max_tensor(world, ups)
+    return ups.bool().tolist()
+
+
 def broadcast_tensors(world: World, tensors: Iterable[Tensor], source: int = 0) -> None:
     """Overwrite each tensor with that of the rank `source`."""
     if world.size > 1:

@@ -164,10 +164,12 @@ class Trainer:
     def accumulate(self, examples: Sequence[Example], progress: Callable[[], None] = lambda: None) -> None:
         """Add the gradient sums of `examples`, this rank's share. No update. Collective in a shard group, else not."""
         start = time.perf_counter()
-        batches = self._batches(examples)
-        for batch in taught(batches, self.teacher, progress) if self.teacher else batches:
-            self._add_gradients(batch) if batch else self._nothing().backward()
-            progress()
+        parts: list[list[Example]] = [[], []]
+        for example in examples:
+            parts[bool(self.teacher) or self.loss.teaches(example.span_advantages)].append(example)
+        with torch.no_grad(), sharding.gathered(self.learner):  # what teaches nothing is scored for the records
+            self._add_all(parts[False], progress)
+        self._add_all(parts[True], progress)
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()  # so that the time is that of the work
         self.seconds += time.perf_counter() - start
@@ -177,12 +179,6 @@ class Trainer:
         """Return the seconds and tokens of this rank's gradients since the last call."""
         taken, self.seconds, self.tokens = (self.seconds, self.tokens), 0.0, 0
         return taken
-
-    def agree(self, *flags: bool) -> list[bool]:
-        """Return which of the flags any rank of the shard group has up. Collective there."""
-        ups = torch.tensor(flags, dtype=torch.int32, device=self.world.device)
-        parallel.max_tensor(self.shards, ups)
-        return ups.bool().tolist()
 
     def _batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Return micro-batches, as many on each rank of a shard group: every forward gathers weights from all.
@@ -194,11 +190,11 @@ class Trainer:
         parallel.max_tensor(self.shards, most)
         return batches + [[] for _ in range(int(most) - len(batches))]
 
-    def _nothing(self) -> Tensor:
-        """Take part in the shard group's forward; return 0, whose backward takes part in theirs."""
-        token = torch.zeros(1, dtype=torch.int64, device=self.world.device)
-        hidden = self.learner(token, token, PackedAttention([1], self.world.device))
-        return self.learner.logits(hidden).mul(0.0).sum()
+    def _add_all(self, examples: Sequence[Example], progress: Callable[[], None]) -> None:
+        batches = self._batches(examples)
+        for batch in taught(batches, self.teacher, progress) if self.teacher else batches:
+            self._add_gradients(batch) if batch else take_part(self.learner, self.world.device)
+            progress()
 
     def _add_gradients(self, batch: Sequence[Example]) -> None:
         device = self.world.device
@@ -221,7 +217,8 @@ class Trainer:
         if self.loss.entropy_coef:
             values = values - self.loss.entropy_coef * entropy
         total, count = weighted_sum(values, tokens, self.loss.normalisation, self.max_response_tokens)
-        total.backward()
+        if torch.is_grad_enabled():
+            total.backward()
         with torch.no_grad():
             # Tokens of older weights differ for another reason than that rollout and trainer disagree.
             newest = sampled_by(batch, self.num_updates // self.config.updates_per_step).to(device)
@@ -258,7 +255,7 @@ class Trainer:
         with sharding.gathered(self.learner):  # what this leaves whole would hide the update from the next forward
             for batch in self._batches(examples):
                 if not batch:
-                    self._nothing()
+                    take_part(self.learner, self.world.device)
                     continue
                 # By the operations of the gradient's forward, not by kernels, which may round otherwise: the ratio of
                 # the first update is 1.
@@ -396,6 +393,14 @@ def make_optimizer(trained: Sequence[Tensor], c: TrainerConfig) -> torch.optim.A
         moments = {name: torch.zeros_like(master) for name in MOMENTS}
         optimizer.state[master] = {"step": torch.zeros((), device=master.device), **moments}
     return optimizer
+
+
+def take_part(learner: Model, device: torch.device) -> None:
+    """Take part in the shard group's forward with nothing of one's own and, where gradients are enabled, backward."""
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    zero = learner.logits(learner(token, token, PackedAttention([1], device))).mul(0.0).sum()
+    if torch.is_grad_enabled():
+        zero.backward()
 
 
 def old_logprobs_of(batch: Sequence[Example], logprobs: Tensor, loss: LossConfig) -> tuple[Tensor, Tensor]:

@@ -285,7 +285,7 @@ class StreamedRound:
             start = time.perf_counter()
             for share in stream.take(0.0 if len(self.buffer) else POLL_SECONDS):
                 self._put_share(share)
-            is_over, has_some = trainer.agree(stream.is_over, len(self.buffer) > 0)
+            is_over, has_some = parallel.any_up(trainer.shards, stream.is_over, len(self.buffer) > 0)
             if is_over:
                 break
             if has_some:

@@ -339,6 +339,35 @@ def test_an_example_without_a_sampled_token_teaches_nothing(tiny_model, examples
     assert_same_gradient(gradient(trainer) / trainer.sums[1], gradient(other) / other.sums[1])
 
 
+@pytest.mark.parametrize("name, normalisation", ALL)
+def test_samples_without_advantage_run_forward_only_and_change_nothing(
+    tiny_model, examples, monkeypatch, name: str, normalisation: str
+) -> None:
+    mixed = [replace(e, advantage=0.0) if i % 2 else e for i, e in enumerate(examples)]
+    loss = LossConfig(name=name, normalisation=normalisation)
+    trainer, other = (make_trainer(tiny_model, loss) for _ in range(2))
+    backward, forward = [], Trainer._add_gradients
+
+    def note(self: Trainer, batch: Sequence[Example]) -> None:
+        backward.extend(e.advantage for e in batch if torch.is_grad_enabled())
+        forward(self, batch)
+
+    monkeypatch.setattr(Trainer, "_add_gradients", note)
+    trainer.accumulate(mixed)
+    assert (0.0 in backward) == (name in ("kimi15", "sft"))
+    monkeypatch.setattr("loss.SCALED", set())
+    other.accumulate(mixed)
+    assert_same_gradient(gradient(trainer), gradient(other))
+    torch.testing.assert_close(trainer.sums, other.sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["kl_coef", "entropy_coef"])
+def test_other_terms_teach_without_an_advantage(tiny_model, reference, examples, option: str) -> None:
+    trainer = make_trainer(tiny_model, LossConfig(**{option: 0.1}), reference=reference)
+    trainer.accumulate([replace(e, advantage=0.0) for e in examples])
+    assert gradient(trainer).norm() > 1e-3
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_given_tokens_are_context_like_the_prompt_and_versions_change_nothing(tiny_model, examples, name: str) -> None:
     long = [e for e in examples if len(e.token_ids) > 4]
@@ -405,6 +434,18 @@ def train_share(world: World, model_folder: Path, examples: list[Example], resul
 
 
 SHARDED = {"shard": 2, "recompute": "on", "offload_optimizer": True, "tokens_per_microbatch": 128}
+
+
+def test_a_rank_may_have_nothing_but_samples_without_advantage(run_ranks, tiny_folder, examples, tmp_path) -> None:
+    # In the second update of `train_share` all of rank 0's.
+    mixed = [e if i % 5 == 4 else replace(e, advantage=0.0) for i, e in enumerate(examples)]
+    train_share(ALONE, tiny_folder, mixed, tmp_path / "alone", {})
+    run_ranks(2, train_share, tiny_folder, mixed, tmp_path / "rank", {"shard": 2})
+    alone, *ranks = (torch.load(tmp_path / name) for name in ("alone.0", "rank.0", "rank.1"))
+    for gradients, weight, _ in ranks:
+        for mine, expected in zip(gradients, alone[0], strict=True):
+            assert_same_gradient(mine, expected)
+        torch.testing.assert_close(weight, alone[1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
