@@ -311,8 +311,9 @@ class SchedulerConfig:
     )
     eta_prompts: float = option(1.25, "a short round launches num_prompts times this", min=1.0, max=16.0)
     eta_responses: float = option(
-        1.25,
-        "a short round launches num_responses times this for each prompt; at 1 a trained prompt loses no response",
+        1.0,
+        "a short round launches num_responses times this for each prompt (paper: 1.25); over 1 the longest responses "
+        "are not trained, which biases the gradient",
         min=1.0,
         max=16.0,
     )
