@@ -1,11 +1,13 @@
 # All commands set everything up from a fresh clone. ARGS goes to train.py, TESTS to pytest, NAMES to results.py.
+# CONFIG: what was fastest to a score, see docs/results.md; configs/tiny.toml is strictly on-policy.
 PYTHON ?= python3
 RANKS ?= 2
+CONFIG ?= configs/rollflash.toml
 VENV := .venv
 
 .PHONY: train test test-fast lint notebook figures results results-quick
 train: $(VENV)/ready
-	$(VENV)/bin/python train.py --ranks=$(RANKS) --config configs/tiny.toml $(ARGS)
+	$(VENV)/bin/python train.py --ranks=$(RANKS) --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/ready-dev
 	$(VENV)/bin/python -m pytest $(TESTS)

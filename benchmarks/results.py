@@ -282,7 +282,10 @@ BENCHMARKS = {
         "bytes cross it; {speedup_2_2:.1f} x a flat broadcast with 2 -> 2 ranks, {speedup_1_3:.1f} x with 1 -> 3 "
         "([table](#new-weights-over-a-slow-link))",
     ),
-    "learning": Benchmark("figures/learning.py", (*ROUND, *TRAINING, *RUN, "warm_start.py", "configs/tiny.toml")),
+    "learning": Benchmark(
+        "figures/learning.py",
+        (*ROUND, *TRAINING, "policies/flow.py", "overlap/*.py", *RUN, "warm_start.py", "configs/rollflash.toml"),
+    ),
     "accuracy": Benchmark(
         "figures/accuracy.py",
         (*ROUND, *TRAINING, *STREAM, "policies/planner.py", *RUN, "warm_start.py", "configs/tiny.toml"),

@@ -4,7 +4,7 @@ python figures/learning.py            trains what is missing in runs/ (about 4 m
 python figures/learning.py --draw     draws again from figures/learning.json
 python figures/learning.py --quick    a few steps of one seed, drawn in runs/quick: to see that it works
 
-The default run is configs/tiny.toml as it is; only the seeds of warm start and run differ.
+The default run is configs/rollflash.toml as it is; only the seeds of warm start and run differ.
 """
 
 import argparse
@@ -20,16 +20,18 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_runs import CONFIG, command_line, make, of_run, run
+from training_runs import command_line, make, of_run, run
 
 from metrics import read_records
 
+CONFIG = "configs/rollflash.toml"  # of `make train`
 LENGTHS = {"p50": ":", "mean": "-", "p99": "--"}
 
 
 def run_seed(seed: int, quick: bool) -> list[dict]:
     """Return the evaluations of one seed's run, training it first when its folder is not there."""
-    folder = run(f"learning-seed{seed}", f"run.seed={seed}", f"warm_start.seed={seed}", quick=quick)
+    settings = f"run.seed={seed}", f"warm_start.seed={seed}"
+    folder = run(f"learning-seed{seed}", *settings, quick=quick, config=CONFIG)
     records = read_records(folder / "steps.jsonl")
     return [{"seed": seed, "step": r["step"], **of_run(folder), **r["eval"]} for r in records if r.get("eval")]
 
