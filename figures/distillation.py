@@ -4,7 +4,7 @@ python figures/distillation.py            trains what is missing in runs/ (about
 python figures/distillation.py --draw     draws again from figures/distillation.json
 python figures/distillation.py --quick    a few steps of one seed, drawn in runs/quick: to see that it works
 
-The teacher is the default run (figures/learning.py), trained by rewards. The student, warm-started as it was, has half
+The teacher is a run of configs/tiny.toml (of figures/adapters.py), trained by rewards. The student, warm-started as it was, has half
 of its width and two layers. It learns by configs/distill.toml from the teacher's likeliest tokens, and from the sampled
 tokens alone; without a teacher by rewards; and by supervised steps on texts that the teacher writes to as many prompts,
 to whose seconds those of writing are added. A run ends at its first evaluation with the last of the scores, or after
@@ -37,7 +37,7 @@ WAYS = {
     "teacher, 16 likeliest": (),
     "teacher, sampled token": ("distill.top_k=0",),
     "rewards": ALONE,
-    "rewards, lr 3e-4": (*ALONE, "trainer.lr=3e-4"),  # of the default run
+    "rewards, lr 3e-4": (*ALONE, "trainer.lr=3e-4"),  # of the teacher
     "teacher's texts": (*ALONE, "loss.name=sft"),
 }
 
@@ -68,7 +68,7 @@ def seconds_to(score: float, points: Sequence[dict]) -> float | None:
 def trained(seed: int, quick: bool) -> list[dict]:
     """Return the evaluations of each way for one seed, training what is not there."""
     seeds, rows = (f"run.seed={seed}", f"warm_start.seed={seed}"), []
-    teacher = max((run(f"learning-seed{seed}", *seeds, quick=quick) / "checkpoints").glob("step_*"))
+    teacher = max((run(f"adapters-all-weights-seed{seed}", *seeds, quick=quick) / "checkpoints").glob("step_*"))
     for way, settings in WAYS.items():
         own, written = [*seeds, EVALUATED, f"run.steps={STEPS}", f"distill.teacher={teacher}", *settings], []
         if "loss.name=sft" in settings:
