@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/tiny.toml"
-FOLDERS = (".", "engine", "envs", "overlap", "policies", "process", "rewards", "simulation")  # where rooms are
+FOLDERS = (".", "engine", "envs", "overlap", "policies", "process", "rewards", "simulation", "weights")  # of rooms
 LOOK_SECONDS = 1.0  # between two looks whether a run has ended, or should
 QUICK = (
     *("run.steps=5", "run.eval_every=5", "data.eval_prompts=16", "warm_start.steps=20"),
