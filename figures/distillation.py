@@ -4,12 +4,12 @@ python figures/distillation.py            trains what is missing in runs/ (about
 python figures/distillation.py --draw     draws again from figures/distillation.json
 python figures/distillation.py --quick    a few steps of one seed, drawn in runs/quick: to see that it works
 
-The teacher is a run of configs/tiny.toml (of figures/adapters.py), trained by rewards. The student, warm-started as it was, has half
-of its width and two layers. It learns by configs/distill.toml from the teacher's likeliest tokens, and from the sampled
-tokens alone; without a teacher by rewards; and by supervised steps on texts that the teacher writes to as many prompts,
-to whose seconds those of writing are added. A run ends at its first evaluation with the last of the scores, or after
-STEPS. Runs are kept one by one: one that was stopped goes on. Seconds are those of steps: no start, evaluation or
-checkpoint counts, nor the training of the teacher.
+The teacher is a run of configs/tiny.toml (of figures/adapters.py), trained by rewards. The student, warm-started as it
+was, has half of its width and two layers. It learns by configs/distill.toml from the teacher's likeliest tokens, and
+from the sampled tokens alone; without a teacher by rewards; and by supervised steps on texts that the teacher writes to
+as many prompts, to whose seconds those of writing are added. A run ends at its first evaluation with the last of the
+scores, or after STEPS. Runs are kept one by one: one that was stopped goes on. Seconds are those of steps: no start,
+evaluation or checkpoint counts, nor the training of the teacher.
 """
 
 import argparse
