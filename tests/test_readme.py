@@ -27,8 +27,8 @@ FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
 def test_the_python_blocks_run(tiny_folder, tmp_path, monkeypatch) -> None:
-    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000100").symlink_to(tiny_folder)
+    (tmp_path / "runs" / "rollflash" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "rollflash" / "checkpoints" / "step_000100").symlink_to(tiny_folder)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     assert blocks

@@ -235,7 +235,7 @@ def test_two_copies_fed_in_different_orders_decide_the_same() -> None:
 
 def test_a_period_has_four_short_rounds_and_a_long_one() -> None:
     """eta = 1.25 queues P0 / 4 prompts in each short round. (RollPacker, section 3)"""
-    story, _, _ = run(SchedulerConfig(num_prompts=8, num_responses=4), 21, Toy(2))
+    story, _, _ = run(SchedulerConfig(num_prompts=8, num_responses=4, eta_responses=1.25), 21, Toy(2))
     assert [plan.kind for plan in story.plans][:20] == (["short"] * 4 + ["long"]) * 4
     assert [stats.queue for stats in story.stats][:10] == [2, 4, 6, 8, 0] * 2
     assert [stats.oldest for stats in story.stats][:5] == [0, 1, 2, 3, 0]

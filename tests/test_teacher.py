@@ -229,7 +229,9 @@ def kl_of_dump(run: Path, folder: Path, step: int) -> float:
 
 
 def test_two_ranks_learn_from_a_teacher(settings, run_mains, tmp_path: Path, folder: Path) -> None:
-    ended = run_mains(2, train.main, settings("run", distill__memory_gib=0.00075, run__steps=6))
+    ended = run_mains(
+        2, train.main, settings("run", distill__memory_gib=0.00075, run__steps=6, scheduler__eta_responses=1.25)
+    )
     assert [each.code for each in ended] == [0, 0], ended[0].err + ended[1].err
     assert f"teacher {folder}: {LAYERS} layers" in ended[0].out and not ended[1].out
     first, *_, last = (r["train"] for r in steps_of(tmp_path / "run"))
