@@ -423,7 +423,7 @@ def show(result: Mapping[str, Any], now: str) -> None:
             f"{shown['samples']:>8}{row['reached']:>7} of {row['seeds']}{shown['faster']:>10}"
         )
     other = sum(row.get("code", now) != now for row in result["runs"])
-    print(f"missing: {', '.join(result['missing']) or 'nothing'}")
+    print(f"missing: {len(result['missing'])} runs (--list names them)" if result["missing"] else "all runs are there")
     if other:
         print(f"{other} of {len(result['runs'])} runs are of other code: --again runs them once more")
 
@@ -506,7 +506,9 @@ def main() -> int:
     show(result, now)
     if STORE.exists() and not arguments.quick:
         subprocess.run([sys.executable, ROOT / "figures" / f"{NAME}.py"], check=True)
-    print(json.dumps(result))
+    if arguments.list:
+        print(*result["missing"], sep="\n")
+    print(json.dumps({k: len(v) if k in ("missing", "runs") else v for k, v in result.items() if k != "board"}))
     return 0
 
 
