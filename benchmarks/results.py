@@ -286,6 +286,15 @@ BENCHMARKS = {
         "figures/learning.py",
         (*ROUND, *TRAINING, "policies/flow.py", "overlap/*.py", *RUN, "warm_start.py", "configs/rollflash.toml"),
     ),
+    "adapters": Benchmark(
+        "figures/adapters.py",
+        (*ROUND, *TRAINING, *RUN, "warm_start.py", "configs/tiny.toml", "configs/lora.toml"),
+    ),
+    "distillation": Benchmark(
+        "figures/distillation.py",
+        (*ROUND, *TRAINING, "rewards/offload.py", "rewards/teacher.py", *RUN, "warm_start.py")
+        + ("configs/tiny.toml", "configs/distill.toml"),
+    ),
     "accuracy": Benchmark(
         "figures/accuracy.py",
         (*ROUND, *TRAINING, *STREAM, "policies/planner.py", *RUN, "warm_start.py", "configs/tiny.toml"),
