@@ -318,7 +318,7 @@ def train_until(world: World, settings: list[str], step: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.StopSignal, "agreed", lambda *_: next(stops))
-        patch.setattr(train, "Job", lambda *args: learn(Job(*args), f"start {first}"))
+        patch.setattr("job.Job", lambda *args: learn(Job(*args), f"start {first}"))
         patch.setattr(train, "take_step", lambda job: take_step(learn(job, f"step {job.step}")))
         train.train(config, world, resume=True)
 
