@@ -346,7 +346,7 @@ def test_samples_without_advantage_run_forward_only_and_change_nothing(
     mixed = [replace(e, advantage=0.0) if i % 2 else e for i, e in enumerate(examples)]
     loss = LossConfig(name=name, normalisation=normalisation)
     trainer, other = (make_trainer(tiny_model, loss) for _ in range(2))
-    backward, forward = [], Trainer._add_gradients
+    backward, forward = list[float](), Trainer._add_gradients
 
     def note(self: Trainer, batch: Sequence[Example]) -> None:
         backward.extend(e.advantage for e in batch if torch.is_grad_enabled())
