@@ -381,13 +381,13 @@ class Checkpoints:
         self.under_way: Future | None = None
 
     def rated(self, step: int, evaluation: dict) -> dict:
-        """Return the record of an evaluation, with the best so far: the first with the highest mean reward (avg@k)."""
+        """Return the record of an evaluation, with the best step so far: the first of the highest mean reward (avg@k)."""
         if not self.keep_best:
             return evaluation
         score = next(value for name, value in evaluation.items() if name.startswith("avg@"))
-        if not self.best or score > self.best["score"]:
+        if step and (not self.best or score > self.best["score"]):  # the model of the start is there as it is
             self.best = {"step": step, "score": score}
-        return evaluation | {"best": self.best}
+        return evaluation | ({"best": self.best} if self.best else {})
 
     @property
     def best_step(self) -> int:

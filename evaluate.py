@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import checkpoint
-from config import ConfigError, load_config
+from config import ConfigError, flatten, load_config
 from job import open_job
 from metrics import Clock, Record
 from parallel import World
@@ -25,6 +25,7 @@ OWN = {"run.dir": "--out=FILE keeps the scores", "run.steps": "nothing is traine
 TRAINING = (
     "warm_start planner drafts overlap loss distill stream group log".split()
 )  # sections that change no evaluation
+IDLE = {"run.eval_every", "run.checkpoint_every", "run.keep_checkpoints", "data.curriculum"}  # and other such keys
 
 
 def model_of(folder: Path) -> tuple[Path, Path | None]:
@@ -51,16 +52,22 @@ def settled(config: Config, model: Path, folder: str, num_ranks: int) -> Config:
     scheduler = SchedulerConfig(num_prompts=num_ranks, placement=s.placement, window_iterations=s.window_iterations)
     run = replace(config.run, dir=folder, steps=0, replay="", dump_rollouts=False, keep_best=False)
     trainer = replace(plain.trainer, shard=t.shard, offload_optimizer=t.offload_optimizer)
+    if num_ranks % t.shard or num_ranks % config.rollout.tensor_parallel:  # those of a run on more ranks
+        trainer = plain.trainer
+        config = replace(config, rollout=replace(config.rollout, tensor_parallel=1, weights=plain.rollout.weights))
     config = replace(config, **{name: getattr(plain, name) for name in TRAINING})
     own = replace(config.model, path=str(model))
     return replace(config, run=run, model=own, scheduler=scheduler, trainer=trainer)
 
 
-def refuse_without_effect(overrides: list[str]) -> None:
+def refuse_without_effect(overrides: list[str], given: Config, used: Config) -> None:
     """Raise ConfigError for settings on the command line that an evaluation does not read."""
+    wanted, kept = flatten(given), flatten(used)
     for key in (text.removeprefix("--").partition("=")[0] for text in overrides):
-        if reason := OWN.get(key) or ("nothing is trained" if key.partition(".")[0] in TRAINING else ""):
-            raise ConfigError(f"{key} has no place in an evaluation: {reason}; leave it out")
+        if key in OWN or key in IDLE or key.partition(".")[0] in TRAINING or kept.get(key) != wanted.get(key):
+            raise ConfigError(
+                f"{key} has no place in an evaluation: {OWN.get(key, 'it changes nothing')}; leave it out"
+            )
 
 
 def evaluate(config: Config, world: World, transcripts: int = 0) -> tuple[Record, str]:
@@ -117,12 +124,14 @@ def main(argv: list[str]) -> int:
                 raise ConfigError(f"name one folder to evaluate, not {len(folders)}; see python evaluate.py --help")
             if not flags.samples.isdecimal():
                 raise ConfigError(f"--samples={flags.samples} is not valid; write a number from 0")
-            if flags.out and not Path(flags.out).absolute().parent.is_dir():
-                raise ConfigError(f"--out={flags.out}: its folder does not exist; make it, or name another file")
-            refuse_without_effect(overrides)
+            if flags.out and (Path(flags.out).is_dir() or not Path(flags.out).absolute().parent.is_dir()):
+                raise ConfigError(
+                    f"--out={flags.out}: no file can be written there; name one in a folder that is there"
+                )
             model, own = model_of(Path(folders[0]))
-            given = flags.config or (str(own) if own else None)
-            config = settled(load_config(Config, given, overrides), model, scratch, size)
+            given = load_config(Config, flags.config or (str(own) if own else None), overrides)
+            config = settled(given, model, scratch, size)
+            refuse_without_effect(overrides, given, config)
             if not config.data.eval_prompts:
                 raise ConfigError("data.eval_prompts = 0 leaves nothing to evaluate; raise it")
             if launcher.is_wanted(asked):

@@ -93,6 +93,8 @@ def by_grader(key: str, text: str, kind: str = "GRADER") -> dict[str, float]:
     parsed = {}
     for part in filter(None, text.split(",")):
         name, equals, number = part.strip().rpartition("=")
+        if name in parsed:
+            raise ConfigError(f"{key}: {name} stands there twice; give it one number")
         try:
             parsed[name] = float(number)
             if not equals or not math.isfinite(parsed[name]):

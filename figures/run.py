@@ -1,6 +1,6 @@
 """What a run came to: reward, held-out accuracy, lengths, health of the training, and where a step's seconds went.
 
-python figures/run.py runs/tiny [OTHER ...] [--out run.png]      later runs are drawn over the first; run.pdf works too
+python figures/run.py runs/rollflash [OTHER ...] [--out run.png]  later runs are drawn over the first; run.pdf works too
 
 Dots are steps, lines the mean of the last ten: short and long rounds differ, so they are drawn apart. The x axis counts
 trained samples, so that runs with other batches compare; bars are 95 % intervals.

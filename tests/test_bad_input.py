@@ -132,6 +132,7 @@ COMMANDS = {
     "weights unreadable": ["--reward.weights=math"],
     "weights not a number": ["--reward.weights=math=high"],
     "weights of nobody": ["--reward.weights=math=2"],
+    "weights twice": ["--reward.weights=match=1,match=2"],
     "concurrency unreadable": ["--reward.concurrency=good:3"],
 }
 
