@@ -381,7 +381,7 @@ class Checkpoints:
         self.under_way: Future | None = None
 
     def rated(self, step: int, evaluation: dict) -> dict:
-        """Return the record of an evaluation, with the best step so far: the first of the highest mean reward (avg@k)."""
+        """Return the record of an evaluation, with the best step so far: the first of the highest avg@k."""
         if not self.keep_best:
             return evaluation
         score = next(value for name, value in evaluation.items() if name.startswith("avg@"))

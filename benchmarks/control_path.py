@@ -56,7 +56,7 @@ MANY_STEPS, BATCH = 100, 512  # of the run on 1,024 GPUs: prompts of a step
 
 
 def settings(gpus: int, prompts: int, steps: int, dynamic_sampling: bool = False) -> SimulationConfig:
-    policy = SchedulerConfig("tail_batching", prompts, RESPONSES, dynamic_sampling=dynamic_sampling)
+    policy = SchedulerConfig("tail_batching", prompts, RESPONSES, eta_responses=1.25, dynamic_sampling=dynamic_sampling)
     stream = StreamConfig("off" if dynamic_sampling else "estimate")
     return SimulationConfig(cluster=ClusterConfig(gpus=gpus, steps=steps), scheduler=policy, stream=stream)
 

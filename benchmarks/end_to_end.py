@@ -63,7 +63,7 @@ from warm_start import WarmStartConfig, make_model
 # The name, the settings it adds to those before it, whether grading waits for the last response.
 PARTS = (
     ("synchronous", {"scheduler.policy": "synchronous", "reward.case_factor": 0}, True),
-    ("+ tail batching", {"scheduler.policy": "tail_batching"}, True),
+    ("+ tail batching", {"scheduler.policy": "tail_batching", "scheduler.eta_responses": 1.25}, True),
     ("+ reward scheduler", {"reward.case_factor": 1.5}, False),
     ("+ planner", {"planner.rule": "predict", "planner.margin": 0.25}, False),  # rounds of equal work differ by that
     ("+ stream trainer", {"stream.policy": "estimate"}, False),

@@ -107,7 +107,7 @@ def open_judge(folder: Path, device: torch.device) -> Judge:
     judge = Judge(config, device, torch.float32)
     model, layers = judge.model, judge.model.layers
     room = (len(layers) // 2 + 2) * layers.layer_bytes + BATCH * token_bytes(model.shape, model.dtype)
-    model.config = replace(config, memory_gib=(model.fixed_bytes + room) / 2**30)
+    model.memory_gib = (model.fixed_bytes + room) / 2**30
     return judge
 
 

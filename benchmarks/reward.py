@@ -110,7 +110,7 @@ class Prompts:
 
 def measure(task: str, shape: Shape, engine: TraceEngine, sides: list[Contender], periods: int) -> None:
     """Let the contenders train `periods` periods, taking turns after every step."""
-    scheduler = SchedulerConfig(num_prompts=shape.prompts, num_responses=shape.responses)
+    scheduler = SchedulerConfig(num_prompts=shape.prompts, num_responses=shape.responses, eta_responses=1.25)
     steps = periods * PERIOD * len(sides)
     settings = TrainerConfig(lr=1e-5), LossConfig(), SamplingConfig()
     trainer = Trainer(engine.model, *settings, WORLD, engine.trace.limit, steps)

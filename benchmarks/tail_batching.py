@@ -69,6 +69,7 @@ class Contender:
     scheduler: dict[str, Any]  # fields of SchedulerConfig
 
 
+RACE: dict[str, Any] = {"eta_responses": 1.25}  # of a contender that says nothing else
 SYNCHRONOUS = Contender("synchronous", {"policy": "synchronous"})
 BOTH = Contender("eta on both", {})
 BASIC = (
@@ -268,7 +269,7 @@ def measure_trace(shape: Shape, contenders: Sequence[Contender], periods: int, w
         for period in range(periods):
             sides = []
             for result in results:
-                scheduler = SchedulerConfig(**common | result.contender.scheduler)
+                scheduler = SchedulerConfig(**common | RACE | result.contender.scheduler)
                 sides.append((result, scheduler, POLICIES[scheduler.policy](scheduler), Cursor(period)))
             for turn in range(PERIOD):
                 for result, scheduler, policy, cursor in in_turn(sides, turn):
@@ -293,7 +294,7 @@ def measure_task(contenders: Sequence[Contender], periods: int, overrides: Seque
         folder = parallel.broadcast_object(world, stack.enter_context(tempfile.TemporaryDirectory()))
         jobs = []
         for i, contender in enumerate(contenders):
-            own = [f"--scheduler.{key}={value}" for key, value in contender.scheduler.items()]
+            own = [f"--scheduler.{key}={value}" for key, value in (RACE | contender.scheduler).items()]
             own += [f"--run.dir={folder}/{i}", f"--run.steps={periods * PERIOD}", "--data.eval_prompts=0"]
             config = load_config(Config, str(ROOT / "configs" / "tiny.toml"), [*overrides, *own])
             os.makedirs(config.run.dir, exist_ok=True)

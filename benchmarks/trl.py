@@ -42,7 +42,7 @@ OURS = (
     "--data.eval_prompts=0",
     "--run.checkpoint_every=0",
 )
-TAIL, BATCHED = "+ tail batching", ("scheduler.policy=tail_batching",)
+TAIL, BATCHED = "+ tail batching", ("scheduler.policy=tail_batching", "scheduler.eta_responses=1.25")
 
 
 @dataclass

@@ -64,11 +64,12 @@ SETTINGS = [
     "--rollout.max_running=64",
     "--reward.num_workers=1",
 ]
+RACE = "--scheduler.eta_responses=1.25"
 KINDS = {  # another kind is another line: the settings of its run
     "synchronous": ["--scheduler.policy=synchronous"],
-    "tail_batching": [],
-    "elastic": ["--planner.rule=predict"],
-    "elastic, always 2": ["--rollout.tensor_parallel=2"],
+    "tail_batching": [RACE],
+    "elastic": [RACE, "--planner.rule=predict"],
+    "elastic, always 2": [RACE, "--rollout.tensor_parallel=2"],
     "stream": ["--scheduler.policy=synchronous", "--stream.policy=fixed"],
 }
 

@@ -28,10 +28,11 @@ from training_runs import CONFIG, command_line, make, of_run, run
 
 from metrics import read_records
 
+RACE = "scheduler.eta_responses=1.25"
 CURVES = {
     "synchronous": ("synchronous", ["scheduler.policy=synchronous"]),
-    "tail_batching": ("tail batching, eta 1.25 on both", []),
-    "all": ("all parts, eta 1.25 on both", ["planner.rule=predict", "stream.policy=estimate"]),
+    "tail_batching": ("tail batching, eta 1.25 on both", [RACE]),
+    "all": ("all parts, eta 1.25 on both", [RACE, "planner.rule=predict", "stream.policy=estimate"]),
     "eta_on_prompts": ("tail batching, eta on prompts only", ["scheduler.eta_responses=1"]),
 }
 EVERY = 20  # steps between evaluations: whole periods of 4 short rounds and a long one, so both have trained the same

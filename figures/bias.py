@@ -29,7 +29,7 @@ from training_runs import CONFIG, run
 from metrics import read_records
 
 STEPS = 50
-RUNS = {"eta on both": [], "eta on prompts only": ["scheduler.eta_responses=1"]}
+RUNS = {"eta on both": ["scheduler.eta_responses=1.25"], "eta on prompts only": ["scheduler.eta_responses=1"]}
 SETS = {
     "accepted": "trained",
     "censored_responses": "never trained",

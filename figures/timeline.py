@@ -25,7 +25,7 @@ STEPS = 10
 SETTINGS = ["log.trace=true", f"run.steps={STEPS}", "data.eval_prompts=0", "run.checkpoint_every=0"]
 RUNS = {
     "synchronous": [*SETTINGS, "scheduler.policy=synchronous"],
-    "tail batching, twice four short rounds and a long one": SETTINGS,
+    "tail batching, twice four short rounds and a long one": [*SETTINGS, "scheduler.eta_responses=1.25"],
 }
 COLORS = {  # of a trace's spans; those that enclose others are left out
     "prefill": ("#edae49", "prefill"),

@@ -47,6 +47,7 @@ def settings(settings, mixed_prompts: Path):
         run__steps=4,
         run__eval_every=3,
         run__checkpoint_every=2,
+        run__keep_best="false",
         run__dump_rollouts="true",
         data__eval_prompts=3,
         data__train=mixed_prompts,

@@ -58,7 +58,7 @@ PAGES = 10_000
 def config(steps: int = 8, gpus: int = 4, prompts: int = 8, **sections) -> SimulationConfig:
     given = SimulationConfig(
         cluster=ClusterConfig(gpus=gpus, steps=steps, seed=3),
-        scheduler=SchedulerConfig(num_prompts=prompts),
+        scheduler=SchedulerConfig(num_prompts=prompts, eta_responses=1.25),
         stream=StreamConfig("estimate"),
     )
     return replace(given, **{name: replace(getattr(given, name), **changes) for name, changes in sections.items()})
@@ -417,6 +417,7 @@ def told_by(folder, out, rows: int, size: int, kv_gib: float, *more: str) -> Con
             "--data.train=hailstone",
             "--scheduler.num_prompts=8",
             "--scheduler.num_responses=3",
+            "--scheduler.eta_responses=1.25",
             "--scheduler.window_iterations=4",
             "--scheduler.migrate=true",
             "--rollout.max_prompt_tokens=32",
