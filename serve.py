@@ -188,7 +188,12 @@ def main(argv: list[str]) -> int:
             raise ConfigError(
                 f"serve.follow = {config.serve.follow!r} has no checkpoint yet; name a folder to begin with"
             )
-        service = Service(config, Path(folders[0]) if folders else followed[-1], os.environ.get(TOKEN, ""))
+        folder = Path(folders[0]) if folders else followed[-1]
+        if not (folder / "config.json").exists():
+            raise ConfigError(
+                f"{folder}: no model there (config.json); name a Hugging Face folder or a checkpoint, or follow a run"
+            )
+        service = Service(config, folder, os.environ.get(TOKEN, ""))
     except (ConfigError, OSError) as error:
         return ending.refuse(error)
     for number in (signal.SIGINT, signal.SIGTERM):
