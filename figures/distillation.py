@@ -94,7 +94,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.axhline(100 * score, color="0.4", linestyle="--", linewidth=0.7)
     axes.set(title="Held-out accuracy of the student", xlabel="seconds of steps", ylabel="avg@4 at temperature 1 (%)")
     axes.set_ylim(0, 100)
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper left")
     figure.supxlabel("python figures/distillation.py; hailstone, 2 ranks of one thread", fontsize=7, color="0.4")
     figure.savefig(path)
 
