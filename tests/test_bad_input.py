@@ -416,7 +416,7 @@ def test_a_folder_of_the_cache_trains_and_no_file_but_the_models_goes_into_check
     os.mkfifo(snapshot / "z.json")
     base["model.path"] = str(snapshot)
     assert train.main([*(f"--{key}={value}" for key, value in base.items()), "--run.steps=1"]) == 0
-    [folder] = Path("run/checkpoints").iterdir()
+    folder = Path("run/checkpoints/step_000001")
     added = {path.name for path in folder.iterdir()} - {path.name for path in blobs.iterdir()}
     assert added == {"state.json", "optimizer", "checksums.json"} and not any(
         path.is_symlink() for path in folder.iterdir()
