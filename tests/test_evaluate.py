@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 from conftest import ROOT, steps_of
 
-import evaluate
 import train
 from checkpoint import list_checkpoints
 from metrics import read_records
+from process import evaluate
 
 SCORES = ("avg@2", "pass@2", "standard_error", "num_prompts", "truncated", "length", "reward_parts")
 

@@ -1,4 +1,4 @@
-"""Evaluate: `python evaluate.py FOLDER [--ranks=N] [--config FILE.toml] [--section.key=value ...]`
+"""Evaluate: `python process/evaluate.py FOLDER [--ranks=N] [--config FILE.toml] [--section.key=value ...]`
 
 Scores any Hugging Face folder, checkpoint or run on held-out prompts, as a run does between steps (`job.Job.evaluate`):
 a checkpoint draws the very responses that its run drew there.
@@ -11,6 +11,9 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(sys.path[0])  # not process/, where Python starts this file
 
 import checkpoint
 from config import ConfigError, flatten, load_config
@@ -121,7 +124,9 @@ def main(argv: list[str]) -> int:
         try:
             folders, overrides = ([text for text in rest if text.startswith("--") == flag] for flag in (False, True))
             if len(folders) != 1:
-                raise ConfigError(f"name one folder to evaluate, not {len(folders)}; see python evaluate.py --help")
+                raise ConfigError(
+                    f"name one folder to evaluate, not {len(folders)}; see python process/evaluate.py --help"
+                )
             if not flags.samples.isdecimal():
                 raise ConfigError(f"--samples={flags.samples} is not valid; write a number from 0")
             if flags.out and (Path(flags.out).is_dir() or not Path(flags.out).absolute().parent.is_dir()):
@@ -163,7 +168,7 @@ def report(config: Config, record: Record, texts: str, out: str | None) -> None:
 
 USAGE = """plainroll: the score of a model on held-out prompts
 
-usage: python evaluate.py FOLDER [--ranks=N] [--config FILE.toml] [--section.key=value ...]
+usage: python process/evaluate.py FOLDER [--ranks=N] [--config FILE.toml] [--section.key=value ...]
 
   FOLDER          a Hugging Face folder, a run folder (its newest checkpoint) or a checkpoint (runs/x/checkpoints/best)
   --ranks N       processes on this machine, as for train.py
