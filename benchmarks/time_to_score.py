@@ -9,7 +9,7 @@
 
 An entry is a file of configs/scores/: settings over those of the task's config, with a `title`. A new file is a new row
 of the table. `tasks` names the tasks that an entry can do, if not all; `program = "trl"` is TRL's GRPOTrainer, with
-what the task's config says.
+what the task's config says; `seconds` ends its runs earlier than those of others.
 
 A run has 2 ranks of one thread and is evaluated every 10 steps. Its seconds are those of its steps: rollout, rewards,
 training and new weights; start, warm start and evaluations do not count. It ends at the first evaluation with the
@@ -17,7 +17,8 @@ score, or at a limit. All runs of a seed begin with one model, and the held-out 
 
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
-the best of our entries is on the first task, by medians; `seconds_ratio_trl_over_best`: and as TRL.
+the best of our entries is on the first task, by medians; `seconds_ratio_trl_over_best`: and as TRL, at least, if
+`trl_reached` is false: then TRL was ended before it had the score.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ class Entry:
     settings: tuple[str, ...]  # section.key=value
     tasks: tuple[str, ...]
     program: str
+    seconds: float = math.inf  # a run ends by then
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,14 @@ def read_entry(path: Path) -> Entry:
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
-    told = {"tasks": [*TASKS], "program": "plainroll"} | {n: v for n, v in values.items() if n not in sections}
-    if unknown := told.keys() - {"title", "tasks", "program"}:
-        raise ConfigError(f"{path}: unknown key {min(unknown)}; an entry has title, tasks, program, and sections")
+    told = {"tasks": [*TASKS], "program": "plainroll", "seconds": math.inf}
+    told |= {n: v for n, v in values.items() if n not in sections}
+    if unknown := told.keys() - {"title", "tasks", "program", "seconds"}:
+        raise ConfigError(
+            f"{path}: unknown key {min(unknown)}; an entry has title, tasks, program, seconds and sections"
+        )
+    if not isinstance(told["seconds"], int | float):
+        raise ConfigError(f"{path}: seconds = {told['seconds']!r}; give a number, as seconds = 600")
     if not isinstance(told.get("title"), str):
         raise ConfigError(f'{path}: an entry needs a title, as title = "eta on both"')
     if told["program"] not in FIRST_GUESS:
@@ -128,7 +135,7 @@ def read_entry(path: Path) -> Entry:
         for section, inner in sections.items()
         for key, value in inner.items()
     )
-    entry = Entry(path.stem, told["title"], tuple(keys), tuple(told["tasks"]), told["program"])
+    entry = Entry(path.stem, told["title"], tuple(keys), tuple(told["tasks"]), told["program"], told["seconds"])
     for task in entry.tasks:
         try:
             load_config(Config, str(ROOT / TASKS[task].config), [f"--{key}" for key in entry.settings])
@@ -353,6 +360,11 @@ def finite(value: float, digits: int = 1) -> float | None:
     return round(value, digits) if math.isfinite(value) else None
 
 
+def spent(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Return the seconds by seed until the score, or the end of the run."""
+    return {row["seed"]: row["seconds"] for row in rows}
+
+
 def ratio(slow: Mapping[int, float], fast: Mapping[int, float]) -> float | None:
     """Return the ratio of the medians over the seeds that both have; None where there is none."""
     if not (seeds := slow.keys() & fast.keys()):
@@ -392,11 +404,12 @@ def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], tas
     most = max(map(len, ours.values()), default=0)
     middle = {name: statistics.median(seconds.values()) for name, seconds in ours.items() if len(seconds) == most}
     best = min(middle, key=middle.__getitem__, default="")
-    trls = [seconds for name, seconds in runs.items() if entries[name].program == "trl"]
+    trls = [row for row in rows if row["task"] == task and entries[row["entry"]].program == "trl"]
     return {
         "best": entries[best].title if best else None,
         "seconds_ratio_best_over_sync": ratio(runs.get(BASE, {}), runs.get(best, {})),
-        "seconds_ratio_trl_over_best": ratio(trls[0] if trls else {}, runs.get(best, {})),
+        "seconds_ratio_trl_over_best": ratio(spent(trls), runs.get(best, {})),
+        "trl_reached": all(row["reached"] for row in trls) if trls else None,
     }
 
 
@@ -460,7 +473,8 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
         print(f"[{i + 1} of {len(todo)}] {run}: {left}", flush=True)
         measured = fingerprints(NAME)
         commit = committed([*measured, *(str(path.relative_to(ROOT)) for path in ENTRIES.glob("*.toml"))])
-        row = play(run, TASKS[run.task])
+        task = TASKS[run.task]
+        row = play(run, replace(task, seconds=min(task.seconds, run.entry.seconds)))
         if fingerprints(NAME) != measured:
             raise RuntimeError("what it measures changed while it ran, nothing is kept of this run")
         keep(row, commit, measured, entries)

@@ -276,6 +276,10 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     assert result["best"] == "fast" and result["seconds_ratio_best_over_sync"] == 2.4
     assert result["seconds_ratio_trl_over_best"] == 10.0, "of the seed that both have"
     assert result["board"][3] | {"median": None, "reached": 0, "samples": None} == result["board"][3]
+    assert result["trl_reached"]
+    row = scored("trl", 0, 90.0, reached=False)
+    early = time_to_score.best_of([row, scored("fast", 0, 5.0)], made, "hailstone")
+    assert early["seconds_ratio_trl_over_best"] == 18.0 and early["trl_reached"] is False, "at least"
     assert len(result["missing"]) == 4 and "hailstone, TRL, seed 1" in result["missing"]
     time_to_score.keep(scored("lame", 0, 10.0), "abc", {"a.py": "1"}, made)
     data = json.loads(time_to_score.STORE.read_text())
@@ -299,6 +303,7 @@ def test_entries_are_files(time_to_score: ModuleType, tmp_path: Path) -> None:
         "title = 'a'\nseeds = 2": "unknown key seeds",
         "title = 'a'\n[trainer]\nspeed = 2": "unknown key trainer.speed",
         "title = 'a'\ntasks = ['chess']": "there are hailstone",
+        "title = 'a'\nseconds = 'few'": "seconds = 'few'; give a number",
         "title = ": "not valid TOML",
     }.items():
         (tmp_path / "own.toml").write_text(text)
@@ -485,16 +490,18 @@ def test_a_peer_that_cannot_be_installed_is_left_out(
     small = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300)
     monkeypatch.setattr(peers, "SHAPE", peers.SHAPE | small)
     monkeypatch.setattr(peers, "INSTALLS", {"openvino": (("--no-index", "no-such-engine"),), "vllm": ()})
-    monkeypatch.setattr(peers, "contests", lambda quick: [peers.Contest("equal", [3, 3]), peers.Contest("one", [5])])
+    rounds = [peers.Contest("equal", [3, 3, 4], [[5, 6, 7]] * 3), peers.Contest("one", [5])]
+    setting = peers.Setting(peers.ensure_model(tmp_path), 1.0, rounds)
     versions: dict[str, str] = {}
-    rows = peers.measure("float32", ["openvino"], True, tmp_path, versions)
+    rows = peers.measure("float32", ["openvino"], True, setting, tmp_path, versions)
     assert versions.keys() == {"plainroll"} and [row["contest"] for row in rows] == ["equal", "one"]
-    assert all(row["plainroll"] > 0 and "openvino" not in row for row in rows)
+    assert all(row["plainroll"] > 0 and row["drafts"] > 0 and "openvino" not in row for row in rows)
     [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("without")]
     assert said.startswith("without openvino: openvino was not installed: ") and "no-such-engine" in said
     peers.report(rows, versions)
     metrics = json.loads(capsys.readouterr().out)
-    assert metrics["ratio_openvino_equal"] is None and metrics["rows"][1]["plainroll"] > 0
+    assert metrics["ratio_openvino_equal"] is metrics["ratio_drafts_openvino_one"] is None
+    assert metrics["rows"][1]["plainroll"] > 0
 
 
 def test_an_engine_that_ends_says_why_and_one_that_answers_otherwise_is_an_error(
@@ -504,7 +511,7 @@ def test_an_engine_that_ends_says_why_and_one_that_answers_otherwise_is_an_error
     monkeypatch.setattr(peers, "CONTENDER", script)
 
     def contender() -> Any:
-        return peers.Contender("vllm", sys.executable, tmp_path, "float32", 1, 40, tmp_path / "log")
+        return peers.Contender("vllm", sys.executable, tmp_path, tmp_path / "log", "float32", 1, 40, 0.0)
 
     script.write_text("raise SystemExit('no such instruction')")
     ended = contender()
