@@ -2,11 +2,14 @@
 
     python benchmarks/peers.py [--quick] [--dtypes float32 bfloat16] [--environments FOLDER]
 
-All generate greedily from one folder of random weights, the 0.5B shape of benchmarks/engine.py: as many rows and
-threads, the same prompts of 32 tokens and the same lengths; in fp32, or as `--dtypes` says. Each is a process of its
-own, and they take turns: a speed is the median of its turns, a ratio is ours over theirs. Loading and compiling are not
-counted. The first use makes an environment for each peer, from PyPI, and OpenVINO's form of the model: minutes and
-17 GB in FOLDER, runs/peers unless told. A peer that cannot be installed or started is named and left out.
+All generate from one folder, with as many rows and threads, the same prompts and the same lengths, in fp32 or as
+`--dtypes` says. Three contests are greedy, on random weights in the 0.5B shape of benchmarks/engine.py. `trained`
+samples the responses of a warm-started small model to prompts of the default task, eight to each, as long as the model
+makes them. Ours goes without drafts, and with drafts from the text of siblings and of the response itself (`drafts`).
+Each is a process of its own, and they take turns: a speed is the median of its turns, a ratio is ours over theirs.
+Loading and compiling are not counted. The first use makes an environment for each peer, from PyPI, and OpenVINO's form
+of the models: minutes and 17 GB in FOLDER, runs/peers unless told. A peer that cannot be installed or started is named
+and left out.
 """
 
 import argparse
@@ -33,7 +36,8 @@ SHAPE: dict[str, Any] = dict(  # half of benchmarks/engine.py
     **dict(num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096),
 )
 ENVIRONMENT = {"OMP_NUM_THREADS": str(THREADS), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-OURS = "plainroll"
+OURS, DRAFTS = "plainroll", "drafts"  # both are ours
+MOST_ROWS = 128
 # What pip installs, call by call. vLLM's build asks for torch's build for CPUs, which PyPI does not have: so it comes
 # without what it asks for, and the rest beside PyPI's build of the same version.
 INSTALLS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -55,16 +59,34 @@ class Missing(Exception):
 class Contest:
     name: str
     lengths: Sequence[int]
+    given: Sequence[Sequence[int]] = ()  # prompts; without them some tokens
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
 
     @property
-    def spec(self) -> str:
+    def prompts(self) -> Sequence[Sequence[int]]:
         rows = range(len(self.lengths))
-        prompts = [[3 + (7 * row + 13 * place * place) % 250 for place in range(PROMPT)] for row in rows]
-        return json.dumps({"prompts": prompts, "lengths": list(self.lengths)})
+        return self.given or [[3 + (7 * row + 13 * place * place) % 250 for place in range(PROMPT)] for row in rows]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        return max(len(ids) + length for ids, length in zip(self.prompts, self.lengths))
+
+    @property
+    def spec(self) -> str:
+        return json.dumps({"prompts": self.prompts, "lengths": list(self.lengths)})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, and what is asked of it."""
+
+    model: Path
+    temperature: float
+    contests: Sequence[Contest]
 
 
 def long_tailed(count: int, median: int, longest: int) -> list[int]:
@@ -82,6 +104,24 @@ def contests(quick: bool) -> list[Contest]:
         Contest("longtail", long_tailed(32, median, longest)),
         Contest("one", [length]),
     ]
+
+
+def random_setting(quick: bool, environments: Path) -> Setting:
+    return Setting(ensure_model(environments), 0.0, contests(quick))
+
+
+def trained_setting(quick: bool, environments: Path) -> Setting:
+    from benchmarks.engine import RESPONSES, TASK, Trained
+    from rollout import ALONE
+    from settings import MODELS
+    from warm_start import WarmStartConfig, ensure_model
+
+    it = Trained(8 if quick else 64)
+    _, texts = it.run_ours(None)
+    ids = sorted(texts)
+    contest = Contest("trained", [len(texts[id]) for id in ids], [it.prompts[id.prompt] for id in ids])
+    assert len(ids) == RESPONSES * len(it.prompts)
+    return Setting(ensure_model(WarmStartConfig(), TASK, MODELS, ALONE.world), 1.0, [contest])
 
 
 # ---- what has to be there --------------------------------------------------------------------------------------------
@@ -129,9 +169,9 @@ def ensure_model(environments: Path) -> Path:
     return folder
 
 
-def converted(model: Path, python: Path) -> Path:
+def converted(model: Path, python: Path, environments: Path) -> Path:
     """Return the folder with OpenVINO's form of the model, weights in fp32."""
-    folder = model.parent / "model_openvino"
+    folder = environments / f"{model.name}_openvino"
     if not (folder / "ready").exists():
         print(f"converts {model} for OpenVINO", flush=True)
         task = ("--task", "text-generation-with-past", "--weight-format", "fp32")
@@ -155,9 +195,10 @@ def converted(model: Path, python: Path) -> Path:
 class Contender:
     """A process with one engine in it (peers/contender.py)."""
 
-    def __init__(self, name: str, python: Path | str, folder: Path, dtype: str, rows: int, tokens: int, log: Path):
+    def __init__(self, name: str, python: Path | str, folder: Path, log: Path, *limits: str | int | float):
+        """`limits`: dtype, rows, tokens and temperature, as peers/contender.py has them."""
         self.name, self.log, self.version = name, log, ""
-        command = [python, CONTENDER, name, folder, str(THREADS), dtype, str(rows), str(tokens)]
+        command = [python, CONTENDER, name, folder, THREADS, *limits]
         with open(log, "w") as errors:
             self.process = subprocess.Popen(
                 [str(part) for part in command],
@@ -197,24 +238,22 @@ def leave_out(name: str, error: Missing) -> None:
 
 
 @contextmanager
-def started(
-    names: Sequence[str], dtype: str, rounds: Sequence[Contest], environments: Path
-) -> Iterator[list[Contender]]:
+def started(names: Sequence[str], dtype: str, setting: Setting, environments: Path) -> Iterator[list[Contender]]:
     """Start ours and each peer that is there; say which are not, and why."""
-    rows = max(len(contest.lengths) for contest in rounds)
-    tokens = PROMPT + max(max(contest.lengths) for contest in rounds)
+    rows = min(max(len(contest.lengths) for contest in setting.contests), MOST_ROWS)
+    tokens = max(contest.longest for contest in setting.contests)
     with ExitStack() as stack:
         there = []
-        model = ensure_model(environments)
-        for name in (OURS, *names):
+        for name in (OURS, DRAFTS, *names):
             try:
-                python: Path | str = sys.executable if name == OURS else peer_python(name, environments)
-                folder = converted(model, Path(python)) if name == "openvino" else model
+                python: Path | str = sys.executable if name in (OURS, DRAFTS) else peer_python(name, environments)
+                is_other = name == "openvino"
+                folder = converted(setting.model, Path(python), environments) if is_other else setting.model
                 log = environments / f"{name}_{dtype}.log"
-                contender = Contender(name, python, folder, dtype, rows, tokens, log)
+                contender = Contender(name, python, folder, log, dtype, rows, tokens, setting.temperature)
                 stack.callback(contender.end)
                 contender.version = contender.read()["version"]
-                contender.play(rounds[-1])  # what is allocated or compiled at first use
+                contender.play(setting.contests[-1])  # what is allocated or compiled at first use
                 print(f"{name} ({contender.version}), {dtype}", flush=True)
                 there.append(contender)
             except Missing as error:
@@ -230,7 +269,7 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return statistics.mean(mine[:1] == other[:1] for mine, other in zip(ours, theirs, strict=True))
 
 
-def race(contest: Contest, there: list[Contender], turns: int) -> dict[str, float]:
+def race(contest: Contest, there: list[Contender], turns: int, is_greedy: bool) -> dict[str, float]:
     """Let all take turns; return the median tokens per second of each. A peer that fails leaves `there`."""
     seconds: dict[str, list[float]] = {contender.name: [] for contender in there}
     for _ in range(turns):
@@ -245,21 +284,22 @@ def race(contest: Contest, there: list[Contender], turns: int) -> dict[str, floa
                 continue
             seconds[contender.name].append(answer["seconds"])
             tokens[contender.name] = answer["tokens"]
-        for name in tokens.keys() - {OURS}:
+        assert tokens[OURS] == tokens.get(DRAFTS, tokens[OURS]), "drafts have changed a token"
+        for name in tokens.keys() - {OURS, DRAFTS} if is_greedy else ():
             if (share := agreement(tokens[OURS], tokens[name])) < 0.9:
                 print(f"{name}: only {share:.0%} of the first tokens of {contest.name} are ours", flush=True)
     return {c.name: contest.tokens / statistics.median(seconds[c.name]) for c in there}
 
 
 def measure(
-    dtype: str, names: Sequence[str], quick: bool, environments: Path, versions: dict[str, str]
+    dtype: str, names: Sequence[str], quick: bool, setting: Setting, environments: Path, versions: dict[str, str]
 ) -> list[dict[str, Any]]:
     """Return a row of the table for each contest: tokens per second of each that is there. Notes their versions."""
-    rows, rounds = [], contests(quick)
-    with started(names, dtype, rounds, environments) as there:
-        versions |= {contender.name: contender.version for contender in there}
-        for contest in rounds:
-            speed = race(contest, there, 1 if quick else 3)
+    rows = []
+    with started(names, dtype, setting, environments) as there:
+        versions |= {contender.name: contender.version for contender in there if contender.name != DRAFTS}
+        for contest in setting.contests:
+            speed = race(contest, there, 1 if quick else 3, setting.temperature == 0)
             row = "  ".join(f"{name} {value:.1f}" for name, value in speed.items())
             print(f"{dtype:8} {contest.name:8} {contest.tokens:5} tokens, tokens/s: {row}", flush=True)
             rows.append({"dtype": dtype, "contest": contest.name} | speed)
@@ -272,11 +312,13 @@ def report(rows: Sequence[dict[str, Any]], versions: dict[str, str]) -> None:
     for row in rows:
         suffix = row["contest"] + ("" if row["dtype"] == "float32" else "_bf16")
         rounded: dict[str, Any] = {key: row[key] for key in ("dtype", "contest")}
-        for name in (OURS, *INSTALLS):
+        ours = {"": OURS} | ({"drafts_": DRAFTS} if DRAFTS in row else {})
+        for name in (OURS, DRAFTS, *INSTALLS):
             speed = row.get(name)
             rounded[name] = speed and round(speed, 1)
-            if name != OURS:
-                rounded[f"over_{name}"] = metrics[f"ratio_{name}_{suffix}"] = speed and round(row[OURS] / speed, 2)
+            for kind, mine in ours.items() if name in INSTALLS else ():
+                ratio = speed and round(row[mine] / speed, 2)
+                rounded[f"{kind}over_{name}"] = metrics[f"ratio_{kind}{name}_{suffix}"] = ratio
         metrics["rows"].append(rounded)
     print(json.dumps(metrics))
 
@@ -285,17 +327,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few tokens: under 2 minutes once all is there")
     parser.add_argument("--peers", nargs="*", default=[*INSTALLS], choices=[*INSTALLS], help="these, instead of all")
+    parser.add_argument("--models", nargs="+", default=["random", "trained"], choices=["random", "trained"])
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"], help="in turn")
     parser.add_argument("--environments", type=Path, default=ROOT / "runs" / "peers", help="runs/peers unless told")
     arguments = parser.parse_args()
     environments = arguments.environments.expanduser().absolute()
     environments.mkdir(parents=True, exist_ok=True)
     versions: dict[str, str] = {}
-    rows = [
-        row
-        for dtype in arguments.dtypes
-        for row in measure(dtype, arguments.peers, arguments.quick, environments, versions)
-    ]
+    chosen = {"random": random_setting, "trained": trained_setting}
+    rows = []
+    for make in (chosen[name] for name in arguments.models):
+        setting = make(arguments.quick, environments)
+        for dtype in arguments.dtypes:
+            rows += measure(dtype, arguments.peers, arguments.quick, setting, environments, versions)
     report(rows, versions)
 
 
