@@ -7,6 +7,8 @@ and without. Both draw the same tokens, which is counted. Row steps are tokens t
 own, rather than with others as drafts, without those drawn ahead; engine steps are those of the rank that took most.
 
 tail batching   the default task with its warm-started model; drafted are its long rounds
+at GPU costs    the same; how many tokens rows draft is chosen as if steps took an H100 what the simulator says, so
+                that its steps count and its seconds do not
 synchronous     the same; all rounds are drafted, and a rank that is done draws the next round's prompts ahead
 relay           episodes of many turns (configs/relay.toml), tail batching
 always wrong    the long rounds of tail batching once more, by a source that proposes tokens which are never drawn
@@ -45,12 +47,13 @@ from engine.sequence import Sequence as EngineSequence
 from job import Job, Rollout
 from metrics import Clock
 from parallel import World
-from policies.drafts import GRAM, LONGEST, SOURCES, DraftPolicy, Match, Row, Source
+from policies.drafts import GRAM, LONGEST, SOURCES, DraftPolicy, Match, Row, Source, StepCosts
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig, sample_key
 from scheduler import Race, SchedulerConfig
 from settings import Config
 from simulate import ClusterConfig, SimulationConfig, simulate
+from simulation.costs import Costs, Efficiency, Hardware, Shape
 from simulation.drafts import DraftsConfig
 from warm_start import byte_tokenizer
 
@@ -66,10 +69,12 @@ class Task:
     config: str
     settings: tuple[str, ...] = ()
     has_wrong: bool = False  # plays drafted rounds with drafts that are always wrong, too
+    has_gpu_costs: bool = False
 
 
 TASKS = (
     Task("tail batching", "tiny", has_wrong=True),
+    Task("at GPU costs", "tiny", has_gpu_costs=True),
     Task("synchronous", "tiny", ("--scheduler.policy=synchronous", "--drafts.ahead=true")),
     Task("relay", "relay"),
 )
@@ -122,6 +127,24 @@ class Wrong(Source):
 
     def propose(self, row: Row) -> Match:
         return Match(self.text, 0, len(row.text), LONGEST)
+
+
+class GpuCosts(StepCosts):
+    """Seconds of an H100's steps, as the simulator has them: a token more costs next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        efficiency = Efficiency()
+        self.gpu = Costs(Hardware(), Shape(), efficiency)
+        self.weights, self.is_fitted = [self.gpu.costs(0)[0], efficiency.sequence_seconds, 0.0, 0.0], True
+
+    def observe(self, rows: int, drafted: int, seconds: float) -> None:
+        self.count += 1
+
+    def refit(self) -> None: ...
+
+    def seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
+        return self.gpu.costs(rows)[0] + self.gpu.beside(rows, drafted)
 
 
 # ---- rounds ------------------------------------------------------------------------------------------------------
@@ -212,6 +235,8 @@ def play_task(task: Task, steps: int, world: World, progress: tqdm) -> tuple[Res
     with ExitStack() as stack:
         folder = parallel.broadcast_object(world, stack.enter_context(tempfile.TemporaryDirectory()))
         job = open_job(task, folder, steps, world, stack)
+        if task.has_gpu_costs:
+            job.drafting.policy.costs = GpuCosts()
         for _ in range(steps):
             progress.set_postfix_str(task.name)
             step(result, job, wrong)
@@ -336,7 +361,7 @@ def verify_costs(rows: int, tokens: int) -> float:
 
 def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, float], speedup: float) -> None:
     """Print the tables and, as the last line, the metrics in JSON."""
-    print("\nrounds that wait for all, with drafts over without")
+    print("\nrounds that wait for all, with drafts over without (at GPU costs the seconds are those of this CPU)")
     print(f"{'':16} rounds   row steps   engine steps   seconds   steps of training   accepted of drafted, by source")
     for r in results:
         sources = ", ".join(f"{name} {r.accepted[name]}/{n}" for name, n in sorted(r.drafted.items()))
@@ -368,6 +393,8 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
         "name": "drafts",
         "long_round_row_steps_ratio": round(tail.ratio("row_steps"), 3),
         "long_round_engine_steps_ratio": round(tail.ratio("engine_steps"), 3),
+        "long_round_row_steps_ratio_gpu_costs": round(results[1].ratio("row_steps"), 3),
+        "long_round_engine_steps_ratio_gpu_costs": round(results[1].ratio("engine_steps"), 3),
         "long_round_speedup": round(tail.speedup, 2),
         "long_round_speedup_simulated": round(speedup, 2),
         "step_speedup": round(tail.step_speedup, 2),
@@ -384,9 +411,9 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
 def play(quick: bool, world: World) -> None:
     SOURCES["wrong"] = Wrong
     steps = (
-        {"tail batching": 10, "synchronous": 3, "relay": 5}
+        {"tail batching": 10, "at GPU costs": 5, "synchronous": 3, "relay": 5}
         if quick
-        else {"tail batching": 25, "synchronous": 10, "relay": 15}
+        else {"tail batching": 25, "at GPU costs": 25, "synchronous": 10, "relay": 15}
     )
     results, agreed = list[Result](), dict[str, float]()
     with progress_bar("drafts", sum(steps.values()), world) as bar:
