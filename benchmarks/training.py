@@ -46,9 +46,13 @@ from trainer import Trainer, TrainerConfig
 
 PROMPT, MEDIAN = 16, 60  # tokens
 LR, CLIP, CLIP_LOW, CLIP_HIGH = 1e-5, 1.0, 0.2, 0.28
-BUDGETS = {"ours": (4096, 8192), "transformers": (1024, 2048, 4096, 8192)}
+BUDGETS = {  # tokens of a micro-batch that are tried; `half` has 2,400 in all
+    "tiny": {"ours": (4096, 8192), "transformers": (1024, 2048, 4096, 8192)},
+    "half": {"ours": (1024, 4096), "transformers": (512, 1024, 2048)},
+}
 LAYERS = {"nano": 1, "tiny": 4, "half": 4}  # in --quick half of them for `half`
-SAMPLES = {"nano": (4, 4), "tiny": (192, 96), "half": (64, 20)}  # and in --quick
+SAMPLES = {"nano": (4, 4), "tiny": (192, 96), "half": (24, 12)}  # and in --quick
+TURNS = {"nano": 1, "tiny": 3, "half": 2}
 NANO = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2)
 
 
@@ -69,6 +73,11 @@ def samples_of(name: str, quick: bool) -> list[Example]:
         spans, old = (Span(0, length, 0),), [-float(torch.tensor(vocabulary).log())] * length
         made.append(Example(SampleId(0, i, 0), tuple(ids[:PROMPT]), ids[PROMPT:], spans, old, 0.5 * (-1) ** i))
     return made
+
+
+def budgets_of(name: str, kind: str, quick: bool) -> tuple[int, ...]:
+    budgets = BUDGETS.get(name, BUDGETS["tiny"])[kind]
+    return budgets[1:3] if quick else budgets
 
 
 def operations(shape: ModelShape, samples: list[Example]) -> float:
@@ -204,8 +213,9 @@ def gemm_rate(size: int = 1536) -> float:
     return 2 * size**3 / min(bench.best(call, turns=3) for call in calls)
 
 
-def race(name: str, quick: bool, turns: int) -> dict[str, Any]:
+def race(name: str, quick: bool) -> dict[str, Any]:
     """Return what one shape's contenders do."""
+    turns = TURNS[name]
     samples = samples_of(name, quick)
     tokens, least = (
         sum(e.num_tokens for e in samples),
@@ -213,10 +223,10 @@ def race(name: str, quick: bool, turns: int) -> dict[str, Any]:
     )
     sides = {"ours": "ours", "transformers": "transformers"} | ({} if quick else {"compiled": "transformers"})
     contenders, first, peaks = {}, {}, dict[str, float]()
-    for side, budgets in tqdm(sides.items(), desc=f"{name}: budgets", disable=None):
+    for side, kind in tqdm(sides.items(), desc=f"{name}: budgets", disable=None):
         contenders[side] = Contender(side, name, quick)
         try:
-            first[side] = contenders[side].choose(BUDGETS[budgets][1:3] if quick else BUDGETS[budgets])
+            first[side] = contenders[side].choose(budgets_of(name, kind, quick))
         except RuntimeError as error:
             tqdm.write(f"{name} {side}: {error}")
             contenders.pop(side).stop()
@@ -275,7 +285,7 @@ def main() -> None:
     metrics: dict[str, Any] = {"name": "training"}
     for name in [options.shape] if options.shape else ["tiny", "half"]:
         suffix = "_tiny" if name == "tiny" else ""
-        metrics |= {f"{key}{suffix}": value for key, value in race(name, options.quick, 3).items()}
+        metrics |= {f"{key}{suffix}": value for key, value in race(name, options.quick).items()}
     print(json.dumps(metrics))
 
 
