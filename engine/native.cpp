@@ -294,7 +294,8 @@ static void paged_decode_of(const T *q, const Pages *pages, const int32_t *table
 // out = weight x + bias, rows of the weight `row` floats apart: it is read once, in the order of memory.
 extern "C" void multiply(const float *x, const float *weight, int64_t row, const float *bias, float *out, int64_t size,
                          int64_t rows) {
-  const int64_t some = size < WORTH ? WORTH / size : 1;  // a thread that shares its core with others takes fewer
+  // A thread that shares its core with others takes fewer of the parts; a small part leaves the memory idle in between.
+  const int64_t least = size < WORTH ? WORTH / size : 1, some = rows / 16 > least ? rows / 16 : least;
 #pragma omp parallel for schedule(dynamic, some) if (size * rows > WORTH)
   for (int64_t o = 0; o < rows; o++) {
     const float *w = weight + o * row;
