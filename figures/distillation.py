@@ -1,6 +1,7 @@
 """A smaller student learns from a teacher, by rewards, and from the teacher's texts: held-out accuracy over seconds.
 
-python figures/distillation.py            trains what is missing in runs/ (about 15 minutes a seed), then draws
+python figures/distillation.py            trains the seeds that figures/distillation.json lacks (15 min each), draws
+python figures/distillation.py --again    trains all seeds, but what is in runs/
 python figures/distillation.py --draw     draws again from figures/distillation.json
 python figures/distillation.py --quick    a few steps of one seed, drawn in runs/quick: to see that it works
 
@@ -13,6 +14,7 @@ evaluation or checkpoint counts, nor the training of the teacher.
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
+DATA = HERE / "distillation.json"
 sys.path.insert(0, str(HERE.parent))
 
 from training_runs import command_line, make, of_run, run
@@ -99,11 +102,15 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
+def seed_of(row: dict) -> int:
+    return row["seed"]
+
+
 def summary(rows: list[dict]) -> dict:
     """Return by way each seed's seconds to the scores, null where it did not come so far, and its best accuracy."""
     found: dict = {"name": "distillation", "scores": SCORES}
     for way in WAYS:
-        curves = [row["evaluations"] for row in rows if row["way"] == way]
+        curves = [row["evaluations"] for row in sorted(rows, key=seed_of) if row["way"] == way]
         found[f"seconds_{plain(way)}"] = [[seconds_to(score, points) for score in SCORES] for points in curves]
         found[f"best_{plain(way)}"] = [max(p["avg@4"] for p in points) for points in curves]
         print(f"{way}: seconds {found[f'seconds_{plain(way)}']}, best {found[f'best_{plain(way)}']}")
@@ -111,8 +118,13 @@ def summary(rows: list[dict]) -> dict:
 
 
 def train(args: argparse.Namespace, seeds: Sequence[int]) -> list[dict]:
+    there = {seed_of(row) for row in json.loads(DATA.read_text())} if DATA.exists() else set[int]()
+    if not (args.again or args.quick):
+        seeds = [seed for seed in seeds if seed not in there]
     return [row for seed in seeds for row in trained(seed, args.quick)]
 
 
 if __name__ == "__main__":
-    make("distillation", command_line(__doc__, "distillation").parse_args(), train, draw, summary)
+    parser = command_line(__doc__, "distillation")
+    parser.add_argument("--again", action="store_true", help="train seeds that were drawn before, too")
+    make("distillation", parser.parse_args(), train, draw, summary, panel=lambda row: str(seed_of(row)))
