@@ -388,6 +388,7 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
             "sources": {n: {"drafted": r.drafted[n], "accepted": r.accepted[n]} for n in sorted(r.drafted)},
         }
         for r in results
+        if not r.task.has_gpu_costs
     ]
     metrics = {
         "name": "drafts",
