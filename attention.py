@@ -13,22 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine import gradients
 from engine.host import upload
 
 
 class PackedAttention:
     """Causal attention inside each of several sequences that lie one after another. [T, H, D] -> [T, H, D]
 
-    On a GPU, in half precision, one kernel takes them as they lie. Else sequences of similar length are padded to one
-    batch, so that a call costs a few operations and not some a sequence; all other layers work on the packed tokens.
+    On a GPU, in half precision, one kernel takes them as they lie, as does one on a CPU with a compiler. Else sequences
+    of similar length are padded to one batch, so that a call costs a few operations and not some a sequence.
     """
 
     def __init__(self, lengths: list[int], device: torch.device):
         self.lengths, self.device = lengths, device
         self.varlen = VarlenAttention(lengths, lengths, device) if device.type == "cuda" else None
-        self.batches: list[Tensor] = []  # each [n, L]: the packed row of every padded place
-        if not self.varlen:
-            self._pad()
+        self.starts = torch.tensor([*accumulate(lengths, initial=0)])  # of compiled kernels, on a CPU
+        self.batches: list[Tensor] = []  # each [n, L]: the packed row of every padded place; made when first needed
 
     def _pad(self) -> None:
         """Group the sequences into padded batches."""
@@ -57,6 +57,8 @@ class PackedAttention:
         """`window`: newest tokens that a token attends to, itself included; 0: all."""
         if self.varlen and q.dtype != torch.float32:
             return self.varlen(q, k, v, window)
+        if gradients.can_attend(q):
+            return gradients.attend(q, k, v, self.starts, window)
         if not self.batches:
             self._pad()
         groups = q.shape[1] // k.shape[1]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
 from core import ModelShape
-from engine import experts, kernels
+from engine import experts, gradients, kernels
 from engine.experts import Choose, own_choice
 from parallel import World
 
@@ -345,11 +345,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, inference: bool) -> Tensor:
     """Normalise the last dimension. [..., n], [n] -> [..., n]"""
     if inference and x.dim() == 2 and kernels.is_fused(x):
         return kernels.add_rms_norm(x, None, weight, eps)[0]
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps) if inference else gradients.rms_norm(x, weight, eps)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
+    if not isinstance(weight, Tensor):
+        return weight(x, bias)
+    return (gradients.linear if torch.is_grad_enabled() else F.linear)(x, weight, bias)
 
 
 def run_layer(
@@ -387,7 +389,7 @@ def run_layer(
 
 def run_mlp(w: LayerWeights, split: Split, index: int, x: Tensor, choose: Choose, inference: bool) -> Tensor:
     """A rank's share of the MLP, or its experts' share of the mixture. x [T, hidden] -> [T, hidden]"""
-    silu_mul = kernels.silu_mul if inference else kernels.silu_mul_torch
+    silu_mul = kernels.silu_mul if inference else gradients.silu_mul
     if w.router is None:
         activated = silu_mul(linear(x, w.gate_up, w.gate_up_bias), split.mlp_blocks)
         return linear(activated, w.down, w.down_bias)
@@ -473,11 +475,11 @@ class Model(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, inference, choose, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend, inference, choose)
-        return self.norm(x)
+        return rms_norm(x, self.norm.weight, self.shape.norm_eps, inference=False)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size]"""
-        return F.linear(hidden, self.head_weight)
+        return linear(hidden, self.head_weight, None)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -116,7 +116,7 @@ def read_entry(path: Path) -> Entry:
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
-    told = {"tasks": [*TASKS], "program": "plainroll", "seconds": math.inf}
+    told: dict[str, Any] = {"tasks": [*TASKS], "program": "plainroll", "seconds": math.inf}
     told |= {n: v for n, v in values.items() if n not in sections}
     if unknown := told.keys() - {"title", "tasks", "program", "seconds"}:
         raise ConfigError(

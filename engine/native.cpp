@@ -1,4 +1,5 @@
-// The CPU's kernels of a decode step in C++: what each computes is said beside its name in engine/kernels.py.
+// The CPU's kernels of a decode step in C++: what each computes is said beside its name in engine/kernels.py; and the
+// backward passes of two of them (engine/gradients.py).
 //
 // Numbers are float32 or bfloat16 (`half`), sums always float32. Rows are shared between OpenMP's threads where they
 // are worth it. Sums go by lanes of 16, so a result does not depend on the other rows of a batch, nor on the number
@@ -94,6 +95,44 @@ static void silu_mul_of(const T *gate_up, T *out, int64_t n, int64_t blocks, int
     for (int64_t i = 0; i < width; i++) {
       T silu = (float)gate[i] / (1 + exponential(-(float)gate[i]));  // rounded where torch rounds
       to[i] = (float)silu * (float)up[i];
+    }
+  }
+}
+
+// The gradient of gate and up, in their layout: of silu(gate) * up it is (gradient * up * silu'(gate), gradient * silu).
+template <typename T>
+static void silu_mul_backward_of(const T *gradient, const T *gate_up, T *out, int64_t n, int64_t blocks,
+                                 int64_t width) {
+#pragma omp parallel for if (n * blocks > 1 && n * blocks * width > WORTH / 4)
+  for (int64_t row = 0; row < n * blocks; row++) {
+    const T *gate = gate_up + 2 * row * width, *up = gate + width, *from = gradient + row * width;
+    T *to = out + 2 * row * width;
+    for (int64_t i = 0; i < width; i++) {
+      float x = gate[i], sigmoid = 1 / (1 + exponential(-x)), each = from[i];
+      to[i] = each * (float)up[i] * (sigmoid * (1 + x * (1 - sigmoid)));
+      to[width + i] = each * (x * sigmoid);
+    }
+  }
+}
+
+// The gradient of x, and of the weight by parts of the rows, which the caller adds up: the same sums for any threads.
+template <typename T>
+static void rms_norm_backward_of(const T *gradient, const T *x, const T *weight, T *out, float *of_weight, int64_t n,
+                                 int64_t size, int64_t parts, float eps) {
+#pragma omp parallel for if (n * size > WORTH)
+  for (int64_t part = 0; part < parts; part++) {
+    float *sums = of_weight + part * size;
+    for (int64_t i = 0; i < size; i++) sums[i] = 0;
+    for (int64_t row = part * n / parts; row < (part + 1) * n / parts; row++) {
+      const T *from = gradient + row * size, *own = x + row * size;
+      float scale = inverse_rms(own, size, eps), along = 0;
+#pragma omp simd reduction(+ : along)
+      for (int64_t i = 0; i < size; i++) along += (float)from[i] * (float)weight[i] * (float)own[i];
+      float share = along * scale * scale / size;
+      for (int64_t i = 0; i < size; i++) {
+        out[row * size + i] = scale * ((float)from[i] * (float)weight[i] - (float)own[i] * share);
+        sums[i] += (float)from[i] * (float)own[i] * scale;
+      }
     }
   }
 }
@@ -383,6 +422,160 @@ extern "C" void settle(const Rows *rows, int64_t first, const int64_t *start, co
   }
 }
 
+// ---- attention of packed sequences, and its gradient (engine/gradients.py) --------------------------------------------
+
+// to[t] = the sum of from[t][i] * columns[i] over i < SIZE, for `count` rows t; `adds`: to what is there.
+template <int SIZE>
+static void product(const float *from, int64_t row_of_from, const float (*columns)[16], float *to, int64_t row_of_to,
+                    int64_t count, bool adds) {
+  int64_t t = 0;
+  for (; t + 4 <= count; t += 4) {  // rows that read a column once, and sums that do not wait for each other
+    Lanes sums[4] = {};
+    for (int j = 0; adds && j < 4; j++) sums[j] = at(to + (t + j) * row_of_to);
+    for (int i = 0; i < SIZE; i++)
+      for (int j = 0; j < 4; j++) sums[j] += from[(t + j) * row_of_from + i] * at(columns[i]);
+    for (int j = 0; j < 4; j++) *(Lanes *)(to + (t + j) * row_of_to) = sums[j];
+  }
+  for (; t < count; t++) {
+    Lanes sum = {};
+    if (adds) sum = at(to + t * row_of_to);
+    for (int i = 0; i < SIZE; i++) sum += from[t * row_of_from + i] * at(columns[i]);
+    *(Lanes *)(to + t * row_of_to) = sum;
+  }
+}
+
+// sums[lane] = the sum of weights[t][lane] * from[t] over `count` rows t of 16 numbers.
+static void weigh(const float *weights, const float *from, int64_t row_of_from, int64_t count, Lanes *sums) {
+  Lanes result[16] = {};
+  for (int64_t t = 0; t < count; t++)
+    for (int lane = 0; lane < 16; lane++) result[lane] += weights[16 * t + lane] * at(from + t * row_of_from);
+  for (int lane = 0; lane < 16; lane++) sums[lane] = result[lane];
+}
+
+struct Packed {
+  const float *q, *k, *v;  // [T, heads * groups, SIZE], [T, heads, SIZE] twice
+  const int64_t *starts;   // of each sequence, and the end of the last
+  int64_t heads, groups, window;
+};
+
+// Up to 16 queries of one key head, each in a lane, that stand one behind another: heads of a token, tokens of a sequence.
+template <int SIZE>
+struct Tile {
+  int64_t lanes, begin, end;  // keys that a lane attends to: begin .. end of the sequence
+  int64_t places[16];         // of each query
+  float queries[SIZE][16];    // times the scale
+  const float scale = 1 / std::sqrt((float)SIZE);
+
+  Tile(const Packed &a, int64_t start, int64_t head, int64_t first, int64_t count) {
+    lanes = count - first < 16 ? count - first : 16;
+    begin = first / a.groups + 1 - a.window, end = (first + lanes - 1) / a.groups + 1;
+    if (!a.window || begin < 0) begin = 0;
+    for (int lane = 0; lane < 16; lane++) {
+      int64_t query = first + (lane < lanes ? lane : 0);
+      places[lane] = (((start + query / a.groups) * a.heads + head) * a.groups + query % a.groups) * SIZE;
+      for (int i = 0; i < SIZE; i++) queries[i][lane] = a.q[places[lane] + i] * scale;
+    }
+  }
+
+  // weights[t - begin][lane]: how much of each key a lane takes.
+  void weights(const Packed &a, const float *keys, int64_t first, float *out) const {
+    int64_t row = a.heads * SIZE, sure = first / a.groups + 1;  // keys before it are those of all lanes, but for a window
+    product<SIZE>(keys + begin * row, row, queries, out, 16, end - begin, false);
+    float peaks[16], sums[16] = {};
+    for (int lane = 0; lane < 16; lane++) peaks[lane] = -INFINITY;
+    for (int64_t t = begin; t < end; t++) {
+      float *own = out + 16 * (t - begin);
+      if (t >= sure || a.window)
+        for (int lane = 0; lane < 16; lane++) {
+          int64_t after = (first + (lane < lanes ? lane : 0)) / a.groups + 1;
+          own[lane] = t < after && (!a.window || t >= after - a.window) ? own[lane] : -INFINITY;
+        }
+      for (int lane = 0; lane < 16; lane++) peaks[lane] = own[lane] > peaks[lane] ? own[lane] : peaks[lane];
+    }
+    for (float *own = out; own < out + 16 * (end - begin); own += 16)
+      for (int lane = 0; lane < 16; lane++) sums[lane] += own[lane] = exponential(own[lane] - peaks[lane]);
+    for (int lane = 0; lane < 16; lane++) sums[lane] = 1 / sums[lane];
+    for (float *own = out; own < out + 16 * (end - begin); own += 16)
+      for (int lane = 0; lane < 16; lane++) own[lane] *= sums[lane];
+  }
+};
+
+template <int SIZE>
+static void packed_forward(const Packed &a, int64_t start, int64_t length, int64_t head, float *memory, float *out) {
+  const float *keys = a.k + (start * a.heads + head) * SIZE, *values = a.v + (start * a.heads + head) * SIZE;
+  int64_t row = a.heads * SIZE, count = length * a.groups;
+  for (int64_t first = 0; first < count; first += 16) {
+    Tile<SIZE> tile(a, start, head, first, count);
+    tile.weights(a, keys, first, memory);
+    for (int64_t part = 0; part < SIZE; part += 16) {
+      Lanes sums[16];
+      weigh(memory, values + tile.begin * row + part, row, tile.end - tile.begin, sums);
+      for (int lane = 0; lane < tile.lanes; lane++) *(Lanes *)(out + tile.places[lane] + part) = sums[lane];
+    }
+  }
+}
+
+// The gradients of q, k and v; those of k and v are zero before.
+template <int SIZE>
+static void packed_backward(const Packed &a, int64_t start, int64_t length, int64_t head, float *memory,
+                            const float *out, const float *gradient, float *of_q, float *of_k, float *of_v) {
+  constexpr int PARTS = SIZE / 16;
+  int64_t row = a.heads * SIZE, count = length * a.groups, at_head = (start * a.heads + head) * SIZE;
+  float *change = memory + 16 * length;  // of the weights, then of the scores
+  for (int64_t first = 0; first < count; first += 16) {
+    Tile<SIZE> tile(a, start, head, first, count);
+    tile.weights(a, a.k + at_head, first, memory);
+    int64_t keys = tile.end - tile.begin, place = at_head + tile.begin * row;
+    float columns[SIZE][16], own[PARTS][16][16], queries[PARTS][16][16], along[16] = {};
+    for (int lane = 0; lane < 16; lane++)
+      for (int i = 0; i < SIZE; i++) {
+        float x = lane < tile.lanes ? gradient[tile.places[lane] + i] : 0;
+        columns[i][lane] = own[i / 16][lane][i % 16] = x;
+        queries[i / 16][lane][i % 16] = tile.queries[i][lane];
+        along[lane] += x * out[tile.places[lane] + i];
+      }
+    product<SIZE>(a.v + place, row, columns, change, 16, keys, false);
+    for (int64_t t = 0; t < keys; t++)
+      for (int lane = 0; lane < 16; lane++)
+        change[16 * t + lane] = memory[16 * t + lane] * (change[16 * t + lane] - along[lane]);
+    for (int part = 0; part < PARTS; part++) {
+      Lanes sums[16];
+      weigh(change, a.k + place + 16 * part, row, keys, sums);
+      for (int lane = 0; lane < tile.lanes; lane++)
+        *(Lanes *)(of_q + tile.places[lane] + 16 * part) = sums[lane] * tile.scale;
+      product<16>(memory, 16, own[part], of_v + place + 16 * part, row, keys, true);
+      product<16>(change, 16, queries[part], of_k + place + 16 * part, row, keys, true);
+    }
+  }
+}
+
+template <int SIZE>
+static void packed_all(const Packed &a, int64_t n, const float *gradient, float *out, float *of_q, float *of_k,
+                       float *of_v) {
+#pragma omp parallel for schedule(dynamic) if (n * a.heads > 1)
+  for (int64_t task = 0; task < n * a.heads; task++) {
+    static thread_local std::vector<float> memory;
+    int64_t start = a.starts[task / a.heads], length = a.starts[task / a.heads + 1] - start, head = task % a.heads;
+    if ((int64_t)memory.size() < 32 * length) memory.resize(32 * length);
+    if (gradient)
+      packed_backward<SIZE>(a, start, length, head, memory.data(), out, gradient, of_q, of_k, of_v);
+    else
+      packed_forward<SIZE>(a, start, length, head, memory.data(), out);
+  }
+}
+
+// Without a gradient: writes `out`. With that of `out`: reads it, and writes those of q, k and v.
+extern "C" void packed_attention(const Packed *a, int64_t n, int64_t size, const float *gradient, float *out,
+                                 float *of_q, float *of_k, float *of_v) {
+  auto all = size == 16   ? packed_all<16>
+             : size == 32 ? packed_all<32>
+             : size == 64 ? packed_all<64>
+             : size == 80 ? packed_all<80>
+             : size == 96 ? packed_all<96>
+                          : packed_all<128>;
+  all(*a, n, gradient, out, of_q, of_k, of_v);
+}
+
 // ---- what native.py calls ----------------------------------------------------------------------------------------
 
 #define FOR_BOTH(call) \
@@ -402,6 +595,17 @@ extern "C" void add_rms_norm(bool half, const void *x, const void *residual, con
 
 extern "C" void silu_mul(bool half, const void *gate_up, void *out, int64_t n, int64_t blocks, int64_t width) {
   FOR_BOTH(silu_mul_of((const T *)gate_up, (T *)out, n, blocks, width))
+}
+
+extern "C" void silu_mul_backward(bool half, const void *gradient, const void *gate_up, void *out, int64_t n,
+                                  int64_t blocks, int64_t width) {
+  FOR_BOTH(silu_mul_backward_of((const T *)gradient, (const T *)gate_up, (T *)out, n, blocks, width))
+}
+
+extern "C" void rms_norm_backward(bool half, const void *gradient, const void *x, const void *weight, void *out,
+                                  float *of_weight, int64_t n, int64_t size, int64_t parts, float eps) {
+  FOR_BOTH(rms_norm_backward_of((const T *)gradient, (const T *)x, (const T *)weight, (T *)out, of_weight, n, size,
+                                parts, eps))
 }
 
 extern "C" void rope_and_write(bool half, const void *qkv, const void *cos, const void *sin, const int64_t *positions,

@@ -26,6 +26,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
+PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
 
 
@@ -37,6 +38,12 @@ class _Pages(ctypes.Structure):
 
 class _Hash(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("golden", "mix1", "mix2", "numbers")]
+
+
+class _Packed(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v", "starts")] + [
+        (name, ctypes.c_int64) for name in ("heads", "groups", "window")
+    ]
 
 
 class Rows(ctypes.Structure):
@@ -55,12 +62,18 @@ _B, _P, _I, _F = ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {  # the first argument of most: whether numbers are bfloat16
     "add_rms_norm": [_B, *[_P] * 5, _I, _I, _F],
     "silu_mul": [_B, _P, _P, _I, _I, _I],
+    "silu_mul_backward": [_B, _P, _P, _P, _I, _I, _I],
+    "rms_norm_backward": [_B, *[_P] * 5, _I, _I, _I, _F],
+    "packed_attention": [ctypes.POINTER(_Packed), _I, _I, *[_P] * 5],
     "rope_and_write": [_B, *[_P] * 5, _I, ctypes.POINTER(_Pages), _P, _P, _P, _I, _I, _I, _I, _F],
     "paged_decode": [_B, _P, ctypes.POINTER(_Pages), _P, _I, _P, _P, _I, _I, _I, _I, _I],
     "multiply": [_P, _P, _I, _P, _P, _I, _I],
     "race": [_P] * 5 + [_I, _I, _I, _I, _F, ctypes.POINTER(_Hash)],
     "settle": [ctypes.POINTER(Rows), _I] + [_P] * 5 + [_I, _I],
 }
+
+
+OF_TRAINING = {"silu_mul_backward", "rms_norm_backward"}
 
 
 def _compiled() -> Path | None:
@@ -121,7 +134,12 @@ def give_up() -> None:
 
 def takes(*tensors: Tensor | None) -> bool:
     """Whether the kernels are here, and take these: of one of `DTYPES`, contiguous, on a CPU, without gradients."""
-    if torch.is_grad_enabled() or library() is None:
+    return not torch.is_grad_enabled() and fits(*tensors)
+
+
+def fits(*tensors: Tensor | None) -> bool:
+    """The same, of tensors that may have gradients (engine/gradients.py)."""
+    if library() is None:
         return False
     given = [x for x in tensors if x is not None]
     dtype = given[0].dtype
@@ -152,6 +170,52 @@ def silu_mul(gate_up: Tensor, num_blocks: int = 1) -> Tensor:
     out = gate_up.new_empty(n, num_blocks * width)
     _call("silu_mul", _is_half(gate_up), _at(gate_up), _at(out), n, num_blocks, width)
     return out
+
+
+def silu_mul_backward(gradient: Tensor, gate_up: Tensor, num_blocks: int) -> Tensor:
+    """The gradient of `gate_up`, from that of `silu_mul`'s result."""
+    out, n, width = torch.empty_like(gate_up), len(gate_up), gate_up.shape[1] // (2 * num_blocks)
+    _call("silu_mul_backward", _is_half(gate_up), _at(gradient), _at(gate_up), _at(out), n, num_blocks, width)
+    return out
+
+
+def rms_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight, from that of their RMSNorm."""
+    out, (n, size) = torch.empty_like(x), x.shape
+    of_weight = torch.empty(PARTS, size)
+    args = (_at(gradient), _at(x), _at(weight), _at(out), _at(of_weight))
+    _call("rms_norm_backward", _is_half(x), *args, n, size, PARTS, eps)
+    return out, of_weight.sum(0).to(weight.dtype)
+
+
+def can_attend(q: Tensor) -> bool:
+    """Whether `packed_attention` takes queries [T, H, D]."""
+    return q.dtype == torch.float32 and q.is_cpu and q.shape[2] in HEAD_SIZES and library() is not None
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int) -> Tensor:
+    """Causal attention inside each of several sequences. [T, H, D], [T, K, D] twice, [n + 1] int64 -> [T, H, D]"""
+    out = torch.empty_like(q)
+    _attend(q, k, v, starts, window, None, out)
+    return out
+
+
+def packed_attention_backward(
+    gradient: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    found = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    _attend(q, k, v, starts, window, gradient, out, *found)
+    return found
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int, gradient: Tensor | None, out: Tensor, *found: Tensor
+) -> None:
+    heads = k.shape[1]
+    given = _Packed(q.data_ptr(), k.data_ptr(), v.data_ptr(), starts.data_ptr(), heads, q.shape[1] // heads, window)
+    places = map(_at, (gradient, out, *(found or (None,) * 3)))
+    _call("packed_attention", given, len(starts) - 1, q.shape[2], *places)
 
 
 def _pages(k_pages: Tensor, v_pages: Tensor) -> _Pages:

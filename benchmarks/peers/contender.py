@@ -117,8 +117,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the log
     drafts = partial(plainroll, sources=("siblings", "own"))
-    load = {"plainroll": plainroll, "drafts": drafts, "openvino": openvino, "vllm": vllm}[name]
-    version, play = load(folder, int(threads), dtype, int(rows), int(tokens), float(temperature))
+    engines: dict[str, Callable[..., tuple[str, Play]]]
+    engines = {"plainroll": plainroll, "drafts": drafts, "openvino": openvino, "vllm": vllm}
+    version, play = engines[name](folder, int(threads), dtype, int(rows), int(tokens), float(temperature))
     print(json.dumps({"version": version}), file=answers, flush=True)
     for line in sys.stdin:
         contest = json.loads(line)
