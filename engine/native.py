@@ -21,7 +21,8 @@ from torch import Tensor
 
 from engine.drafts import Drafts
 
-SOURCE = Path(__file__).with_name("native.cpp")
+# Read now: the file may be another one by the time that its first kernel is wanted, and these functions fit this one.
+SOURCE = Path(__file__).with_name("native.cpp").read_text(encoding="utf-8")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
@@ -68,21 +69,20 @@ def _compiled() -> Path | None:
     compiler = os.environ.get("CXX", "g++")
     # Torch's own OpenMP, so that both share threads; two runtimes would spin beside each other.
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    command = [*compiler.split(), *FLAGS, *(("-fopenmp",) if openmp else ("-fopenmp-simd",)), str(SOURCE)]
+    command = [*compiler.split(), *FLAGS, *(("-fopenmp",) if openmp else ("-fopenmp-simd",)), "-x", "c++", "-"]
     command += [f"-Wl,--no-as-needed,{openmp[0]}"] if openmp else []
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = dict.fromkeys(line for line in lines if line.startswith(CPU))  # of its cores, which are mostly alike
-        key = hashlib.sha256(
-            "\n".join((*command, SOURCE.read_text(), *cpu, *platform.libc_ver())).encode()
-        ).hexdigest()[:16]
+        key = hashlib.sha256("\n".join((*command, SOURCE, *cpu, *platform.libc_ver())).encode()).hexdigest()[:16]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plainroll"
         path = folder / f"native-{key}.so"
         if not path.exists() and compiler:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as own:  # ranks may compile at the same time
                 try:
-                    subprocess.run([*command, "-o", f"{own}/it.so"], check=True, capture_output=True, timeout=SECONDS)
+                    command += ["-o", f"{own}/it.so"]
+                    subprocess.run(command, input=SOURCE.encode(), check=True, capture_output=True, timeout=SECONDS)
                     os.replace(f"{own}/it.so", path)
                 except subprocess.SubprocessError:
                     if not path.exists():  # else another rank was faster: ranks of a replica should compute alike
