@@ -29,6 +29,8 @@ DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
 SECONDS = 120.0  # for the compiler, on a busy machine
 
+_is_given_up = False
+
 
 class _Pages(ctypes.Structure):
     _fields_ = [("keys", ctypes.c_void_p), ("values", ctypes.c_void_p)] + [
@@ -102,7 +104,7 @@ def _compiled() -> Path | None:
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the kernels, or None where there is no compiler, or no place to keep what it makes."""
-    path = _compiled()
+    path = None if _is_given_up else _compiled()
     try:
         found = ctypes.CDLL(str(path)) if path else None
     except OSError:
@@ -114,8 +116,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def give_up() -> None:
-    """Decode by torch's operations from now on, as without a compiler."""
-    os.environ["CXX"] = ""
+    """Decode by torch's operations from now on, as without a compiler. (Child processes would inherit `CXX`.)"""
+    global _is_given_up
+    _is_given_up = True
     library.cache_clear()
 
 

@@ -1,5 +1,6 @@
 """The CPU's compiled kernels: who takes what, the same tokens with and without them, no compiler at all."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
@@ -225,8 +226,12 @@ def where_one_rank_has_no_kernels(world: World) -> None:
     native.library.cache_clear()
     native._compiled = (lambda: None) if world.rank == 1 else native._compiled
     assert (native.library() is None) == (world.rank == 1)
+    before = dict(os.environ)
     make_tp_groups(world, [1, 2])
     assert native.library() is None
+    native.library.cache_clear()
+    assert native.library() is None
+    assert os.environ == before, "graders and compilers would inherit it"
 
 
 @needs_compiler
