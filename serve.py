@@ -22,7 +22,7 @@ import checkpoint
 import parallel
 from config import ConfigError, describe, load_config, option
 from core import ModelShape, Tokenizer
-from process import ending
+from process import command, ending
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 from server.endpoint import Endpoint, Limits
@@ -224,4 +224,4 @@ Every key, its default and its meaning:
 """
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

@@ -7,7 +7,6 @@ import argparse
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from config import ConfigError, describe
 from job import Job, open_job
 from metrics import Clock, Record
 from parallel import World
-from process import ending, launcher, run_folder
+from process import command, ending, launcher, run_folder
 from process.ending import StopSignal
 from records import of_replicas, step_record
 from settings import Config, check_run, load_run
@@ -141,4 +140,4 @@ Every key, its default and its meaning:
 """
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

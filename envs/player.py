@@ -12,6 +12,7 @@ from data import DataConfig, labelled, read_rows
 from environments import EnvConfig, Episode, EpisodeError, resolve
 from envs.games import ENVIRONMENTS, Player
 from envs.trial import EPISODES, tried
+from process import command
 from reward import RewardConfig
 from rewards import user_files
 
@@ -119,4 +120,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)
