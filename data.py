@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from random import Random
-from typing import TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class DataConfig:
     answer_field: str = option("answer", "field (column) of a file's rows that has the answer")
     task: str = option(
         "",
-        "grader of JSONL rows without a task: match, math, code, judge, module:function, file.py:function, http://...; "
+        "grader of rows without a task: match, math, code, judge, module:function, file.py:function, http://...; "
         "empty: env, which takes the rewards of data.env, or math without an environment",
     )
     graders: str = option(
@@ -67,7 +67,7 @@ class DataConfig:
     )
     env: str = option(
         "",
-        f"environment of JSONL rows: {', '.join(ENVIRONMENTS)}, module:function, file.py:function or http://...; "
+        f"environment of rows of files: {', '.join(ENVIRONMENTS)}, module:function, file.py:function or http://...; "
         "empty: rows have one turn",
     )
     curriculum: str = option(
@@ -97,6 +97,21 @@ class DataConfig:
                     "that is not wanted"
                 )
         return weights
+
+
+class Words(NamedTuple):
+    """What errors call the parts of a file, and their remedies."""
+
+    field: str
+    rows: str
+    missing: str
+    as_text: str
+
+
+OF_LINES = Words("field", "write one JSON object with prompt and answer on each line", "add it", "write it in quotes")
+OF_TABLES = Words(
+    "value in column", "write a table with a row for each prompt", "fill it in, drop the row", "cast its column to text"
+)
 
 
 @dataclass(frozen=True)
@@ -190,10 +205,11 @@ def _game_rows(name: str) -> list[_Row]:
 
 def read_rows(path: str, key: str, config: DataConfig) -> list[_Row]:
     """Return the rows of a file. Raises ConfigError naming the `key`, file, line, value and remedy."""
-    graders = _graders(config)
+    graders, is_stored = _graders(config), is_table(path)
+    words = OF_TABLES if is_stored else OF_LINES
     try:
-        lines = _stored(path) if is_table(path) else _lines(path)
-        rows = [_row(line, where, path, config, graders) for where, line in lines]
+        found = _stored(path) if is_stored else _lines(path)
+        rows = [_row(fields, where, path, words, config, graders) for where, fields in found]
     except OSError as error:
         built_in = "" if key == "data.eval" else f", and no built-in task has that name ({', '.join(BUILT_IN)})"
         raise ConfigError(f"{key} = {path!r}: cannot read this file ({error.strerror or error}){built_in}") from None
@@ -201,16 +217,16 @@ def read_rows(path: str, key: str, config: DataConfig) -> list[_Row]:
         said = f"{error.reason} at byte {error.start}"
         raise ConfigError(f"{key} = {path!r}: not UTF-8 text ({said}); convert the file") from None
     if not rows:
-        raise ConfigError(f"{key} = {path!r}: no rows; write one JSON object with prompt and answer on each line")
+        raise ConfigError(f"{key} = {path!r}: no rows; {words.rows}")
     return rows
 
 
-def _lines(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of each line that is not blank."""
+def _lines(path: str) -> Iterator[tuple[str, dict]]:
+    """Yield the place and the fields of each line that is not blank. Raises ConfigError."""
     with open(regular(path), encoding="utf-8-sig") as file:  # skips a byte order mark
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield f"{path}:{number}", line
+                yield (where := f"{path}:{number}"), _parsed(line, where)
 
 
 def is_table(path: str) -> bool:
@@ -218,8 +234,8 @@ def is_table(path: str) -> bool:
     return path.endswith(".parquet") or any((Path(path) / name).is_file() for name in (SAVED, SAVED_SPLITS))
 
 
-def _stored(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the place of each row of a table, and the row as JSON, without what is null."""
+def _stored(path: str) -> Iterator[tuple[str, dict]]:
+    """Yield the place and the fields of each row of a table, without what is null. Raises ConfigError."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -239,21 +255,26 @@ def _stored(path: str) -> Iterator[tuple[str, str]]:
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(f"{path}: cannot be read as a table ({said}); write it again") from None
-    rows = (row for table in tables for batch in table.to_batches() for row in batch.to_pylist())
-    for number, row in enumerate(rows, 1):
+    rows = (zip(*batch.columns, strict=True) for table in tables for batch in table.to_batches())
+    for number, row in enumerate(chain.from_iterable(rows), 1):
         where = f"{path} row {number}"
-        try:
-            yield where, json.dumps({name: value for name, value in row.items() if value is not None})
-        except TypeError:
-            odd = {name: type(value).__name__ for name, value in row.items() if not _is_plain(value)}
-            raise ConfigError(f"{where}: columns that are no JSON values: {odd}; drop them from the table") from None
+        fields = {name: _cell(cell, f"{where}: column {name!r}") for name, cell in zip(tables[0].column_names, row)}
+        yield where, {name: value for name, value in fields.items() if value is not None}
 
 
-def _is_plain(value: object) -> bool:
+def _cell(cell: Any, where: str) -> object:
+    """Return the value of a table's cell, as JSON would have it. Raises ConfigError."""
     try:
-        return bool(json.dumps(value))
+        value = cell.as_py()
+    except ValueError as error:  # text that is not UTF-8, a date out of range
+        raise ConfigError(f"{where} has a {cell.type} that cannot be read ({error}); correct or drop the row") from None
+    try:
+        return json.loads(json.dumps(value))
     except TypeError:
-        return False
+        kind = type(value).__name__
+        raise ConfigError(
+            f"{where} = {value!r:.60} ({kind}) is not text, a number or a list of them; convert or drop the column"
+        ) from None
 
 
 def _graders(config: DataConfig) -> list[str]:
@@ -271,7 +292,7 @@ def _graders(config: DataConfig) -> list[str]:
     return list(dict.fromkeys([*built_in, TASK_OF_JUDGE, config.grader, *own]))
 
 
-def _row(line: str, where: str, source: str, config: DataConfig, graders: list[str]) -> _Row:
+def _parsed(line: str, where: str) -> dict:
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
@@ -284,11 +305,16 @@ def _row(line: str, where: str, source: str, config: DataConfig, graders: list[s
         raise ConfigError(f"{where}: not JSON that Python can read ({error}); shorten it") from None
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: a {type(row).__name__}, not an object; write {{"prompt": ..., "answer": ...}}')
+    return row
+
+
+def _row(row: dict, where: str, source: str, words: Words, config: DataConfig, graders: list[str]) -> _Row:
     if _is_deep(row, DEEPEST):
         raise ConfigError(f"{where}: lists and objects nest over {DEEPEST} deep; flatten the row")
     for field, own in (("prompt", config.prompt_field), ("answer", config.answer_field)):
         if own not in row:
-            raise ConfigError(f"{where}: no field {own!r} (it has: {', '.join(row) or 'nothing'})")
+            has = f"it has: {', '.join(row) or 'nothing'}"
+            raise ConfigError(f"{where}: no {words.field} {own!r} ({has}); {words.missing}, or set data.{field}_field")
         row[field] = row[own]
     prompt = row["prompt"]
     is_chat = isinstance(prompt, list) and all(
@@ -299,7 +325,7 @@ def _row(line: str, where: str, source: str, config: DataConfig, graders: list[s
         raise ConfigError(f'{where}: prompt = {prompt!r:.60} must be text or a list of {{"role", "content"}} messages')
     for field in ("answer", "task"):
         if not isinstance(row.get(field, ""), str):
-            raise ConfigError(f"{where}: {field} = {row[field]!r:.60} must be text; write it in quotes")
+            raise ConfigError(f"{where}: {field} = {row[field]!r:.60} must be text; {words.as_text}")
     if "task" in row and row["task"] not in graders:
         raise ConfigError(
             f"{where}: task = {row['task']!r:.60} is not a grader that a row may name ({', '.join(graders)}); "

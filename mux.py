@@ -25,7 +25,7 @@ from config import AUTO, ConfigError, describe, load_config, option
 from metrics import read_records
 from policies.admission import Asked, asked, recorded_phases
 from policies.memory_plan import GIB
-from process import launcher, run_folder
+from process import command, launcher, run_folder
 from process.group_admission import Resident, decide
 from process.group_jobs import JobRun
 from process.group_server import SIGN_SECONDS, GroupServer, Place, place_of
@@ -498,4 +498,4 @@ Every key, its default and its meaning:
 """
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

@@ -6,7 +6,6 @@ folder: seconds of prefill and decode by tensor-parallel size, sequences and con
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -29,7 +28,7 @@ from model import empty_model
 from parallel import TPGroups, World, make_tp_groups
 from policies.flow import OverlapConfig
 from policies.step_times import Profile, SizeProfile
-from process import ending, launcher
+from process import command, ending, launcher
 from rollout import Engine
 from settings import (
     MODELS,
@@ -188,4 +187,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

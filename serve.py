@@ -22,7 +22,7 @@ import checkpoint
 import parallel
 from config import ConfigError, describe, load_config, option
 from core import ModelShape, Tokenizer
-from process import ending
+from process import command, ending
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 from server.endpoint import Endpoint, Limits
@@ -92,6 +92,8 @@ class Weights:
     def follow(self, run: Path) -> None:
         """Take newer checkpoints of a run as they come, to the server's end. A damaged one is told of, and passed."""
         seen = self.folder
+        if not checkpoint.list_checkpoints(run):
+            print(f"waits for the first checkpoint in {run}", flush=True)
         while not self.loop.is_stopping:
             newest = checkpoint.list_checkpoints(run)[-1:]
             if newest and newest[0] != seen:
@@ -155,6 +157,9 @@ def check(config: ServeFile, token: str) -> None:
         raise ConfigError(
             "serve.py decodes on one rank, without torchrun, rollout.tensor_parallel and sharded rollout.weights"
         )
+    run = Path(config.serve.follow)
+    if not (place := run if run.exists() else run.absolute().parent).is_dir():
+        raise ConfigError(f"serve.follow = {str(run)!r}: {place} is no folder, so no run can come there; correct it")
     if not token and not is_loopback(config.serve.host):
         raise ConfigError(f"serve.host = {config.serve.host!r}: others reach it; put a token into {TOKEN} first")
     if token and (not token.isascii() or not token.isprintable() or len(token) < 8 or " " in token):
@@ -219,4 +224,4 @@ Every key, its default and its meaning:
 """
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

@@ -113,6 +113,15 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+def load_run(path: str | None, overrides: Sequence[str]) -> Config:
+    """Return the settings of a file and a command line, whose model.path takes the place of the file's [warm_start].
+
+    Raises ConfigError.
+    """
+    config, own = load_config(Config, path, overrides), load_config(Config, None, overrides)
+    return replace(config, warm_start=own.warm_start) if own.model.path else config
+
+
 # ---- checks before any rank starts to work -----------------------------------------------------------------------
 
 
@@ -399,6 +408,7 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
             f"trainer.shard = {c.trainer.shard} does not divide the number of ranks that train, {training}; possible "
             f"here: {[n for n in range(1, training + 1) if training % n == 0]}"
         )
+    check_warm_start(c)
     check_scheduler(c.scheduler)
     check_drafts(c)
     check_stream(c, world_size)
@@ -538,6 +548,15 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
         print(trial.table(c.env, c.rollout.max_response_tokens))
         if not trial.ended:
             raise ConfigError(f"environment {name} fails in every episode; correct it")
+
+
+def check_warm_start(c: Config) -> None:
+    """Refuse settings of a model that no run makes."""
+    if c.model.path and (given := flatten(c.warm_start).items() - flatten(WarmStartConfig()).items()):
+        key, (value, _) = min(given)
+        raise ConfigError(
+            f"warm_start.{key} = {toml_text(value)} has no effect: model.path names the model; leave one of them out"
+        )
 
 
 def check_loss(c: LossConfig) -> None:
@@ -774,6 +793,7 @@ def check_run_folder(config: Config, resume: bool) -> None:
         raise ConfigError(f"--resume: {error}; correct the file, or start another run in a new run.dir") from None
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream.", "group.", "drafts."))
+        is_free |= key.startswith("warm_start.") and bool(config.model.path)  # earlier versions ignored them there
         is_free &= key != "run.steps" or config.trainer.lr_schedule == "constant"  # a schedule ends with the run
         # Between two batches all sequences leave the engine, and KV of older weights is not kept.
         is_free &= key not in ("run.eval_every", "run.checkpoint_every") or config.overlap.flight != "keep"

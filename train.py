@@ -7,7 +7,6 @@ import argparse
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,14 +14,14 @@ from pathlib import Path
 if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until a handler is set
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from config import ConfigError, describe, load_config
+from config import ConfigError, describe
 from job import Job, open_job
 from metrics import Clock, Record
 from parallel import World
-from process import ending, launcher, run_folder
+from process import command, ending, launcher, run_folder
 from process.ending import StopSignal
 from records import of_replicas, step_record
-from settings import Config, check_run
+from settings import Config, check_run, load_run
 
 Callbacks = Sequence[Callable[[Job, Record], object]]  # each is called after each step, on every rank
 
@@ -103,7 +102,7 @@ def main(argv: list[str], script: str = __file__) -> int:
     try:
         if len(flags.config) > 1:
             raise ConfigError(f"--config is given {len(flags.config)} times; put all settings in one file")
-        config = load_config(Config, flags.config[0] if flags.config else None, overrides)
+        config = load_run(flags.config[0] if flags.config else None, overrides)
         if launcher.is_wanted(asked):
             if not flags.check:
                 return launcher.launch(script, asked, argv)
@@ -141,4 +140,4 @@ Every key, its default and its meaning:
 """
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

@@ -238,6 +238,7 @@ def evaluated(model: Path, run: Asked, task: Task, folder: Path) -> dict[str, An
     """Return the evaluation of a model folder, as a run of train.py has it."""
     folder.mkdir(parents=True)
     command = train_command(task, run.seed, folder, "run.steps=0", f"model.path={model}")
+    command = [part for part in command if not part.startswith("--warm_start.")]
     follow(command, folder / "log.txt", lambda: False)
     return records_of(folder)[0]["eval"]
 

@@ -21,13 +21,16 @@ from torch import Tensor
 
 from engine.drafts import Drafts
 
-SOURCE = Path(__file__).with_name("native.cpp")
+# Read now: the file may be another one by the time that its first kernel is wanted, and these functions fit this one.
+SOURCE = Path(__file__).with_name("native.cpp").read_text(encoding="utf-8")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
+
+_is_given_up = False
 
 
 class _Pages(ctypes.Structure):
@@ -81,21 +84,20 @@ def _compiled() -> Path | None:
     compiler = os.environ.get("CXX", "g++")
     # Torch's own OpenMP, so that both share threads; two runtimes would spin beside each other.
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    command = [*compiler.split(), *FLAGS, *(("-fopenmp",) if openmp else ("-fopenmp-simd",)), str(SOURCE)]
+    command = [*compiler.split(), *FLAGS, *(("-fopenmp",) if openmp else ("-fopenmp-simd",)), "-x", "c++", "-"]
     command += [f"-Wl,--no-as-needed,{openmp[0]}"] if openmp else []
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = dict.fromkeys(line for line in lines if line.startswith(CPU))  # of its cores, which are mostly alike
-        key = hashlib.sha256(
-            "\n".join((*command, SOURCE.read_text(), *cpu, *platform.libc_ver())).encode()
-        ).hexdigest()[:16]
+        key = hashlib.sha256("\n".join((*command, SOURCE, *cpu, *platform.libc_ver())).encode()).hexdigest()[:16]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plainroll"
         path = folder / f"native-{key}.so"
         if not path.exists() and compiler:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as own:  # ranks may compile at the same time
                 try:
-                    subprocess.run([*command, "-o", f"{own}/it.so"], check=True, capture_output=True, timeout=SECONDS)
+                    command += ["-o", f"{own}/it.so"]
+                    subprocess.run(command, input=SOURCE.encode(), check=True, capture_output=True, timeout=SECONDS)
                     os.replace(f"{own}/it.so", path)
                 except subprocess.SubprocessError:
                     if not path.exists():  # else another rank was faster: ranks of a replica should compute alike
@@ -115,7 +117,7 @@ def _compiled() -> Path | None:
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the kernels, or None where there is no compiler, or no place to keep what it makes."""
-    path = _compiled()
+    path = None if _is_given_up else _compiled()
     try:
         found = ctypes.CDLL(str(path)) if path else None
     except OSError:
@@ -127,8 +129,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def give_up() -> None:
-    """Decode by torch's operations from now on, as without a compiler."""
-    os.environ["CXX"] = ""
+    """Decode by torch's operations from now on, as without a compiler. (Child processes would inherit `CXX`.)"""
+    global _is_given_up
+    _is_given_up = True
     library.cache_clear()
 
 

@@ -12,6 +12,7 @@ from data import DataConfig, labelled, read_rows
 from environments import EnvConfig, Episode, EpisodeError, resolve
 from envs.games import ENVIRONMENTS, Player
 from envs.trial import EPISODES, tried
+from process import command
 from reward import RewardConfig
 from rewards import user_files
 
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("environment", help=f"{', '.join(ENVIRONMENTS)}, or your own as FILE:NAME")
     parser.add_argument("--by", help="human (default), random; expert, teacher, sloppy of built-in ones; or FILE:NAME")
-    parser.add_argument("--data", help="JSONL file of rows, which your own environment needs")
+    parser.add_argument("--data", help="file of rows (JSONL, parquet), which your own environment needs")
     parser.add_argument("--turns", type=int, default=EnvConfig.max_turns, help="of an episode, at most")
     parser.add_argument("--seed", type=int, default=SystemRandom().randrange(10**6), help="of row, environment, player")
     parser.add_argument(
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> int:
         elif game := ENVIRONMENTS.get(flags.environment):
             rows = [game.row(n) for n in game.numbers()]
         else:
-            raise ConfigError("--data: give the rows of your own environment, a JSONL file")
+            raise ConfigError("--data: give the rows of your own environment, a JSONL or parquet file")
         if flags.check:
             config = EnvConfig(max_turns=flags.turns)
             trial = tried(flags.environment, rows, player, config, RewardConfig())
@@ -119,4 +120,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

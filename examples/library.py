@@ -1,4 +1,4 @@
-"""A run from Python: `pip install -e .` once, then `python examples/library.py`. Less than a minute on a CPU."""
+"""A run from Python: `pip install -e .` once, then `python examples/library.py`. A few steps on two CPU cores."""
 
 import sys
 

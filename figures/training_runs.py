@@ -75,9 +75,9 @@ def run(
     if not begun:
         folder.parent.mkdir(exist_ok=True)
         beside(folder).write_text(json.dumps(now), encoding="utf-8")
-    keys = [
-        f"--{setting}" for setting in (f"config={config}", *settings, *(QUICK if quick else ()), f"run.dir={folder}")
-    ]
+    is_given = any(setting.startswith("model.path=") for setting in settings)
+    few = [key for key in QUICK if quick and not (is_given and key.startswith("warm_start."))]
+    keys = [f"--{setting}" for setting in (f"config={config}", *settings, *few, f"run.dir={folder}")]
     if "planner.rule=predict" in settings and not begun:
         launch(ranks, "profiler.py", *keys)
     if not until(folder):

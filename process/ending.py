@@ -13,6 +13,7 @@ from config import ConfigError
 from environments import EpisodeError
 from metrics import Clock
 from parallel import World
+from process.command import CLOSED, output_is_closed
 from process.permits import GroupError
 from process.workers import WorkerError
 from trainer import NonFiniteError
@@ -60,6 +61,8 @@ def call(callbacks: Iterable[Callable[..., object]], *given: object) -> None:
 
 def refuse(error: Exception, code: int = 2) -> int:
     """Say on one rank why the run does not start, or not go on; return the exit code."""
+    if isinstance(error, BrokenPipeError) and output_is_closed():
+        return CLOSED
     if int(os.environ.get("RANK", 0)):
         _wait_for_torchrun(10.0)  # before this rank repeats it
     return _fail(str(error), code)
@@ -104,7 +107,7 @@ def _explain(error: BaseException, clock: Clock) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"interrupted in {stage}", file=sys.stderr, flush=True)
         return 130
-    if isinstance(error, BrokenPipeError) and _output_is_closed():
+    if isinstance(error, BrokenPipeError) and output_is_closed():
         return _fail(f"{place}: the program that reads the output has ended", code=1)
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if isinstance(error, OSError | RuntimeError) and parallel.is_lost(error) and not is_alone:
@@ -121,13 +124,3 @@ def _explain(error: BaseException, clock: Clock) -> int:
 def _fail(text: str, code: int) -> int:
     print(f"error: {text}", file=sys.stderr, flush=True)
     return code
-
-
-def _output_is_closed() -> bool:
-    """Return whether nobody reads what this process prints; if so, print the rest to nowhere."""
-    try:
-        sys.stdout.flush()
-        return False
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at the end
-        return True

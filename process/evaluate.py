@@ -20,7 +20,7 @@ from config import ConfigError, flatten, load_config
 from job import open_job
 from metrics import Clock, Record
 from parallel import World
-from process import ending, launcher
+from process import command, ending, launcher
 from scheduler import SchedulerConfig
 from settings import Config, check_run
 
@@ -182,4 +182,4 @@ data.eval_prompts of them, run.eval_samples responses each, sampled as in traini
 """
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

@@ -9,8 +9,9 @@ GIVEN = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"
 def spin_briefly() -> None:
     """Have threads that wait give up their core soon, unless the user has said how they wait.
 
-    Beside another process that wants a core, a thread that spins keeps the late one waiting: a decode step takes twice
-    as long. Alone, large models lose nothing; those whose operations take a few microseconds, a tenth.
+    Beside another process that wants a core, a thread that spins keeps the late one waiting, and a decode step takes
+    far longer. Alone, only models whose operations take a few microseconds lose a little. `busy_core_decode` and
+    `busy_core_training` of benchmarks/engine.py measure the former.
     """
     if not any(name in os.environ for name in GIVEN):
         os.environ["GOMP_SPINCOUNT"] = SPINS

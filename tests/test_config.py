@@ -358,6 +358,14 @@ def test_awkward_numbers_read_back_equal(number, toml):
     assert load(path=toml(dump_toml(config))) == config
 
 
+def test_a_model_on_the_command_line_takes_the_place_of_a_files_warm_start(toml):
+    path = toml("[warm_start]\nsteps = 9\n")
+    assert settings.load_run(path, []).warm_start.steps == 9
+    assert settings.load_run(path, ["--model.path=x"]).warm_start == settings.WarmStartConfig()
+    own = settings.load_run(path, ["--model.path=x", "--warm_start.lr=1"]).warm_start  # check_settings refuses it
+    assert own == settings.WarmStartConfig(lr=1.0)
+
+
 def test_help_lists_every_key_with_default_and_meaning():
     text = describe(settings.Config())
     assert max(map(len, text.splitlines())) <= 110

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from array import array
@@ -509,6 +510,7 @@ def test_a_table_that_cannot_be_used_is_refused_in_one_line(arrow, plain, tmp_pa
         "numbers": arrow.table({"prompt": ["a", "b"], "answer": [1, 2]}),
         "null": arrow.table({"prompt": ["a", None], "answer": ["1", "2"]}),
         "bytes": arrow.table({"prompt": ["a"], "answer": ["1"], "image": [b"x"]}),
+        "latin": arrow.table({"prompt": ["a", "b"], "answer": arrow.array([b"1", b"\xe9"]).view("string")}),
         "none": good.slice(0, 0),
     }
     for name, table in tables.items():
@@ -517,16 +519,18 @@ def test_a_table_that_cannot_be_used_is_refused_in_one_line(arrow, plain, tmp_pa
         "splits": ["holds several splits", "splits/train"],
         "bad.parquet": ["cannot be read as a table", "write it again"],
         "broken": ["cannot be read as a table"],
-        "numbers.parquet": ["numbers.parquet row 1: answer = 1 must be text"],
-        "null.parquet": ["null.parquet row 2: no field 'prompt'"],
-        "bytes.parquet": ["bytes.parquet row 1", "'image': 'bytes'", "drop"],
-        "none.parquet": ["no rows"],
+        "numbers.parquet": ["numbers.parquet row 1: answer = 1 must be text; cast its column"],
+        "null.parquet": ["null.parquet row 2: no value in column 'prompt'", "fill it in", "data.prompt_field"],
+        "bytes.parquet": ["bytes.parquet row 1: column 'image' = b'x' (bytes)", "convert or drop the column"],
+        "latin.parquet": ["latin.parquet row 2: column 'answer'", "string", "correct or drop the row"],
+        "none.parquet": ["no rows; write a table"],
         "missing.parquet": ["missing.parquet", "No such file"],
     }.items():
         with pytest.raises(ConfigError) as caught:
             load(plain, str(tmp_path / name))
         said = str(caught.value)
         assert [word for word in words if word not in said] == [] and "\n" not in said and len(said) < 500, said
+        assert not re.search(r"JSON|lines?\b|quotes", said), said
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="numbers.parquet: .* pip install pyarrow"):
         load(plain, str(tmp_path / "numbers.parquet"))

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALONE
+from conftest import ALONE, ROOT
 
 import parallel
 import train
@@ -90,6 +91,22 @@ def test_a_closed_output_is_said_in_a_line(monkeypatch, capsys) -> None:
         print("more", flush=True)  # as the interpreter does at its end
         monkeypatch.undo()
     assert capsys.readouterr().err == "error: start of step 0: the program that reads the output has ended\n"
+
+
+def ended(script: str, *arguments: str) -> tuple[int, str]:
+    """Run a script whose output nobody reads; return its exit code and what it says of errors."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+def test_a_script_whose_output_nobody_reads_ends_without_a_word(settings) -> None:
+    for call in (["train.py", "--help"], ["environments.py", "--help"], ["train.py", "--check", *settings()]):
+        code, said = ended(*call)
+        assert code in (0, 141) and said == "", call  # argparse passes over a closed output
 
 
 def test_another_broken_pipe_is_said_as_it_is(capsys) -> None:

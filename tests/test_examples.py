@@ -50,7 +50,7 @@ def tiny(settings, tmp_path):
     """Return own.toml and what makes it one step of a tiny model, whose reward is not always the same."""
     rows = [{"prompt": "1" * (i % 7 + 1), "answer": ""} for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = {"run__steps": 1, "data__train": tmp_path / "data.jsonl", "data__eval_prompts": 0, "warm_start__task": ""}
+    own = {"run__steps": 1, "data__train": tmp_path / "data.jsonl", "data__eval_prompts": 0}
     own["data__task"] = f"{ROOT}/tests/graders.py:share_of_digits"
     return lambda **more: ["--config", "examples/own.toml", *settings(**own | more)]
 

@@ -1,7 +1,9 @@
 """The CPU's compiled kernels: who takes what, the same tokens with and without them, no compiler at all."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from parallel import World, make_tp_groups
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 
+ROOT = Path(__file__).parent.parent
 needs_compiler = pytest.mark.skipif(not native.library(), reason="no C++ compiler")
 
 
@@ -200,21 +203,35 @@ def test_without_a_compiler_torchs_operations_stay(
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
 def test_a_compiler_that_fails_says_why_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
-    broken = tmp_path / "native.cpp"
-    broken.write_text("int x = y;")
-    monkeypatch.setattr(native, "SOURCE", broken)
+    monkeypatch.setattr(native, "SOURCE", "int x = y;")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native.library() is None and native.library() is None
     [said] = capsys.readouterr().out.splitlines()
     assert said.startswith("decodes by torch's operations, which are slower, ") and "error: " in said
 
 
+@needs_compiler
+def test_the_kernels_are_of_the_source_that_was_there_when_python_began(tmp_path: Path) -> None:
+    """An upgrade under a running process: other kernels would read these arguments wrongly."""
+    for suffix in (".py", ".cpp"):
+        (tmp_path / f"native{suffix}").write_text((ROOT / "engine" / f"native{suffix}").read_text())
+    spec = spec_from_file_location("before_the_upgrade", tmp_path / "native.py")
+    assert spec and spec.loader
+    spec.loader.exec_module(before := module_from_spec(spec))
+    (tmp_path / "native.cpp").write_text("int x = y;")
+    assert before.library()
+
+
 def where_one_rank_has_no_kernels(world: World) -> None:
     native.library.cache_clear()
     native._compiled = (lambda: None) if world.rank == 1 else native._compiled
     assert (native.library() is None) == (world.rank == 1)
+    before = dict(os.environ)
     make_tp_groups(world, [1, 2])
     assert native.library() is None
+    native.library.cache_clear()
+    assert native.library() is None
+    assert os.environ == before, "graders and compilers would inherit it"
 
 
 @needs_compiler

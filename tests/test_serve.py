@@ -395,6 +395,7 @@ def test_weights_change_while_it_serves(served, folder, loud_folder, tiny_folder
 def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.05)
     service, run = served(follow=str(tmp_path), name=""), tmp_path.name
+    until(lambda: f"waits for the first checkpoint in {tmp_path}\n" in capfd.readouterr().out)
     for step, is_whole in ((1, True), (2, False), (3, True)):
         target = tmp_path / "checkpoints" / f".step_{step}"
         source = loud_folder(step)
@@ -425,6 +426,8 @@ def test_the_command_refuses_in_one_line(folder, tmp_path, capsys) -> None:
         ([], "name one folder"),
         ([str(folder), "x"], "name one folder"),
         ([f"--serve.follow={tmp_path}"], "no checkpoint yet"),
+        ([str(folder), f"--serve.follow={tmp_path}/no/run"], f"{tmp_path}/no is no folder"),
+        ([str(folder), f"--serve.follow={__file__}"], f"{__file__} is no folder"),
         ([str(tmp_path)], "config.json"),
         ([str(folder), "--serve.port=x"], "serve.port"),
         ([str(folder), "--serve.host=0.0.0.0"], "PLAINROLL_TOKEN"),
