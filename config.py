@@ -9,6 +9,7 @@ import difflib
 import errno
 import json
 import math
+import re
 import stat
 import textwrap
 import tomllib
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 LONGEST = 10_000  # characters of a text
+CONSOLE, MOST_KEY = 110, 44  # columns; of a key and its default, if its meaning is to begin where others begin
 
 
 class Dataclass(Protocol):
@@ -196,18 +198,34 @@ def flatten(config: Dataclass, prefix: str = "") -> dict[str, tuple[object, str]
     return flat
 
 
-def describe(config: Dataclass) -> str:
-    """Return the text of `--help`: each key with its default and its meaning, in lines of the console's width."""
+def describe(config: Dataclass, section: str = "") -> str:
+    """Return the text of `--help`: each key with its default and its meaning, in a line of the console's width.
+
+    Meanings that are longer are cut; with a section, its keys have all of theirs. Raises ConfigError for one unknown.
+    """
     rows = {f"--{key}={toml_text(value)}": help for key, (value, help) in flatten(config).items()}
-    width = max(map(len, rows)) + 2
-    lines, section = [], ""
-    for text, help in rows.items():
-        if (head := text.partition(".")[0]) != section:
-            section = head
-            lines.append("")
-        indent = " " * (width + 2)
-        lines += textwrap.wrap(f"  {text:<{width}}{help}", 110, subsequent_indent=indent, break_on_hyphens=False)
+    sections = list(dict.fromkeys(text[2:].partition(".")[0] for text in rows))
+    if section and section not in sections:
+        raise ConfigError(f"--help {section}: there is no such section; possible: {', '.join(sections)}")
+    lines = []
+    for name in [section] if section else sections:
+        own = {text: help for text, help in rows.items() if text.startswith(f"--{name}.")}
+        width = min(max(map(len, own)), MOST_KEY) + 2
+        lines.append("")
+        for text, help in own.items():
+            room = CONSOLE - 2 - max(width, len(text) + 2)
+            line = f"  {text:<{width - 2}}  {help if section else _cut(help, room)}"
+            lines += textwrap.wrap(line, CONSOLE, subsequent_indent=" " * (width + 2), break_on_hyphens=False)
     return "\n".join(lines)
+
+
+def _cut(text: str, room: int) -> str:
+    """Return the first clauses of a text that fit, or as many words."""
+    if len(text) <= room:
+        return text
+    ends = [match.start() for match in re.finditer(r"[;,:] | \(", text[: room - 1])]
+    whole = [text[:end] for end in ends if text[:end].count("(") == text[:end].count(")")]
+    return f"{whole[-1]} …" if whole and len(whole[-1]) > room // 3 else textwrap.shorten(text, room, placeholder=" …")
 
 
 def dump_toml(config: Dataclass) -> str:

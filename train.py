@@ -88,18 +88,18 @@ def take_step(job: Job) -> Record:
 def main(argv: list[str], script: str = __file__) -> int:
     """Run the command line; return the exit code. `script` is what `--ranks` starts, such as one of examples/."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--help", "-h", nargs="?", const="")
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--resume", action="store_true")
     asked, argv = launcher.parse(argv)
     flags, overrides = parser.parse_known_args(argv)
-    if flags.help:
-        print(USAGE + describe(Config()))
-        return 0
     launcher.settle()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
+        if flags.help is not None:
+            print(USAGE * (not flags.help) + describe(Config(), flags.help))
+            return 0
         if len(flags.config) > 1:
             raise ConfigError(f"--config is given {len(flags.config)} times; put all settings in one file")
         config = load_run(flags.config[0] if flags.config else None, overrides)
@@ -135,8 +135,9 @@ usage: python train.py [--ranks=N] [--config FILE.toml] [--section.key=value ...
   --check         print the memory plan, check all that these ranks will read, play their environments, then exit
   --resume        continue the run in run.dir from its newest checkpoint, or begin it if there is none
   --help          this text
+  --help SECTION  all about the keys of a section, such as loss
 
-Every key, its default and its meaning:
+Every key, its default and its meaning, cut to a line (docs/reference.md has all):
 """
 
 if __name__ == "__main__":

@@ -367,9 +367,13 @@ def test_a_model_on_the_command_line_takes_the_place_of_a_files_warm_start(toml)
 
 
 def test_help_lists_every_key_with_default_and_meaning():
-    text = describe(settings.Config())
+    short = [line for line in describe(settings.Config()).splitlines() if line]
+    assert len(short) == len(limits()) and max(map(len, short)) <= 110, "a line a key"
+    assert all(line.startswith(f"  --{key}=") for (key, *_), line in zip(limits(), short))
+    assert all(line.count("(") == line.count(")") for line in short)
+    text = "\n".join(describe(settings.Config(), field.name) for field in dataclasses.fields(settings.Config))
     assert max(map(len, text.splitlines())) <= 110
-    lines = [line.strip() for line in re.sub(r"\n {20,}", " ", text).splitlines() if line.strip()]
+    lines = [line.strip() for line in re.sub(r"\n {10,}", " ", text).splitlines() if line.strip()]
     assert len(lines) == len(limits())
     for (key, default, limit), line in zip(limits(), lines):
         assert line.startswith(f"--{key}=") and line.endswith("  " + limit["help"])
@@ -377,6 +381,11 @@ def test_help_lists_every_key_with_default_and_meaning():
         shown = line.removeprefix(f"--{key}=").removesuffix(limit["help"])
         found = tomllib.loads(f"value = {shown}")["value"]
         assert (tuple(found) if isinstance(default, tuple) else found) == default
+
+
+def test_help_of_an_unknown_section_names_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="--help lost: there is no such section; possible: run, model, "):
+        describe(settings.Config(), "lost")
 
 
 def test_every_default_is_within_its_own_limits():
