@@ -223,7 +223,7 @@ def _cut(text: str, room: int) -> str:
     """Return the first clauses of a text that fit, or as many words."""
     if len(text) <= room:
         return text
-    ends = [match.start() for match in re.finditer(r"[;,:] | \(", text[: room - 1])]
+    ends = [match.start() for match in re.finditer(r"[;,] | \(", text[: room - 1])]
     whole = [text[:end] for end in ends if text[:end].count("(") == text[:end].count(")")]
     return f"{whole[-1]} …" if whole and len(whole[-1]) > room // 3 else textwrap.shorten(text, room, placeholder=" …")
 

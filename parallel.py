@@ -159,25 +159,42 @@ def barrier(world: World) -> None:
 
 def gather_objects(world: World, value: T) -> list[T]:
     """Return every rank's value, by rank, on every rank. Small values cost a single collective."""
+    return start_gather(world, value)()
+
+
+def start_gather(world: World, value: T) -> Callable[[], list[T]]:
+    """Send a value; return the rest of `gather_objects`, before which the world does nothing else. Does not wait."""
     if world.size == 1:
-        return [value]
+        return lambda: [value]
     data = pickle.dumps(value)
     head = len(data).to_bytes(HEAD_BYTES, "little")
-    parts = _gather_bytes(world, head + data[:FIRST_BYTES], HEAD_BYTES + FIRST_BYTES)
-    largest = max(int.from_bytes(part[:HEAD_BYTES], "little") for part in parts)
-    parts = [part[HEAD_BYTES:] for part in parts] if largest <= FIRST_BYTES else _gather_bytes(world, data, largest)
-    return [pickle.loads(part) for part in parts]
+    first = _start_bytes(world, head + data[:FIRST_BYTES], HEAD_BYTES + FIRST_BYTES)
+
+    def finish() -> list[T]:
+        parts = first()
+        largest = max(int.from_bytes(part[:HEAD_BYTES], "little") for part in parts)
+        small = largest <= FIRST_BYTES
+        parts = [part[HEAD_BYTES:] for part in parts] if small else _start_bytes(world, data, largest)()
+        return [pickle.loads(part) for part in parts]
+
+    return finish
 
 
-def _gather_bytes(world: World, data: bytes, size: int) -> list[memoryview]:
-    """Return every rank's bytes, padded to `size`."""
+def _start_bytes(world: World, data: bytes, size: int) -> Callable[[], list[memoryview]]:
+    """Send bytes; return a function that waits for every rank's, padded to `size`."""
     own = torch.zeros(size, dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if world.shared and size <= world.shared.slot_bytes:
-        return [part.numpy().data for part in world.shared.exchange(own)]
-    parts = torch.empty(world.size * size, dtype=torch.uint8)
-    all_gather_into_tensor(parts, own, group=world.objects)
-    return [part.numpy().data for part in parts.split(size)]
+        parts, wait = world.shared.post(own), world.shared.wait
+    else:
+        parts = torch.empty(world.size, size, dtype=torch.uint8)
+        wait = all_gather_into_tensor(parts.flatten(), own, group=world.objects, async_op=True).wait
+
+    def finish() -> list[memoryview]:
+        wait()
+        return [part.numpy().data for part in parts]
+
+    return finish
 
 
 def broadcast_object(world: World, value: T) -> T:

@@ -6,10 +6,11 @@ own copy of the policy in the same order, and carry out the same decision. There
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import parallel
 from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Tokenizer, Visit, VisitId
@@ -48,6 +49,15 @@ class Graders(Protocol):
     def forget(self, keep: Iterable[SampleId]) -> None: ...
 
 
+def may_decide(plan: RoundPlan, num_prompts: int, live: Mapping[VisitId, int]) -> bool:
+    """Return whether a race may be over, or have losers here, whatever has ended on other ranks. (`scheduler.Race`)
+
+    `live`: responses that run here, by prompt. A prompt with more than the surplus of them is not complete.
+    """
+    incomplete = sum(count > plan.num_responses - plan.keep_responses for count in live.values())
+    return incomplete < len(live) or num_prompts - incomplete >= plan.keep_prompts
+
+
 class Round:
     """Generates and grades what a plan launches: `play`, then `collect`. Both are collective.
 
@@ -82,7 +92,8 @@ class Round:
         self.dropped: dict[SampleId, Sequence[int]] = {}  # tokens of the responses that were stopped on this rank
         self.aborted: dict[SampleId, int] = {}  # how many each had
         self.iteration = self.windows = self.migrated = 0
-        self.decision = Decision()  # after the newest window
+        self.decision = Decision()  # after the newest window that was heard of
+        self.replies: Callable[[], list[Any]] | None = None  # to the newest window's events, unless they were heard
         self.plain, self.prefill_seconds = (0, 0, 0.0), 0.0  # steps without prefill or drafts, their tokens and seconds
         self.resized: list[dict[str, object]] = []
         self.record: dict[str, object] = {}
@@ -99,12 +110,34 @@ class Round:
         """Decode until the referee says that the round is done, and wait for the grades that are needed."""
         self.begin(plan, referee)
         while not self.decision.done:
-            looks = self.sizes is not None and self.sizes[0].is_due(self.placement.num_live)
+            if not self.sizes:
+                self.play_window(self._may_decide)
+                continue
+            looks = self.sizes[0].is_due(self.placement.num_live)
             events = self.decode(lands=looks)
             _, live = self.exchange(events, [*self.engine.batcher.live_tokens().values()] if looks else [])
             if looks and not self.decision.done:
                 self._resize(live)
         self.end()
+
+    def play_window(self, may_decide: Callable[[Mapping[VisitId, int]], bool], lands: bool = False) -> None:
+        """Decode a window, and hear of it at once if its events may change what this rank does next.
+
+        Else it decodes the next window first: a window takes ranks unequal times, now longer on this rank and now on
+        that. What is decided, and after which window, stays the same. `may_decide`: by how many responses run here.
+        """
+        events = self.decode(lands=lands)
+        if self.replies:  # to the window before
+            self.hear()
+            assert not (self.decision.done or self.decision.launch), "a window's decision was not waited for"
+        self.tell(events, None)
+        batcher, awaited = self.engine.batcher, self.episodes.awaited
+        live = Counter(id.visit for id in (*(s.id for s in (*batcher.admitted, *batcher.waiting)), *awaited))
+        if self.engine.is_idle or self.config.migrate or may_decide(live):
+            self.hear()
+
+    def _may_decide(self, live: Mapping[VisitId, int]) -> bool:
+        return self.config.dynamic_sampling or may_decide(self.plan, len(self.prompts), live)
 
     def begin(self, plan: RoundPlan, referee: Referee) -> None:
         self.plan, self.referee = plan, referee
@@ -206,9 +239,20 @@ class Round:
 
         Returns the events of all ranks, and each rank's note.
         """
+        self.tell(events, note)
+        return self.hear()
+
+    def tell(self, events: Sequence[Finished], note: object) -> None:
+        """Begin an exchange, which `hear` completes."""
         rewards = self._rewards_of(self.decision.grade)
+        self.replies = parallel.start_gather(self.world, (events, rewards, note))
+
+    def hear(self) -> tuple[list[Finished], list[Any]]:
+        """Wait for what the others tell; carry out what the referee decides. Returns what `exchange` does."""
+        assert self.replies, "nothing was told"
         with self.clock.span("idle" if self.engine.is_idle else "window_wait"):
-            everyone = parallel.gather_objects(self.world, (events, rewards, note))
+            everyone = self.replies()
+        self.replies = None
         finished = [event for part, _, _ in everyone for event in part]
         self.placement.remove(event.id for event in finished)
         self.windows += 1

@@ -110,7 +110,7 @@ EPISODES = (
 STAGES = {
     "rollout": (Engine, "step"),
     "reward": (AllGraders, "poll"),
-    "window": (Round, "exchange"),
+    "window": (Round, "tell"),
     "exchange": (Round, "collect"),
     "gradient": (Trainer, "accumulate"),
     "update": (Trainer, "update"),

@@ -222,17 +222,26 @@ class SharedMemory:
 
     def exchange(self, x: Tensor) -> Tensor:
         """Return all ranks' `x`, [size, *x.shape], valid until the call after the next."""
+        slot = self.post(x)
+        self.wait()
+        return slot
+
+    def post(self, x: Tensor) -> Tensor:
+        """Begin an exchange; return what `wait` completes. Nothing else is exchanged in between."""
         slot = self.slots[self.round % 2, :, : x.nbytes].view(x.dtype).view(self.size, *x.shape)
         slot[self.rank] = x
         self.round += 1
         self.counters[self.rank] = self.round
+        return slot
+
+    def wait(self) -> None:
+        """Wait until all ranks have posted."""
         spins = 0
         while self.counters.min() < self.round:
             spins += 1
             if spins > self.patience:
                 self._wait_on()
                 break
-        return slot
 
     def _wait_on(self) -> None:
         """Wait for a rank that is far behind, perhaps for want of a core. Raises TimeoutError or ConnectionError."""

@@ -64,6 +64,10 @@ def check_collectives(world: World) -> None:
         assert gathered[world.rank] == data and [len(d) for d in gathered] == [
             size if rank == 1 else rank for rank in range(world.size)
         ]
+    begun = parallel.start_gather(world, world.rank)
+    if world.is_main:
+        time.sleep(0.02)  # the others need not wait for this
+    assert begun() == [*range(world.size)]
     value = {"rank": world.rank, "text": "ü" * world.rank, "tuple": (1, 2.5)}
     values = parallel.gather_objects(world, value)
     assert [v["rank"] for v in values] == list(range(world.size)) and values[world.rank] == value

@@ -1,18 +1,20 @@
 """One round on a real engine: what the referee is told, whatever a replica has to do, and who plays its windows."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 from conftest import ALONE, FusedEngine
 
 from config import load_config
-from core import Decision, Finished, RoundPlan, Visit
+from core import Decision, Finished, Prompt, RoundPlan, Visit
 from engine.sequence import Sequence
 from job import Job
 from metrics import Clock
 from rollout import Engine
-from rounds import Round
+from rounds import Round, may_decide
 from scheduler import Race
 from settings import Config
 
@@ -103,3 +105,46 @@ def test_sequences_that_may_move_after_a_window_have_not_ended_meanwhile(make_jo
         again = r.collect()
     assert r.windows > 3
     assert [[s.token_ids for s in g.samples] for g in again] == [[s.token_ids for s in g.samples] for g in whole]
+
+
+def test_a_rank_that_goes_on_misses_no_decision_whatever_the_others_have() -> None:
+    """Races on given lengths: where `may_decide` says no, nothing is over, and no response here has lost."""
+    rng, went_on, waited = Random(0), 0, 0
+    for _ in range(300):
+        prompts, keep = rng.randint(1, 8), rng.randint(1, 4)
+        visits = tuple(Visit(0, Prompt(i, (1,), "", "", "match")) for i in range(prompts))
+        plan = RoundPlan("short", visits, keep + rng.choice((0, 0, 1, 2)), rng.randint(1, prompts), keep)
+        ids = [visit.id.sample(r) for visit in visits for r in range(plan.num_responses)]
+        lengths = {id: rng.randint(1, 40) for id in ids}
+        here = (
+            set(rng.sample(ids, rng.randint(1, len(ids)))) if rng.random() < 0.5 else {i for i in ids if i.prompt % 2}
+        )
+        race, window, end, decision = Race(plan), rng.randint(1, 12), 0, Decision()
+        while not decision.done:
+            end += window
+            ended = [Finished(lengths[id], id, lengths[id]) for id in race.live if lengths[id] <= end]
+            live = here.intersection(race.live) - {event.id for event in ended}
+            may = may_decide(plan, prompts, Counter(id.visit for id in live))
+            decision = race.observe(ended, {})
+            assert may or not (decision.done or live.intersection(decision.abort))
+            went_on, waited = went_on + (not may), waited + may
+    assert went_on > 500 < waited
+
+
+def test_a_rank_hears_of_a_window_after_the_next_unless_it_may_have_decided_something(make_job, monkeypatch) -> None:
+    job, told, add = make_job(window=2, longest=12), list[str](), Engine.add
+
+    def add_with_length(engine: Engine, sequence: Sequence) -> None:
+        sequence.max_new_tokens, sequence.ignore_eos = 2 + 4 * sequence.prompt_index % 11, True
+        add(engine, sequence)
+
+    monkeypatch.setattr(Engine, "add", add_with_length)
+    for name in ("decode", "tell", "hear"):
+        original = getattr(Round, name)
+        monkeypatch.setattr(Round, name, lambda *a, o=original, n=name, **k: (told.append(n), o(*a, **k))[1])
+    plan = RoundPlan("short", tuple(job.cursor.take(3)), 2, 2, 2)
+    with job.graders:
+        groups, played = job.play(plan, Race(plan), Clock())
+    assert told.count("hear") == told.count("tell") == played.windows == told.count("decode")
+    assert told[:5] == ["decode", "tell", "decode", "hear", "tell"] and told[-2:] == ["tell", "hear"]
+    assert len(groups) == 2
