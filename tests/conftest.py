@@ -1,11 +1,13 @@
 """Fixtures that several rooms' tests share: tiny models, and processes that talk to each other."""
 
+import contextlib
 import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -19,6 +21,7 @@ import parallel
 import train
 from checkpoint import load_model
 from config import load_config
+from engine import native
 from metrics import read_records
 from model import Model
 from process import threads
@@ -29,8 +32,7 @@ from warm_start import WarmStartConfig, make_model
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)  # tests run side by side
 threads.spin_briefly()  # ranks, too
-# Imported once for all ranks of all tests; the last two a run would import itself: for its optimizer, its tokenizer.
-mp.set_forkserver_preload(["torch", "train", "torch._dynamo", "transformers.models.auto.tokenization_auto"])
+mp.set_forkserver_preload(["preload"])
 torch.set_flush_denormal(True)
 TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
 ALONE = parallel.World(0, 1, torch.device("cpu"))
@@ -39,7 +41,7 @@ ALONE = parallel.World(0, 1, torch.device("cpu"))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts ranks as slow: `make test-fast` leaves it out."""
     for item in items:
-        if {"run_mains", "run_ranks"} & set(getattr(item, "fixturenames", ())):
+        if "fork_server" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
 
 
@@ -64,6 +66,14 @@ def tiny_model(tiny_folder: Path) -> Model:
     return load_model(tiny_folder, torch.device("cpu"), torch.float32)
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Start the process that ranks fork from. It finds what it preloads by its working directory only."""
+    native.library()  # compiled here, or each of the first ranks would
+    with contextlib.chdir(ROOT / "tests"):
+        forkserver.ensure_running()
+
+
 def _rank(rank: int, size: int, store: str, function, args) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -75,7 +85,7 @@ def _rank(rank: int, size: int, store: str, function, args) -> None:
 
 
 @pytest.fixture
-def run_ranks(tmp_path: Path):
+def run_ranks(tmp_path: Path, fork_server):
     """Call the module-level `function(world, *args)` on `size` gloo ranks. A rank's exception fails the test."""
 
     stores = (tmp_path / f"store{i}" for i in count())  # the one before may still be there
@@ -114,7 +124,7 @@ def _main(rank: int, size: int, port: int, folder: Path, main: Callable[..., int
 
 
 @pytest.fixture
-def run_mains(tmp_path: Path):
+def run_mains(tmp_path: Path, fork_server):
     """Call the module-level `main(*args)` on `size` ranks as torchrun would; return how each `awaited` one ended."""
 
     def run(size: int, main: Callable[..., int], *args, awaited: Iterable[int] = ()) -> list[Ended]:

@@ -104,6 +104,7 @@ def take_turns(clients: dict[str, Client], over: threading.Event, look: Callable
         for phase, client in clients.items():
             client.request(phase)
             look()
+            time.sleep(0.01)  # without work, it would ask as fast as a core can
             client.release()
 
 

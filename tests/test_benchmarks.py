@@ -11,11 +11,13 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from metrics import Period, Trace
 from parallel import World
@@ -314,6 +316,8 @@ def test_entries_are_files(time_to_score: ModuleType, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_to_a_score_is_a_run_of_train_py(time_to_score: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_to_score, "NAME", f"test_{os.getpid()}")
+    forked = partial(time_to_score.train_command, script="benchmarks/forked_ranks.py")  # three imports of torch less
+    monkeypatch.setattr(time_to_score, "train_command", forked)
     task = time_to_score.Task("configs/tiny.toml", 0.0, steps=4, seconds=1000.0)
     run = time_to_score.Asked("hailstone", time_to_score.read_entries()["sync"], 0)
     try:
@@ -339,8 +343,16 @@ def test_a_group_is_timed_from_its_first_rollout_to_its_last_update() -> None:
 
 
 @pytest.mark.slow
-def test_an_exchanged_round_goes_the_way_of_the_simulated_one() -> None:
+def test_an_exchanged_round_goes_the_way_of_the_simulated_one(fork_server, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = torch.multiprocessing.start_processes
+
+    def forked(*args: Any, start_method: str, **more: Any) -> None:
+        """Start ranks that need not import torch."""
+        start(*args, start_method="forkserver", **more)
+
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     for control in load("control_path"):
+        monkeypatch.setattr(control.mp, "start_processes", forked)
         few, many = control.exchanged(4), control.exchanged(8)  # each asserts that its round is over at its end
         assert few["windows"] > 10 and 0 < few["kib"] < many["kib"] and few["events"] < many["events"]
         assert few["token_bytes"] > 0 and control.timed(4, 16, 2)["responses"] >= 2 * 16 * 8

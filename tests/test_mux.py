@@ -105,7 +105,7 @@ def _main(arguments: list[str], *script: str) -> None:
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., BaseProcess]]:
+def begin(fork_server) -> Iterator[Callable[..., BaseProcess]]:
     """Start mux.py in a process of its own, which does not outlive the test."""
     begun = []
 
@@ -187,19 +187,36 @@ def test_a_job_that_is_killed_and_resumed_is_the_same_as_alone_and_so_are_the_ot
         assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+# A grader: no round ends before both jobs are there, or the first could be done before the second has begun.
+BOTH_ARE_THERE = """
+import sys
+import time
+
+sys.path.insert(0, {tests!r})
+import graders
+
+def share_of_digits(response, answer, row):
+    while response != answer and open({events!r}).read().count('"joined"') < 2:  # equal: in the trial before the start
+        time.sleep(0.02)
+    return graders.share_of_digits(response, answer, row)
+"""
+
+
 @pytest.mark.slow
 def test_the_next_job_decodes_beside_the_tail_of_another(
     files, settings, run_ranks, mixed_prompts: Path, tmp_path: Path
 ) -> None:
     """Two real jobs on the same two workers, on which they train too."""
+    grader = tmp_path / "grader.py"
+    grader.write_text(BOTH_ARE_THERE.format(events=str(tmp_path / "mux" / "mux.jsonl"), tests=str(ROOT / "tests")))
     own: dict[str, object] = {"run__eval_every": 0, "run__dump_rollouts": "true"}
-    own |= {"data__train": mixed_prompts, "data__task": f"{ROOT}/tests/graders.py:share_of_digits"}
+    own |= {"data__train": mixed_prompts, "data__task": f"{grader}:share_of_digits", "reward__timeout_seconds": 600}
     own |= {"data__eval_prompts": 0, "scheduler__policy": "synchronous", "scheduler__window_iterations": 4}
     own |= {"rollout__stop": json.dumps([*"ABCDEFGH"]), "rollout__max_prompt_tokens": 32}
     own |= {"rollout__max_response_tokens": 96, "trainer__lr": 3e-3}
     alone: list[list[str]] = []
     for seed, name in enumerate("ab"):
-        mine = {"run__seed": seed, "run__steps": 3 + 2 * seed}  # the last rounds of b have no tail: nobody waits
+        mine = {"run__seed": seed, "run__steps": 6 + 2 * seed}  # the last rounds of b have no tail: nobody waits
         write_settings(name, settings(name, group__tail_share=0.5, **mine, **own))
         alone.append(settings(f"alone_{name}", **mine, **own))
     assert mux.main(['--mux.jobs=["a.toml", "b.toml"]', "--mux.dir=mux"], RANKS) == 0

@@ -190,7 +190,7 @@ def wait_for(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_rank_that_never_joins_costs_the_others_no_more_than_the_time_out(tmp_path, name: str) -> None:
+def test_a_rank_that_never_joins_costs_the_others_no_more_than_the_time_out(fork_server, tmp_path, name: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
