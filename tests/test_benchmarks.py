@@ -346,9 +346,9 @@ def test_a_group_is_timed_from_its_first_rollout_to_its_last_update() -> None:
 def test_an_exchanged_round_goes_the_way_of_the_simulated_one(fork_server, monkeypatch: pytest.MonkeyPatch) -> None:
     start = torch.multiprocessing.start_processes
 
-    def forked(*args: Any, start_method: str, **more: Any) -> None:
+    def forked(*args: Any, **more: Any) -> None:
         """Start ranks that need not import torch."""
-        start(*args, start_method="forkserver", **more)
+        start(*args, **(more | {"start_method": "forkserver"}))
 
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     for control in load("control_path"):

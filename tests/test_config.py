@@ -371,7 +371,7 @@ def test_help_lists_every_key_with_default_and_meaning():
     assert len(short) == len(limits()) and max(map(len, short)) <= 110, "a line a key"
     assert all(line.startswith(f"  --{key}=") for (key, *_), line in zip(limits(), short))
     assert all(line.count("(") == line.count(")") for line in short)
-    text = "\n".join(describe(settings.Config(), field.name) for field in dataclasses.fields(settings.Config))
+    text = "\n".join(describe(settings.Config(), field.name) for field in fields(settings.Config))
     assert max(map(len, text.splitlines())) <= 110
     lines = [line.strip() for line in re.sub(r"\n {10,}", " ", text).splitlines() if line.strip()]
     assert len(lines) == len(limits())
