@@ -139,7 +139,8 @@ BENCHMARKS = {
         + ("configs/relay.toml", "simulation/drafts.py"),
         "responses drafted from older weights' texts, long rounds of tail batching on the default task: "
         "{long_round_row_steps_ratio:.2f} of the row steps and {long_round_engine_steps_ratio:.2f} of the engine "
-        "steps, {long_round_speedup:.2f} x as fast, whole steps {step_speedup:.2f} x; a source that is always wrong "
+        "steps, {long_round_speedup:.2f} x as fast, whole steps {step_speedup:.2f} x, and, drafted as an H100 would, "
+        "{long_round_engine_steps_ratio_gpu_costs:.2f} of the engine steps; a source that is always wrong "
         "costs {worst_source_cost:.1%}; samples with the same tokens: {tokens_equal:.0%}; an H100's synchronous "
         "rollouts, simulated with the same rates, {long_round_speedup_simulated:.1f} x ([page](drafts.md))",
     ),
@@ -206,14 +207,17 @@ BENCHMARKS = {
         "{roofline_fraction_b32:.0%}, {roofline_fraction_b128:.0%} of the measured roofline for 1, 8, 32, 128 rows; "
         "equal lengths at least {ratio_generate_equal_min:.2f} x `generate`; long-tailed lengths on a small model "
         "{ratio_generate_longtail:.1f} x `generate` in static batches and {ratio_generate_batch_longtail:.1f} x "
-        "`generate_batch` ([all of it](../benchmarks/results/engine_cpu.md))",
+        "`generate_batch`, responses of a trained one {ratio_generate_trained:.1f} x `generate`, with drafts "
+        "{ratio_generate_trained_drafts:.1f} x ([all of it](../benchmarks/results/engine_cpu.md))",
     ),
     "peers": Benchmark(
         "benchmarks/peers.py",
         (*ENGINE, "benchmarks/peers/contender.py"),
         "a 0.5B shape in fp32, our tokens/s over OpenVINO GenAI's {ratio_openvino_equal}, {ratio_openvino_longtail}, "
         "{ratio_openvino_one} and over vLLM's {ratio_vllm_equal}, {ratio_vllm_longtail}, {ratio_vllm_one}, for equal "
-        "lengths, long-tailed lengths and one row ([table](#other-engines))",
+        "lengths, long-tailed lengths and one row, with drafts {ratio_drafts_openvino_longtail} of OpenVINO's for the "
+        "long-tailed; responses of a small trained model {ratio_openvino_trained} and {ratio_vllm_trained} "
+        "([table](#other-engines))",
     ),
     "training": Benchmark(
         "benchmarks/training.py",
