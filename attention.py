@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine import gradients
+from engine import gradients, native
 from engine.host import upload
 
 
@@ -28,7 +28,9 @@ class PackedAttention:
         self.lengths, self.device = lengths, device
         self.varlen = VarlenAttention(lengths, lengths, device) if device.type == "cuda" else None
         self.starts = torch.tensor([*accumulate(lengths, initial=0)])  # of compiled kernels, on a CPU
-        self.batches: list[Tensor] = []  # each [n, L]: the packed row of every padded place; made when first needed
+        self.batches: list[Tensor] = []  # each [n, L]: the packed row of every padded place
+        if not (self.varlen or native.library()):
+            self._pad()
 
     def _pad(self) -> None:
         """Group the sequences into padded batches."""
@@ -57,7 +59,7 @@ class PackedAttention:
         """`window`: newest tokens that a token attends to, itself included; 0: all."""
         if self.varlen and q.dtype != torch.float32:
             return self.varlen(q, k, v, window)
-        if gradients.can_attend(q):
+        if native.can_attend(q):
             return gradients.attend(q, k, v, self.starts, window)
         if not self.batches:
             self._pad()

@@ -225,7 +225,7 @@ def _cut(text: str, room: int) -> str:
         return text
     ends = [match.start() for match in re.finditer(r"[;,] | \(", text[: room - 1])]
     whole = [text[:end] for end in ends if text[:end].count("(") == text[:end].count(")")]
-    return f"{whole[-1]} …" if whole and len(whole[-1]) > room // 3 else textwrap.shorten(text, room, placeholder=" …")
+    return f"{whole[-1]} …" if whole else textwrap.shorten(text, room, placeholder=" …")
 
 
 def dump_toml(config: Dataclass) -> str:

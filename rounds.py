@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import parallel
 from core import Decision, Finished, Group, Reward, RoundPlan, Sample, SampleId, Tokenizer, Visit, VisitId
@@ -28,6 +28,9 @@ from scheduler import SchedulerConfig, window
 REPLY_SECONDS = 0.002  # between two looks whether an environment has answered, while there is nothing to decode
 
 Note = TypeVar("Note")
+
+
+Reply = tuple[Sequence[Finished], Mapping[SampleId, float], object]  # what a rank tells after a window, and a note
 
 
 class Referee(Protocol):
@@ -93,7 +96,7 @@ class Round:
         self.aborted: dict[SampleId, int] = {}  # how many each had
         self.iteration = self.windows = self.migrated = 0
         self.decision = Decision()  # after the newest window that was heard of
-        self.replies: Callable[[], list[Any]] | None = None  # to the newest window's events, unless they were heard
+        self.replies: Callable[[], list[Reply]] | None = None  # to the newest window's events, unless they were heard
         self.plain, self.prefill_seconds = (0, 0, 0.0), 0.0  # steps without prefill or drafts, their tokens and seconds
         self.resized: list[dict[str, object]] = []
         self.record: dict[str, object] = {}
@@ -117,7 +120,7 @@ class Round:
             events = self.decode(lands=looks)
             _, live = self.exchange(events, [*self.engine.batcher.live_tokens().values()] if looks else [])
             if looks and not self.decision.done:
-                self._resize(live)
+                _resize(self, live)
         self.end()
 
     def play_window(self, may_decide: Callable[[Mapping[VisitId, int]], bool], lands: bool = False) -> None:
@@ -240,14 +243,15 @@ class Round:
         Returns the events of all ranks, and each rank's note.
         """
         self.tell(events, note)
-        return self.hear()
+        finished, notes = self.hear()
+        return finished, cast(list[Note], notes)
 
     def tell(self, events: Sequence[Finished], note: object) -> None:
         """Begin an exchange, which `hear` completes."""
         rewards = self._rewards_of(self.decision.grade)
         self.replies = parallel.start_gather(self.world, (events, rewards, note))
 
-    def hear(self) -> tuple[list[Finished], list[Any]]:
+    def hear(self) -> tuple[list[Finished], list[object]]:
         """Wait for what the others tell; carry out what the referee decides. Returns what `exchange` does."""
         assert self.replies, "nothing was told"
         with self.clock.span("idle" if self.engine.is_idle else "window_wait"):
@@ -324,43 +328,8 @@ class Round:
 
     def hand_over(self, moves: Sequence[tuple[SampleId, int, int]]) -> None:
         """Carry sequences from replica to replica; they go on token by token the same."""
-        if not moves:
-            return
-        replica = self.engine.parallel.replica
-        ids = {id for id, source, _ in moves if source == replica}
-        leaving = [*self.engine.export(ids), *(awaited.sequence for awaited in self.episodes.withdraw(ids))]
-        with self.clock.span("hand_over"):
-            travelling = self._gather(leaving)
-        for id, _, target in moves:
-            if target == replica:
-                self.start(travelling[id])
-        self.migrated += len(moves)
-
-    def _gather(self, leaving: Sequence[EngineSequence]) -> dict[SampleId, EngineSequence]:
-        """Return the sequences that leave all replicas."""
-        everyone = parallel.gather_objects(self.world, leaving if self.is_first else [])
-        return {sequence.id: sequence for part in everyone for sequence in part}
-
-    def _resize(self, live: Sequence[Sequence[int]]) -> None:
-        """Deal all sequences again, over replicas of another size, if the planner says so. Collective.
-
-        `live`: tokens so far of the sequences of every rank. Sequences go on token by token the same.
-        """
-        assert self.sizes
-        (planner, tp_groups), engine = self.sizes, self.engine
-        choice = planner.choose_again(self.plan.kind, live[:: engine.parallel.size])
-        if not choice:
-            return
-        with self.clock.span("resize"):
-            leaving = engine.export(engine.batcher.live_tokens())
-            leaving += [a.sequence for a in self.episodes.withdraw([*self.episodes.open])]
-            sequences = self._gather(leaving)
-            engine.regroup(tp_groups[choice.size])
-            self.placement = Placement(engine.parallel.num_replicas)
-            shares = self.placement.deal({id: sequence.num_tokens for id, sequence in sequences.items()})
-            for id in shares[engine.parallel.replica]:
-                self.start(sequences[id])
-        self.resized.append({"iteration": self.iteration, "responses": len(sequences), **asdict(choice)})
+        if moves:
+            _hand_over(self, moves)
 
     # ---- its groups ------------------------------------------------------------------------------------------
 
@@ -392,3 +361,46 @@ class Round:
     def shaped(self, id: SampleId) -> float:
         limit = self.engine.config.max_response_tokens
         return shaped_reward(self.samples[id], self.rewards[id], limit, self.overlong_buffer)
+
+
+# ---- sequences that move -----------------------------------------------------------------------------------------
+
+
+def _gather(played: Round, leaving: Sequence[EngineSequence]) -> dict[SampleId, EngineSequence]:
+    """Return the sequences that leave all replicas."""
+    everyone = parallel.gather_objects(played.world, leaving if played.is_first else [])
+    return {sequence.id: sequence for part in everyone for sequence in part}
+
+
+def _resize(played: Round, live: Sequence[Sequence[int]]) -> None:
+    """Deal all sequences again, over replicas of another size, if the planner says so. Collective.
+
+    `live`: tokens so far of the sequences of every rank. Sequences go on token by token the same.
+    """
+    assert played.sizes
+    (planner, tp_groups), engine = played.sizes, played.engine
+    choice = planner.choose_again(played.plan.kind, live[:: engine.parallel.size])
+    if not choice:
+        return
+    with played.clock.span("resize"):
+        leaving = engine.export(engine.batcher.live_tokens())
+        leaving += [a.sequence for a in played.episodes.withdraw([*played.episodes.open])]
+        sequences = _gather(played, leaving)
+        engine.regroup(tp_groups[choice.size])
+        played.placement = Placement(engine.parallel.num_replicas)
+        shares = played.placement.deal({id: sequence.num_tokens for id, sequence in sequences.items()})
+        for id in shares[engine.parallel.replica]:
+            played.start(sequences[id])
+    played.resized.append({"iteration": played.iteration, "responses": len(sequences), **asdict(choice)})
+
+
+def _hand_over(played: Round, moves: Sequence[tuple[SampleId, int, int]]) -> None:
+    replica = played.engine.parallel.replica
+    ids = {id for id, source, _ in moves if source == replica}
+    leaving = [*played.engine.export(ids), *(awaited.sequence for awaited in played.episodes.withdraw(ids))]
+    with played.clock.span("hand_over"):
+        travelling = _gather(played, leaving)
+    for id, _, target in moves:
+        if target == replica:
+            played.start(travelling[id])
+    played.migrated += len(moves)

@@ -12,6 +12,7 @@ import checkpoint
 from config import Auto, ConfigError, flatten, load_config, option, toml_text
 from core import ModelShape, Prompt, Tokenizer
 from data import DataConfig, load_prompts
+from engine import gradients
 from engine.cpu import can_pack
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
@@ -152,8 +153,7 @@ def memory_plan(
 ) -> tuple[Plan, ...]:
     """Return the memory plan of each kind of rank, that of ranks that decode last.
 
-    `outside`: bytes of the device that torch cannot have now. Raises ConfigError for weights of the rollout that cannot
-    be sharded.
+    `outside`: bytes of the device that torch cannot have now. Raises ConfigError for weights that cannot be sharded.
     """
     if config.rollout.weights == "sharded" and config.trainer.shard == 1:
         raise ConfigError(
@@ -200,6 +200,7 @@ def memory_plan(
             outside=outside,
             judge=_judge_bytes(c.judge, dtype) if is_gpu else 0.0,
             packed=c.rollout.prepack and not is_gpu and can_pack(dtype),
+            compiled=not is_gpu and gradients.compiles(shape.head_dim, dtype),
             **planned_bytes(c.distill, dtype, tokens),
             device=gpu_bytes,
             kv=c.rollout.kv_gib * GIB or (0 if is_gpu else CPU_KV_BYTES),

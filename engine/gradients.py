@@ -17,46 +17,47 @@ from engine import native
 from engine.cpu import can_pack
 from engine.kernels import silu_mul_torch
 
+Context = Any  # of a Function, with attributes of its own
 MIN_ROWS = 64  # oneDNN brings the weight into a layout of its own in each call
 
 
 class _SiluMul(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, num_blocks: int) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, num_blocks: int) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.num_blocks = num_blocks
         return native.silu_mul(gate_up, num_blocks)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         [gate_up] = ctx.saved_tensors
         return native.silu_mul_backward(gradient.contiguous(), gate_up, ctx.num_blocks), None
 
 
 class _RmsNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return native.add_rms_norm(x, None, weight, eps)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         return *native.rms_norm_backward(gradient.contiguous(), x, weight, ctx.eps), None
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
@@ -68,7 +69,7 @@ class _Linear(Function):
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = native.packed_attention(q, k, v, starts, window)
         ctx.save_for_backward(out, q, k, v, starts)
@@ -77,7 +78,7 @@ class _Attention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         out, q, k, v, starts = ctx.saved_tensors
         found = native.packed_attention_backward(gradient.contiguous(), out, q, k, v, starts, ctx.window)
         return *found, None, None
@@ -105,9 +106,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (_Linear.apply if is_known and len(x) >= MIN_ROWS else F.linear)(x, weight, bias)
 
 
-def can_attend(q: Tensor) -> bool:
-    """Whether `attend` takes queries [T, H, D]: heads of the usual sizes, where there is a compiler."""
-    return native.can_attend(q)
+def compiles(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether a CPU trains with all of these, not only some: in float32, with heads of the usual sizes."""
+    return native.can_attend(torch.empty(0, 1, head_dim, dtype=dtype))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int) -> Tensor:

@@ -54,6 +54,7 @@ class Demand:
     teacher: float = 0.0  # bytes that it holds all the time,
     teaching: float = 0.0  # and in a forward
     packed: bool = False  # a CPU decodes with a second copy of the weights
+    compiled: bool = False  # a CPU trains by the kernels of engine/gradients.py
     device: float = 0.0  # bytes of a GPU; 0: a CPU
     kv: float = 0.0  # bytes of KV pages; 0: what the rest leaves
     trains: bool = True
@@ -236,6 +237,8 @@ def layer_bytes(d: Demand) -> float:
     """Return what a layer keeps of one token for its backward pass."""
     s, b = d.shape, d.itemsize
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    if d.compiled:  # two norms and their results; q, k, v, the output; gate and up, silu(gate) * up
+        return (4 * s.hidden_size + 2 * heads + 2 * kv + 3 * s.mlp_width) * b + 8 * (heads + kv) * s.qk_norm
     # Two norms: the input in fp32, that normalised in fp32 for the gradient of their weights, the output.
     norms = 2 * (4 + 4 * (not d.adapters) + b) * s.hidden_size
     # q, k, v, the output. A CPU has k and v for all query heads, and pads the sequences: the packed output is a copy.

@@ -515,7 +515,7 @@ def test_help_lists_every_key(capsys):
     assert train.main(["--help", "loss"]) == 0
     section = capsys.readouterr().out
     assert "--loss.name=" in section and "--run.dir=" not in section and len(section) < len(text)
-    assert train.main(["--help", "lost"]) == 1 and "no such section" in capsys.readouterr().err
+    assert train.main(["--help", "lost"]) == 2 and "no such section" in capsys.readouterr().err
 
 
 def test_check_validates_and_exits(settings, tmp_path, capsys):

@@ -50,7 +50,7 @@ def plainroll(
             prompt = group[0].prompt if group else len(groups) - 1
             key = sample_key(0, prompt, len(group))
             engine.add(Sequence(prompt, len(group), 0, tuple(tokens), key, length, ignore_eos=True))
-            group.append(SampleId(prompt, len(group), 0))
+            group.append(SampleId(epoch=0, prompt=prompt, response=len(group)))
             ids.append(group[-1])
         while not engine.is_idle:
             done |= {sample.id: list(sample.token_ids) for sample in engine.step()}
