@@ -1,8 +1,8 @@
 """Operations of a training step on a CPU whose forward and backward passes read and write memory once.
 
-In torch the activation of an MLP and the norms are a dozen passes over large tensors, a third of a small model's step;
-and its matrix products are slower than oneDNN's. Each function computes what its plain form does, but for rounding, and
-is that form where there is no compiler, on a GPU, and in other dtypes.
+In torch the activation of an MLP and the norms are a dozen passes over large tensors, attention pads its sequences, and
+matrix products may be slower than oneDNN's. Each function computes what its plain form does, but for rounding, and is
+that form where there is no compiler, on a GPU, and in other dtypes.
 """
 
 from typing import Any
