@@ -221,7 +221,8 @@ BENCHMARKS = {
     ),
     "training": Benchmark(
         "benchmarks/training.py",
-        ("trainer.py", "loss.py", "model.py", "attention.py", "sampling.py", "benchmarks/engine.py"),
+        ("trainer.py", "loss.py", "model.py", "attention.py", "sampling.py", "benchmarks/engine.py")
+        + ("engine/gradients.py", "engine/native.py", "engine/native.cpp"),
         "training step of a 0.5B shape with fewer layers, long-tailed lengths: {tokens_per_s:,} tokens/s, "
         "{training_roofline_fraction:.0%} of the measured roofline, {training_ratio_hf:.2f} x transformers on padded "
         "batches at its fastest, {training_ratio_hf_tiny:.2f} x with a tiny model ([table](#the-training-step))",
