@@ -2,8 +2,8 @@
 
 python figures/time_to_score.py    draws from benchmarks/results/time_to_score.json
 
-A line is a run, to its first evaluation with the score (dashed); a dot is the median of an entry's seeds, where most of
-them have it.
+A line is a run, to its first evaluation with the score (dashed); a dot or square is the median of an entry's seeds,
+where most of them have it.
 """
 
 import argparse
@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
+COLORS = 5  # of plainroll.mplstyle; further entries have dotted lines and squares
 DATA = HERE.parent / "benchmarks" / "results" / "time_to_score.json"
 
 
@@ -30,12 +31,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         score = places[0]["score"]
         axes.axhline(score, color="0.4", linestyle="--", linewidth=1)
         for place in places:
-            color = f"C{names.index(place['entry'])}"
+            number = names.index(place["entry"])
+            color, line, mark = f"C{number}", "-:"[number // COLORS % 2], "os"[number // COLORS % 2]
             for run in (r for r in result["runs"] if (r["task"], r["entry"]) == (task, place["entry"])):
                 points = [p for p in run["curve"] if p["seconds"] <= run["seconds"]]
-                axes.plot([p["seconds"] for p in points], [p["score"] for p in points], color=color, alpha=0.45)
+                axes.plot([p["seconds"] for p in points], [p["score"] for p in points], line, color=color, alpha=0.45)
             label = place["title"] + (f": {place['median']:.0f} s" if place["median"] else ": not reached")
-            axes.plot(place["median"] or [], score if place["median"] else [], "o", color=color, label=label)
+            axes.plot(place["median"] or [], score if place["median"] else [], mark, color=color, label=label)
         axes.set(title=f"{task}, to {score:g}", xlabel="seconds of steps")
         axes.set_xscale("symlog", linthresh=20)  # TRL takes many times as long
         axes.legend(loc="lower right", fontsize=6)
