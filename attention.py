@@ -27,10 +27,8 @@ class PackedAttention:
     def __init__(self, lengths: list[int], device: torch.device):
         self.lengths, self.device = lengths, device
         self.varlen = VarlenAttention(lengths, lengths, device) if device.type == "cuda" else None
-        self.starts = torch.tensor([*accumulate(lengths, initial=0)])  # of compiled kernels, on a CPU
+        self.starts: Tensor | None = None  # [n + 1], of compiled kernels
         self.batches: list[Tensor] = []  # each [n, L]: the packed row of every padded place
-        if not (self.varlen or native.library()):
-            self._pad()
 
     def _pad(self) -> None:
         """Group the sequences into padded batches."""
@@ -60,6 +58,8 @@ class PackedAttention:
         if self.varlen and q.dtype != torch.float32:
             return self.varlen(q, k, v, window)
         if native.can_attend(q):
+            if self.starts is None:
+                self.starts = torch.tensor([*accumulate(self.lengths, initial=0)])
             return gradients.attend(q, k, v, self.starts, window)
         if not self.batches:
             self._pad()

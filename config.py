@@ -198,23 +198,23 @@ def flatten(config: Dataclass, prefix: str = "") -> dict[str, tuple[object, str]
     return flat
 
 
-def describe(config: Dataclass, section: str = "") -> str:
-    """Return the text of `--help`: each key with its default and its meaning, in a line of the console's width.
+def describe(config: Dataclass, section: str = "", is_short: bool = False) -> str:
+    """Return the text of `--help`: each key, or each of a section, or one, with its default and its meaning.
 
-    Meanings that are longer are cut; with a section, its keys have all of theirs. Raises ConfigError for one unknown.
+    `is_short`: a key has one line of the console's width. Raises ConfigError for an unknown section.
     """
     rows = {f"--{key}={toml_text(value)}": help for key, (value, help) in flatten(config).items()}
     sections = list(dict.fromkeys(text[2:].partition(".")[0] for text in rows))
-    if section and section not in sections:
+    if section and not any(text.startswith((f"--{section}.", f"--{section}=")) for text in rows):
         raise ConfigError(f"--help {section}: there is no such section; possible: {', '.join(sections)}")
     lines = []
     for name in [section] if section else sections:
-        own = {text: help for text, help in rows.items() if text.startswith(f"--{name}.")}
+        own = {text: help for text, help in rows.items() if text.startswith((f"--{name}.", f"--{name}="))}
         width = min(max(map(len, own)), MOST_KEY) + 2
         lines.append("")
         for text, help in own.items():
             room = CONSOLE - 2 - max(width, len(text) + 2)
-            line = f"  {text:<{width - 2}}  {help if section else _cut(help, room)}"
+            line = f"  {text:<{width - 2}}  {_cut(help, room) if is_short else help}"
             lines += textwrap.wrap(line, CONSOLE, subsequent_indent=" " * (width + 2), break_on_hyphens=False)
     return "\n".join(lines)
 

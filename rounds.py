@@ -114,7 +114,7 @@ class Round:
         self.begin(plan, referee)
         while not self.decision.done:
             if not self.sizes:
-                self.play_window(self._may_decide)
+                self.play_window()
                 continue
             looks = self.sizes[0].is_due(self.placement.num_live)
             events = self.decode(lands=looks)
@@ -123,24 +123,22 @@ class Round:
                 _resize(self, live)
         self.end()
 
-    def play_window(self, may_decide: Callable[[Mapping[VisitId, int]], bool], lands: bool = False) -> None:
+    def play_window(self) -> None:
         """Decode a window, and hear of it at once if its events may change what this rank does next.
 
         Else it decodes the next window first: a window takes ranks unequal times, now longer on this rank and now on
-        that. What is decided, and after which window, stays the same. `may_decide`: by how many responses run here.
+        that. What is decided, and after which window, stays the same.
         """
-        events = self.decode(lands=lands)
+        events = self.decode()
         if self.replies:  # to the window before
             self.hear()
             assert not (self.decision.done or self.decision.launch), "a window's decision was not waited for"
         self.tell(events, None)
         batcher, awaited = self.engine.batcher, self.episodes.awaited
         live = Counter(id.visit for id in (*(s.id for s in (*batcher.admitted, *batcher.waiting)), *awaited))
-        if self.engine.is_idle or self.config.migrate or may_decide(live):
+        waits = self.engine.is_idle or self.config.migrate or self.config.dynamic_sampling
+        if waits or may_decide(self.plan, len(self.prompts), live):
             self.hear()
-
-    def _may_decide(self, live: Mapping[VisitId, int]) -> bool:
-        return self.config.dynamic_sampling or may_decide(self.plan, len(self.prompts), live)
 
     def begin(self, plan: RoundPlan, referee: Referee) -> None:
         self.plan, self.referee = plan, referee

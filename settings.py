@@ -11,7 +11,7 @@ import torch
 import checkpoint
 from config import Auto, ConfigError, flatten, load_config, option, toml_text
 from core import ModelShape, Prompt, Tokenizer
-from data import DataConfig, load_prompts
+from data import DUMP, DataConfig, load_prompts
 from engine import gradients
 from engine.cpu import can_pack
 from engine.graphs import row_counts
@@ -443,6 +443,9 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         )
     if c.run.replay and not Path(c.run.replay).is_dir():
         raise ConfigError(f"run.replay = {c.run.replay!r}: no such folder; give the rollouts/ folder of an earlier run")
+    last = Path(c.run.replay, DUMP.format(c.run.steps))
+    if c.run.replay and c.run.steps and not last.exists():
+        raise ConfigError(f"run.replay: there is no {last}; lower run.steps to the number of dumped steps")
 
 
 def shape_of(c: Config) -> ModelShape:
@@ -795,6 +798,7 @@ def check_run_folder(config: Config, resume: bool) -> None:
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream.", "group.", "drafts."))
         is_free |= key.startswith("warm_start.") and bool(config.model.path)  # earlier versions ignored them there
+        is_free |= key == "distill.teacher" and bool(value) and bool(before[key][0])  # `job.restore` knows its weights
         is_free &= key != "run.steps" or config.trainer.lr_schedule == "constant"  # a schedule ends with the run
         # Between two batches all sequences leave the engine, and KV of older weights is not kept.
         is_free &= key not in ("run.eval_every", "run.checkpoint_every") or config.overlap.flight != "keep"

@@ -98,7 +98,7 @@ def main(argv: list[str], script: str = __file__) -> int:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         if flags.help is not None:
-            print(USAGE * (not flags.help) + describe(Config(), flags.help))
+            print(describe(Config(), flags.help) if flags.help else USAGE + describe(Config(), is_short=True))
             return 0
         if len(flags.config) > 1:
             raise ConfigError(f"--config is given {len(flags.config)} times; put all settings in one file")

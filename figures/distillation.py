@@ -96,8 +96,8 @@ def draw(rows: list[dict], path: Path) -> None:
     for score in SCORES:
         axes.axhline(100 * score, color="0.4", linestyle="--", linewidth=0.7)
     axes.set(title="Held-out accuracy of the student", xlabel="seconds of steps", ylabel="avg@4 at temperature 1 (%)")
-    axes.set_ylim(0, 100)
-    axes.legend(loc="upper left")
+    axes.set_ylim(0, 60)
+    axes.legend(loc="lower right")
     figure.supxlabel("python figures/distillation.py; hailstone, 2 ranks of one thread", fontsize=7, color="0.4")
     figure.savefig(path)
 
@@ -108,12 +108,15 @@ def seed_of(row: dict) -> int:
 
 def summary(rows: list[dict]) -> dict:
     """Return by way each seed's seconds to the scores, null where it did not come so far, and its best accuracy."""
-    found: dict = {"name": "distillation", "scores": SCORES}
+    found: dict = {"name": "distillation", "scores": SCORES, "rows": []}
     for way in WAYS:
         curves = [row["evaluations"] for row in sorted(rows, key=seed_of) if row["way"] == way]
-        found[f"seconds_{plain(way)}"] = [[seconds_to(score, points) for score in SCORES] for points in curves]
-        found[f"best_{plain(way)}"] = [max(p["avg@4"] for p in points) for points in curves]
-        print(f"{way}: seconds {found[f'seconds_{plain(way)}']}, best {found[f'best_{plain(way)}']}")
+        seconds = [[seconds_to(score, points) for score in SCORES] for points in curves]
+        best = [max(p["avg@4"] for p in points) for points in curves]
+        found |= {f"seconds_{plain(way)}": seconds, f"best_{plain(way)}": best}
+        cells = [", ".join("-" if x is None else f"{x:.0f}" for x in column) for column in zip(*seconds, strict=True)]
+        found["rows"].append({"way": way, "to": cells, "best": ", ".join(f"{100 * x:.0f}" for x in best)})
+        print(f"{way}: seconds to {SCORES} {'; '.join(cells)}; best {found['rows'][-1]['best']} %")
     return found
 
 

@@ -44,9 +44,10 @@ class Ahead:
             is_dry = texts is None and r.engine.is_idle and not r.episodes.awaited
             if is_dry and self._others_decode():  # the last replica of the round has no time to draw
                 texts = self._launch(r)
+            r.tell(events, None)  # before it draws: nobody waits for the end of its step
             if texts is not None:
                 self._draw(r, texts)
-            r.exchange(events, None)
+            r.hear()
         texts = {**(texts or {}), **r.engine.abort(texts or ())}
         for id, text in texts.items():
             self.drafting.old.put(id, text)

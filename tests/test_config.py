@@ -367,7 +367,7 @@ def test_a_model_on_the_command_line_takes_the_place_of_a_files_warm_start(toml)
 
 
 def test_help_lists_every_key_with_default_and_meaning():
-    short = [line for line in describe(settings.Config()).splitlines() if line]
+    short = [line for line in describe(settings.Config(), is_short=True).splitlines() if line]
     assert len(short) == len(limits()) and max(map(len, short)) <= 110, "a line a key"
     assert all(line.startswith(f"  --{key}=") for (key, *_), line in zip(limits(), short))
     assert all(line.count("(") == line.count(")") for line in short)
@@ -381,6 +381,12 @@ def test_help_lists_every_key_with_default_and_meaning():
         shown = line.removeprefix(f"--{key}=").removesuffix(limit["help"])
         found = tomllib.loads(f"value = {shown}")["value"]
         assert (tuple(found) if isinstance(default, tuple) else found) == default
+
+
+def test_help_of_a_part_of_a_section_or_of_a_key() -> None:
+    lines = describe(settings.Config(), "trainer.lora").strip().splitlines()
+    assert lines[0].startswith("--trainer.lora.rank=") and len(lines) >= 3
+    assert describe(settings.Config(), "distill.top_k").strip().startswith("--distill.top_k=0  tokens that")
 
 
 def test_help_of_an_unknown_section_names_those_that_there_are() -> None:

@@ -347,6 +347,7 @@ def compare(memory: ModuleType, case: object, world: World) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["off", "on"])
+@pytest.mark.slow
 def test_a_run_holds_what_it_plans(memory: ModuleType, recompute: str) -> None:
     compare(memory, memory.Case("nano", 1, recompute), ALONE)
     compare(memory, memory.Case("nano", 1, recompute, lora=8), ALONE)
@@ -364,6 +365,7 @@ def test_a_sharded_run_holds_what_it_plans(run_ranks) -> None:
 
 
 @pytest.mark.parametrize(("recompute", "chunk", "rank"), [("on", 2048, 0), ("off", 4096, 0), ("on", 2048, 32)])
+@pytest.mark.slow
 def test_a_7b_model_holds_what_is_planned(
     memory: ModuleType, monkeypatch, recompute: str, chunk: int, rank: int
 ) -> None:
@@ -371,7 +373,8 @@ def test_a_7b_model_holds_what_is_planned(
     monkeypatch.setattr(native, "library", lambda: None)
     examples, live = memory.examples(8192, 1), memory.LiveBytes(fakes=True)
     attention = PackedAttention([e.num_tokens for e in examples], ALONE.device)
-    monkeypatch.setattr("trainer.PackedAttention", lambda lengths, device: attention)  # its places depend on data
+    attention._pad()  # its places depend on data
+    monkeypatch.setattr("trainer.PackedAttention", lambda lengths, device: attention)
     config = TrainerConfig(tokens_per_microbatch=8192, tokens_per_logits=chunk, recompute=recompute)
     config = replace(config, lora=LoraConfig(rank))
     with FakeTensorMode(allow_non_fake_inputs=True), live:

@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessException
 import train
 from checkpoint import list_checkpoints, load_state
 from config import ConfigError
-from core import Span, with_span
+from core import Sample, Span, with_span
 from engine.sequence import Sequence
 from metrics import Clock
 from model import Model
@@ -387,11 +387,25 @@ def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path, sync: str
     assert max(ages(tmp_path / "straight")) <= 3
 
 
+def train_decoding_slowly(world: World, *runs: list[str], **more) -> None:
+    """Train with steps of the engine that take six times as long, however fast the machine is."""
+    step = Engine.step
+
+    def slow_step(engine: Engine) -> list[Sample]:
+        start = time.perf_counter()
+        samples = step(engine)
+        time.sleep(5 * (time.perf_counter() - start))
+        return samples
+
+    Engine.step = slow_step
+    train_runs(world, *runs, **more)
+
+
 def test_ranks_change_sides_by_measured_times(settings, run_ranks, tmp_path: Path) -> None:
     """Decoding takes much longer than training here, so two of three ranks should decode; at first one does."""
     make = partial(settings, **APART | dict(run__steps=5, rollout__stop="[]"))
     runs = make("auto", overlap__train_ranks="auto"), make("fixed")
-    run_ranks(3, train_runs, *runs)
+    run_ranks(3, train_decoding_slowly, *runs)
     auto, fixed = tmp_path / "auto", tmp_path / "fixed"
     advice = [r["split"].get("advice", "") for r in steps_of(auto)]
     assert advice[2].startswith("2 of 3 ranks train, from now on 1: beta* = ")
@@ -405,7 +419,7 @@ def test_ranks_change_sides_by_measured_times(settings, run_ranks, tmp_path: Pat
     assert [r["step"] for r in steps_of(auto)] == [1, 2, 3, 4, 5] and tokens_of(auto) == tokens_of(fixed)
     for mine, theirs in zip(losses(auto), losses(fixed), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
-    run_ranks(3, partial(train_runs, resume=True), make("auto", overlap__train_ranks="auto", run__steps=6))
+    run_ranks(3, partial(train_decoding_slowly, resume=True), make("auto", overlap__train_ranks="auto", run__steps=6))
     assert steps_of(auto)[-1]["step"] == 6 and steps_of(auto)[-1]["split"]["advice"].startswith("1 of 3 ranks train")
 
 
