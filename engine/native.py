@@ -79,6 +79,12 @@ SIGNATURES = {  # the first argument of most: whether numbers are bfloat16
 OF_TRAINING = {"silu_mul_backward", "rms_norm_backward"}
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether a compiled file is there and ends with its checksum: to load a part of one would end the process."""
+    data = path.read_bytes() if path.exists() else b""
+    return hashlib.sha256(data[:-32]).digest() == data[-32:]
+
+
 def _compiled() -> Path | None:
     """Return the compiled file, made now if this machine has not made it before; None where that cannot be."""
     compiler = os.environ.get("CXX", "g++")
@@ -92,15 +98,17 @@ def _compiled() -> Path | None:
         key = hashlib.sha256("\n".join((*command, SOURCE, *cpu, *platform.libc_ver())).encode()).hexdigest()[:16]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plainroll"
         path = folder / f"native-{key}.so"
-        if not path.exists() and compiler:
+        if compiler and not _is_whole(path):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as own:  # ranks may compile at the same time
                 try:
                     command += ["-o", f"{own}/it.so"]
                     subprocess.run(command, input=SOURCE.encode(), check=True, capture_output=True, timeout=SECONDS)
+                    made = Path(own, "it.so").read_bytes()
+                    Path(own, "it.so").write_bytes(made + hashlib.sha256(made).digest())
                     os.replace(f"{own}/it.so", path)
                 except subprocess.SubprocessError:
-                    if not path.exists():  # else another rank was faster: ranks of a replica should compute alike
+                    if not _is_whole(path):  # else another rank was faster: ranks of a replica should compute alike
                         raise
         return path if compiler else None
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:

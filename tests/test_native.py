@@ -247,18 +247,35 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch)
     assert native.library() is None
 
 
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_a_damaged_file_is_compiled_anew(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(native, "SOURCE", 'extern "C" int made() { return 7; }')
+    monkeypatch.setattr(native, "SIGNATURES", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert (found := native.library()) and found.made() == 7
+    [path] = tmp_path.rglob("*.so")
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", bytes(len(whole))):
+        path.unlink()  # else the process would have the one that it has mapped
+        path.write_bytes(damaged)
+        native.library.cache_clear()
+        assert (found := native.library()) and found.made() == 7
+
+
 def test_a_rank_that_compiles_in_vain_takes_what_another_has_made(tmp_path: Path, monkeypatch) -> None:
     """Ranks of a replica should compute alike, also where a busy machine lets only some of them be in time."""
     monkeypatch.setenv("CXX", "some-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native.subprocess, "run", lambda command, **_: Path(command[-1]).touch())
     made = native._compiled()
-    assert made and made.exists()
+    assert made
+    whole = made.read_bytes()
     made.unlink()
 
     def late(command: list[str], **_: object) -> None:
         if is_beside_another:
-            made.touch()
+            made.write_bytes(whole)
         raise native.subprocess.TimeoutExpired(command, 1)
 
     for is_beside_another in (False, True):
