@@ -437,6 +437,7 @@ def state_of(job: Job) -> Record:
         "split": job.split.state_dict(),
         "base": job.base,
         "best": job.checkpoints.best,
+        "teacher": job.trainer.teacher.fingerprint if job.trainer.teacher else 0,
     }
     if job.streaming:
         state["streaming"] = job.streaming.state_dict()
@@ -452,12 +453,18 @@ def state_of(job: Job) -> Record:
 def restore(job: Job, saved: Path, state: Record) -> None:
     """Take over the state of a checkpoint. The model has its weights already. Collective.
 
-    Raises ConfigError when model.path no longer has the weights beneath the adapters, or of the reference model.
+    Raises ConfigError when model.path no longer has the weights beneath the adapters, or of the reference model, and
+    when the teacher has others.
     """
     if state.get("base", job.base) != job.base:
         raise ConfigError(
             f"--resume: model.path = {str(job.source)!r} has other weights than when {job.folder} was started, and "
             "trainer.lora or loss.kl_coef goes on from those; put them back, or start another run in a new run.dir"
+        )
+    if (teacher := job.trainer.teacher) and state.get("teacher", teacher.fingerprint) != teacher.fingerprint:
+        raise ConfigError(
+            f"--resume: distill.teacher = {teacher.config.teacher!r} has other weights than when {job.folder} was "
+            "started; put them back, or start another run in a new run.dir"
         )
     job.step = state["step"]
     fill = partial(checkpoint.load_tensors, saved, world=job.trainer.world)

@@ -57,6 +57,7 @@ class Teacher(OffloadedModel):
         """`vocab_size`: the student's."""
         super().__init__(checkpoint.load_model(config.teacher, torch.device("cpu"), dtype), device, config.memory_gib)
         self.config, self.vocab_size, self.scale = config, vocab_size, sampling.scale
+        self.fingerprint = checkpoint.fingerprint(checkpoint.check_model(config.teacher)[1])
         self.about = f"teacher {config.teacher}: {len(self.layers)} layers, read before each gradient"
 
     @torch.inference_mode()

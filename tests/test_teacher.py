@@ -3,9 +3,11 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import ALONE, ROOT, steps_of, train_runs
 from test_golden import RACES, trajectory
@@ -280,6 +282,20 @@ def test_a_run_resumes_and_is_replayed(settings, tmp_path: Path) -> None:
     train_runs(ALONE, settings("replayed", **options | replayed))
     trained = [[r["train"] for r in steps_of(tmp_path / name)] for name in ("straight", "again", "replayed")]
     assert trained[0] == trained[1] == trained[2] and len(trained[0]) == 3
+
+
+def test_a_resumed_run_has_the_teacher_of_before_wherever_it_lies(settings, folder, tmp_path: Path, capsys) -> None:
+    teacher = shutil.copytree(folder, tmp_path / "teacher")
+    assert train.main(settings("run", distill__teacher=teacher, run__steps=1)) == 0
+    moved = teacher.rename(tmp_path / "moved")
+    again = partial(settings, "run", distill__teacher=moved)
+    assert train.main([*again(run__steps=2), "--resume"]) == 0
+    weights = safetensors.torch.load_file(moved / "model.safetensors")
+    changed = {name: weight + 0.5 for name, weight in weights.items()}
+    safetensors.torch.save_file(changed, moved / "model.safetensors", {"format": "pt"})
+    assert train.main([*again(run__steps=3), "--resume"]) == 2
+    assert "distill.teacher = " in (said := capsys.readouterr().err) and "has other weights than when" in said
+    assert train.main([*settings("run", distill__teacher="", run__steps=3), "--resume"]) == 2
 
 
 # ---- settings
