@@ -61,13 +61,17 @@ class EngineLoop:
         for place, prompt in enumerate(ask.prompts):
             room = min(c.max_response_tokens, shape.max_positions - len(prompt))
             limit = ask.max_tokens or max(room, 1)
+            if limit > c.max_response_tokens:
+                said = f"max_tokens = {limit} is over rollout.max_response_tokens = {c.max_response_tokens}"
+                raise ApiError(400, f"{said}; ask for fewer", param="max_tokens")
             for r in range(ask.num_responses):
                 key = sample_key(seed, 0, place, r)  # as `Engine.generate` has it
                 sequences.append(Sequence(place, r, number, prompt, key, limit, stop=ask.stop))
             try:
                 sequences[-1].check(c.max_prompt_tokens, c.max_response_tokens, shape.max_positions, shape.vocab_size)
             except ValueError as error:
-                raise ApiError(400, str(error)) from None
+                said = str(error).removeprefix(f"sequence {sequences[-1].id} ")
+                raise ApiError(400, f"prompt {place}: {said}", param="prompt") from None
         with self.lock:
             if self.is_stopping:
                 raise ApiError(503, "the server is ending", "server_error")

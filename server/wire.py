@@ -136,6 +136,9 @@ def _check_fields(asked: Json, is_chat: bool) -> None:
             raise ApiError(400, f"this server has no {key} = {value!r:.60}; leave it out", param=key)
 
 
+KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", dict: "an object"}
+
+
 class _Taker:
     """Takes fields of a type from a request; null is as good as nothing."""
 
@@ -149,7 +152,7 @@ class _Taker:
         if kind is float and type(value) is int and abs(value) < 2**63:
             value = float(value)
         if type(value) is not kind:
-            raise ApiError(400, f"{key} = {value!r:.60} must be {kind.__name__}", param=key)
+            raise ApiError(400, f"{key} = {value!r:.60} must be {KINDS[kind]}", param=key)
         if low is not None and high is not None and not low <= value <= high:  # type: ignore[operator]
             raise ApiError(400, f"{key} = {value!r:.60} must be from {low} to {high}", param=key)
         return value  # type: ignore[return-value]

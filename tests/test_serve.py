@@ -34,6 +34,8 @@ from serve import ServeConfig, ServeFile, Service
 from server.endpoint import Handler
 from server.wire import Writer
 
+pytestmark = pytest.mark.slow  # processes and whole runs
+
 LIMIT = 64  # response tokens
 ROLLOUT = RolloutConfig(max_prompt_tokens=64, max_response_tokens=LIMIT, kv_gib=0.01, max_running=16)
 PROMPT = "31?"
@@ -224,13 +226,13 @@ BAD = [
     ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt = "),
     ("/v1/completions", {"prompt": [True]}, 400, "prompt = "),
     ("/v1/completions", {"prompt": []}, 400, "prompt = "),
-    ("/v1/completions", {"prompt": [10**9]}, 400, "token ids"),
-    ("/v1/completions", {"prompt": ""}, 400, "prompt of 0 tokens"),
+    ("/v1/completions", {"prompt": [10**9]}, 400, "prompt 0: holds something else than token ids"),
+    ("/v1/completions", {"prompt": ""}, 400, "prompt 0: has a prompt of 0 tokens"),
     ("/v1/completions", {"prompt": "1" * 99}, 400, "rollout.max_prompt_tokens = 64"),
     ("/v1/completions", {"prompt": "1" * 10**6}, 400, "far too many"),
-    ("/v1/completions", {"prompt": "1", "max_tokens": 10**6}, 400, "rollout.max_response_tokens"),
+    ("/v1/completions", {"prompt": "1", "max_tokens": 10**6}, 400, "max_tokens = 1000000 is over rollout.max_response"),
     ("/v1/completions", {"prompt": "1", "max_tokens": 0}, 400, "max_tokens = 0"),
-    ("/v1/completions", {"prompt": "1", "temperature": "hot"}, 400, "temperature = 'hot' must be float"),
+    ("/v1/completions", {"prompt": "1", "temperature": "hot"}, 400, "temperature = 'hot' must be a number"),
     ("/v1/completions", {"prompt": "1", "temperature": float("nan")}, 400, "not a finite number"),
     ("/v1/completions", {"prompt": "1", "top_p": 0}, 400, "sampling.top_p"),
     ("/v1/completions", {"prompt": "1", "n": 999}, 400, "serve.queue"),
