@@ -16,6 +16,7 @@ always wrong    the long rounds of tail batching once more, by a source that pro
 `agreement_lagN`: the chance that a token is drawn again by weights N updates older, up to the first difference of each
 response of the trained model. `regain`: tokens after a difference, in the mean, until three tokens in a row stand in
 the older text again; the simulator gets both for `long_round_speedup_simulated`, at the costs of an H100.
+`widest_tie`: of samples that differ, the most that two logits must change for either side's token to be drawn.
 `verify_8_over_1`: seconds of a step of one row that verifies seven drafted tokens over those of a step that verifies
 none, with random weights in the shape of a 0.5B model.
 """
@@ -41,6 +42,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import parallel
+from attention import PackedAttention
 from config import load_config
 from core import Elsewhere, Group, RoundPlan, SampleId
 from engine.sequence import Sequence as EngineSequence
@@ -49,7 +51,7 @@ from metrics import Clock
 from parallel import World
 from policies.drafts import GRAM, LONGEST, SOURCES, DraftPolicy, Match, Row, Source, StepCosts
 from rollout import Engine, RolloutConfig
-from sampling import SamplingConfig, sample_key
+from sampling import SamplingConfig, sample, sample_key
 from scheduler import Race, SchedulerConfig
 from settings import Config
 from simulate import ClusterConfig, SimulationConfig, simulate
@@ -100,6 +102,7 @@ class Result:
     accepted: Counter[str] = field(default_factory=Counter)
     num_equal: int = 0  # samples with the same tokens on both sides
     num_samples: int = 0
+    ties: list[float] = field(default_factory=list)  # of the others (`tie`)
 
     def ratio(self, value: str, side: str = "on") -> float:
         """Return what a side took over what the rounds take without drafts."""
@@ -203,18 +206,41 @@ def step(result: Result, job: Job, wrong: DraftPolicy | None) -> None:
         tokens[name] = measured(side, job, ways[name])
         extra += time.perf_counter() - began if name != "on" else 0.0
     if plan.kind == "long":
-        equal = [
-            tokens["on"][id] == drawn == tokens.get("wrong", tokens["on"])[id] for id, drawn in tokens["off"].items()
-        ]
-        everyone = parallel.gather_objects(job.world, (sum(equal), len(equal)))
-        result.num_equal += sum(part[0] for part in everyone)
-        result.num_samples += sum(part[1] for part in everyone)
+        pairs = [(id, off, tokens[name][id]) for name in ways for id, off in tokens["off"].items() if name != "off"]
+        ties = {id: tie(job, plan, id, off, drawn) for id, off, drawn in pairs if off != drawn}
+        for others, count in parallel.gather_objects(job.world, (list(ties.values()), len(tokens["off"]))):
+            result.ties += others
+            result.num_equal += count - len(others)
+            result.num_samples += count
     job.learn(rollouts[0])
     job.sync_weights()
     result.step_seconds += time.perf_counter() - start - extra
     for report in job.take_reports():
         result.drafted.update(report.drafts.drafted)
         result.accepted.update(report.drafts.accepted)
+
+
+def tie(job: Job, plan: RoundPlan, id: SampleId, one: Sequence[int], other: Sequence[int]) -> float:
+    """Return how little two logits must change for either side's token to be drawn where two texts differ first."""
+    played, place = job.make_round(Clock()), common(one, other)
+    played.prompts = {visit.id: visit for visit in plan.prompts}
+    sequence = played.sequence(id)
+    context, model = torch.tensor([*sequence.prompt_ids, *one[:place]]), job.trainer.model
+    attend = PackedAttention([len(context)], context.device)
+    with torch.no_grad():
+        logits = model.logits(model(context, torch.arange(len(context)), attend)[-1:])
+    key, at = torch.tensor([sequence.key]), torch.tensor([place])
+
+    def draws(token: int, instead_of: int, change: float) -> bool:
+        moved = logits.clone()
+        moved[0, token] += change
+        moved[0, instead_of] -= change
+        return int(sample(moved, key, at, job.config.sampling)[0]) == token
+
+    change, a, b = 1e-9, one[place], other[place]
+    while change < 1 and not (draws(a, b, change) and draws(b, a, change)):
+        change *= 2
+    return change
 
 
 def open_job(task: Task, folder: str, steps: int, world: World, stack: ExitStack) -> Job:
@@ -368,8 +394,10 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
         row = f"{r.ratio('row_steps'):12.2f}{r.ratio('engine_steps'):15.2f}"
         row += f"{r.ratio('seconds'):10.2f}{1 / r.step_speedup:20.2f}"
         print(f"{r.task.name:16}{len(r.sides['on'].seconds):7}{row}   {sources}")
-    tail = results[0]
-    print(f"\nalways wrong: {tail.ratio('seconds', 'wrong'):.3f} of the seconds without drafts")
+    tail, ties = results[0], [tie for r in results for tie in r.ties]
+    told = ", ".join(f"{x:.0e}" for x in ties)
+    print(f"\nsamples that differ: {len(ties)}" + f"; logits that decide differ by {told}" * bool(ties))
+    print(f"always wrong: {tail.ratio('seconds', 'wrong'):.3f} of the seconds without drafts")
     for lag in (lag for lag in LAGS if f"agreement_lag{lag}" in agreed):
         print(
             f"weights {lag} updates older draw {agreed[f'agreement_lag{lag}']:.2%} of tokens again; "
@@ -402,6 +430,9 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
         "worst_source_slowdown": round(tail.ratio("seconds", "wrong"), 3),
         "worst_source_cost": round(tail.ratio("seconds", "wrong") - 1, 3),
         "tokens_equal": sum(r.num_equal for r in results) / max(sum(r.num_samples for r in results), 1),
+        "samples": sum(r.num_samples for r in results),
+        "samples_that_differ": len(ties),
+        "widest_tie": max(ties, default=0.0),
         **{name: round(value, 4) for name, value in agreed.items()},
         "verify_8_over_1": {str(n): round(x, 2) for n, x in half.items()},
         "tasks": tasks,

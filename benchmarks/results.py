@@ -30,6 +30,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ BENCHMARKS = {
         "{long_round_row_steps_ratio:.2f} of the row steps and {long_round_engine_steps_ratio:.2f} of the engine "
         "steps, {long_round_speedup:.2f} x as fast, whole steps {step_speedup:.2f} x, and, drafted as an H100 would, "
         "{long_round_engine_steps_ratio_gpu_costs:.2f} of the engine steps; a source that is always wrong "
-        "costs {worst_source_cost:.1%}; samples with the same tokens: {tokens_equal:.0%}; an H100's synchronous "
+        "costs {worst_source_cost:.1%}; samples with the same tokens: {tokens_equal:.2%}; an H100's synchronous "
         "rollouts, simulated with the same rates, {long_round_speedup_simulated:.1f} x ([page](drafts.md))",
     ),
     "slow_environments": Benchmark(
@@ -343,12 +344,14 @@ def outline(node: Any) -> str:
 
 def fingerprint(path: Path) -> str:
     """Return a hash of what a file says to the machine; `missing` for one that is not there."""
-    if not path.exists():
-        return "missing"
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
+    return hash_of(path.read_text(encoding="utf-8"), path.suffix) if path.exists() else "missing"
+
+
+@cache
+def hash_of(text: str, suffix: str) -> str:
+    if suffix == ".py":
         text = outline(ast.parse(text))
-    elif path.suffix == ".toml":
+    elif suffix == ".toml":
         text = json.dumps(tomllib.loads(text), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -423,7 +426,7 @@ def run(name: str, quick: bool) -> None:
     start, lines = time.time(), []
     with subprocess.Popen([sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
-            lines.append(line.rstrip())
+            lines.append(line.rstrip().replace(f"{ROOT}/", ""))  # paths of this machine tell others nothing
             print(lines[-1], flush=True)
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode}, nothing is kept")
