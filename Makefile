@@ -12,7 +12,7 @@ train: $(VENV)/ready
 test: $(VENV)/ready-dev
 	$(VENV)/bin/python -m pytest $(TESTS)
 
-# Without what starts ranks or takes long (marked slow).
+# Without what starts ranks, programs or whole runs, or takes long (marked slow).
 test-fast: $(VENV)/ready-dev
 	$(VENV)/bin/python -m pytest -m "not slow" $(TESTS)
 

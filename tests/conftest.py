@@ -91,7 +91,10 @@ def run_ranks(tmp_path: Path, fork_server):
     stores = (tmp_path / f"store{i}" for i in count())  # the one before may still be there
 
     def run(size: int, function, *args) -> None:
-        mp.start_processes(_rank, (size, str(next(stores)), function, args), nprocs=size, start_method="forkserver")
+        told = size, str(next(stores)), function, args
+        ranks = mp.start_processes(_rank, told, nprocs=size, join=False, start_method="forkserver")
+        while not ranks.join(grace_period=1.0):  # of a failed rank's peers: by default they get 30 seconds
+            pass
 
     return run
 

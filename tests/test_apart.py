@@ -112,6 +112,7 @@ def phases_of(group: Group, job: str) -> list[str]:
     return [event["phase"] for event in group.came("begins") if event["job"] == job]
 
 
+@pytest.mark.slow
 def test_a_job_leaves_the_device_between_its_phases(settings, group: Group, tmp_path: Path, monkeypatch) -> None:
     """Its ranks do both, so each phase takes all workers."""
     make = partial(settings, **RACES | IN_GROUP)

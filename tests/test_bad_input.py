@@ -518,6 +518,7 @@ hidden_size max_position_embeddings rope_theta rope_parameters rope_scaling rms_
 
 
 @pytest.mark.parametrize("key", KEYS)
+@pytest.mark.slow
 def test_a_value_of_another_kind_in_a_model_is_refused_or_trains(key, capsys, base) -> None:
     path = Path("model/config.json")
     plain, refusals = json.loads(path.read_text()), 0

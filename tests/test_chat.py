@@ -172,6 +172,7 @@ def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, 
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.slow
 def test_a_chat_with_tools_is_as_its_template_writes_it(trained_with_tools, family: str) -> None:
     """Random models, some of whose tokens are calls."""
     tokenizer = chat_tokenizer(TEMPLATES[family])
@@ -195,6 +196,7 @@ def test_a_chat_with_tools_is_as_its_template_writes_it(trained_with_tools, fami
     assert ends == {True, False} and {"42", "<tool_response>\n3/7\n</tool_response>"} <= replies
 
 
+@pytest.mark.slow
 def test_tokens_are_trained_as_they_were_sampled_not_as_the_tokenizer_writes_their_text(trained_with_tools) -> None:
     tokenizer = chat_tokenizer(CHATML)
     tokenizer.add_tokens([a + b for a in "abcdefghij" for b in "abcdefghij"])

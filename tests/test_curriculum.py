@@ -98,6 +98,7 @@ def test_a_saved_cursor_goes_on_with_the_same_prompts(mixed, stop):
 @pytest.mark.parametrize(
     "mode", [{}, {"overlap__depth": 1, "loss__old_logprobs": "rollout", "scheduler__eta_prompts": 1}]
 )
+@pytest.mark.slow
 def test_a_run_draws_other_prompts_and_goes_on_alike_after_a_kill(mode, settings, tmp_path):
     """Half of the prompts have one answer only: their rewards are equal."""
     rows = [{"prompt": f"{i}", "answer": "x"} for i in range(8)]

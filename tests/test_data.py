@@ -232,6 +232,7 @@ def test_a_message_that_the_chat_template_refuses_is_named(jsonl, chat):
     assert f"{path}:1: " in str(caught.value) and "only users may speak" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_is_slow_on_every_row_is_refused_with_the_row(jsonl, chat, monkeypatch):
     def slow(tokenizer, messages, **_):
         rendered.append(messages)

@@ -146,6 +146,7 @@ def train_with_a_tail(world: World, *runs: list[str]) -> None:
     train_with_told_costs(world, *runs)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_drafts_of_one_that_went_through(settings, tmp_path: Path) -> None:
     plan = {"run__checkpoint_every": 2, "run__keep_checkpoints": 9}
     train_runs(ALONE, settings("whole", (*SOURCES,), **plan))

@@ -103,6 +103,7 @@ def ended(script: str, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_whose_output_nobody_reads_ends_without_a_word(settings) -> None:
     for call in (["train.py", "--help"], ["environments.py", "--help"], ["train.py", "--check", *settings()]):
         code, said = ended(*call)

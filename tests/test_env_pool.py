@@ -21,6 +21,8 @@ from process.workers import WorkerError
 from reward import RewardConfig
 from rewards import user_files
 
+pytestmark = pytest.mark.slow  # processes and whole runs
+
 USER = """
 import json, os, signal, sys, time
 from random import Random
@@ -161,6 +163,7 @@ def test_episodes_in_workers_are_those_of_this_process(mine) -> None:
 
 
 @pytest.mark.parametrize("action, said", HARM.items())
+@pytest.mark.slow
 def test_a_bad_environment_costs_its_own_episode(mine, action: str, said: str) -> None:
     """One worker, so that the others are replayed in the next process."""
     config = EnvConfig(num_workers=1, step_seconds=0.5 if "0.5 s" in said else 30.0)
@@ -234,6 +237,7 @@ def test_an_environment_that_does_not_close_costs_nobody_an_episode(mine) -> Non
         assert play(pool, lambda id, played: "ok")["fine"][0].end == "stop"
 
 
+@pytest.mark.slow
 def test_programs_of_a_model_harm_nobody(mine, tmp_path) -> None:
     """They run in the sandbox, below a worker: each turn attacks, and the worker goes on."""
     (tmp_path / "secret.txt").write_text("ANSWER 42")

@@ -438,8 +438,7 @@ def test_the_player_plays_with_a_person_a_script_and_at_random(own, tmp_path, ca
     first, second, *_, end = capsys.readouterr().out.splitlines()
     assert (first, second) == ("prompt  | system: Be brief.", "prompt  | user: Play!")
     assert end == "reward 0 after 1 turn (turns)"
-    answers = iter(["50", "25"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    monkeypatch.setattr("builtins.input", lambda prompt: "0")  # below every number of the game
     assert main(["guess", "--turns=2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("after 2 turns (turns)")
     assert main(["relay", "--by=expert", "--seed=1"]) == 0
@@ -479,9 +478,10 @@ def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(ow
     assert "random.Random(seed)" in said and max(map(len, said.splitlines())) <= 110
 
 
+@pytest.mark.slow
 def test_a_check_plays_in_workers_and_ends(own, capsys, monkeypatch) -> None:
-    """An environment that hangs, dies, or draws its reward anew. One episode each: no other begins after SECONDS."""
-    monkeypatch.setattr(trial, "SECONDS", 0.1)
+    """An environment that hangs, dies, or draws its reward anew."""
+    monkeypatch.setattr(trial, "EPISODES", 1)
     config = EnvConfig(step_seconds=0.3, num_workers=1)
     for name, said in (("hangs", "did not finish within 0.3 s"), ("dies", "died (exit code 3)")):
         tried = trial.tried(own(name)[0], [{"answer": ""}], write_anything, config, RewardConfig())
@@ -489,6 +489,9 @@ def test_a_check_plays_in_workers_and_ends(own, capsys, monkeypatch) -> None:
         assert said in tried.table(config) and tried.table(config).startswith("1 episodes of mine.py:")
     tried = trial.tried(own("lucky")[0], [{"answer": ""}], write_anything, config, RewardConfig())
     assert tried.differs == {"the last turn ends otherwise": 1} and not tried.is_fine and len(tried.ended) == 1
+    monkeypatch.setattr(trial, "SECONDS", 0.0)  # after which no episode begins
+    tried = trial.tried(own("fine")[0], [{"answer": ""}], write_anything, config, RewardConfig())
+    assert tried.table(config) == "0 episodes of mine.py:fine within 0 s"
 
 
 @pytest.mark.parametrize(

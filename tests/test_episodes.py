@@ -26,6 +26,8 @@ from rollout import Engine, sequence_for
 from settings import Config, check_environments
 from warm_start import byte_tokenizer
 
+pytestmark = pytest.mark.slow  # processes and whole runs
+
 CHAT = f"{ROOT}/tests/worlds.py:chat"
 SLOW = CHAT.replace("chat", "slow_chat")
 LIMIT = 64
@@ -131,6 +133,7 @@ def test_episodes_go_on_from_a_checkpoint_and_lose_surplus_ones(settings, run_ra
     check_transcripts(tmp_path / "killed")
 
 
+@pytest.mark.slow
 def test_episodes_that_end_between_batches_may_belong_to_groups_that_are_given_up(settings, tmp_path: Path) -> None:
     often = dict(
         run__steps=14,
@@ -146,6 +149,7 @@ def test_episodes_that_end_between_batches_may_belong_to_groups_that_are_given_u
     assert sum(r["round"]["dropped"] for r in steps_of(tmp_path / "dropped")) > 0
 
 
+@pytest.mark.slow
 def test_neither_a_barrier_nor_latency_changes_a_token(settings, monkeypatch, tmp_path: Path) -> None:
     begun_beside, add = [], Engine.add
 

@@ -11,6 +11,8 @@ from checkpoint import list_checkpoints
 from metrics import read_records
 from process import evaluate
 
+pytestmark = pytest.mark.slow  # processes and whole runs
+
 SCORES = ("avg@2", "pass@2", "standard_error", "num_prompts", "truncated", "length", "reward_parts")
 
 

@@ -23,6 +23,8 @@ from rewards.graders import resolve_grader
 from scheduler import POLICIES, SchedulerConfig
 from settings import Config
 
+pytestmark = pytest.mark.slow  # processes and whole runs
+
 EXAMPLES = ROOT / "examples"
 
 
@@ -94,6 +96,7 @@ def test_own_service(tiny, tmp_path, monkeypatch) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_own_agent(tiny, tmp_path) -> None:
     """Its calls over HTTP make the samples that the same game makes as a generator, over two updates."""
     games = {"agent": "own_agent.py:retry", "plain": "own_environment.py:retry"}

@@ -101,6 +101,7 @@ def test_asynchronous_runs_are_drawn_and_compared_with_the_synchronous_ones(load
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_runs_of_games_are_drawn_beside_players_and_told_where_they_miss_the_target(load, tmp_path: Path) -> None:
     script = load("environments_learning")
     made = {

@@ -152,6 +152,7 @@ def test_releases_change_no_trajectory(settings, run_ranks, tmp_path: Path) -> N
         assert plain == rested and len(set(plain["tokens"])) == 3, name
 
 
+@pytest.mark.slow
 def test_jobs_that_take_turns_train_as_they_do_alone(settings, tmp_path: Path) -> None:
     """Each rolls out while the other waits to learn."""
     options: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FunctionType
@@ -45,9 +46,15 @@ LONGER = {  # and why
 }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path: Path, inside: bool = True) -> set[str]:
     """Return the rooms and packages that a file imports: with `inside` functions too, else at its top."""
-    names, tree = set(), ast.parse(path.read_text(encoding="utf-8"))
+    names, tree = set(), parsed(path)
     for node in ast.walk(tree) if inside else tree.body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -150,7 +157,7 @@ def test_no_script_hides_a_folder() -> None:
 
 def test_every_file_says_its_job() -> None:
     for path in FILES:
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        docstring = ast.get_docstring(parsed(path))
         assert docstring and len(docstring.splitlines()[0]) > 20, path
 
 
@@ -184,7 +191,7 @@ def longer(node: ast.AST, name: str) -> list[str]:
 
 
 def test_functions_and_classes_fit_their_size() -> None:
-    found = [name for path in FILES for name in longer(ast.parse(path.read_text(encoding="utf-8")), path.stem)]
+    found = [name for path in FILES for name in longer(parsed(path), path.stem)]
     assert set(found) == set(LONGER), "split what is too long; take from LONGER what no longer is"
 
 
@@ -197,14 +204,14 @@ def test_the_step_loop_stays_a_page() -> None:
 
 
 def test_few_values_have_no_type() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in ROOMS.values()]
+    trees = [parsed(path) for path in ROOMS.values()]
     uses = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees for node in ast.walk(tree))
     assert uses < 40, "name a type, a Protocol or a TypeVar instead of Any"
 
 
 def test_no_bare_except() -> None:
     for path in ROOMS.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{path.name}:{node.lineno}"
 
 
@@ -215,7 +222,7 @@ def test_every_collective_is_one_of_a_world() -> None:
     collectives -= {name for name in collectives if name.startswith(("get_", "destroy_"))}
     assert {"all_reduce", "broadcast_object_list", "send", "all_gather_into_tensor"} <= collectives
     for name, path in ROOMS.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
                 assert not {alias.name for alias in node.names} & {*collectives, "new_group"}, name
             if not isinstance(node, ast.Call):

@@ -258,6 +258,7 @@ OLD_KEYS = {
     ("family", "name"), [(f, name) for f in FAMILIES for name in OLD_KEYS if f != "phi3" or name == "plain"]
 )
 @torch.no_grad()
+@pytest.mark.slow
 def test_old_and_new_config_keys_give_equal_logits(family, name, tmp_path):
     new, old = OLD_KEYS[name]
     make_oracle({"model_type": family, "head_dim": 8, "rope_parameters": new}, tmp_path)

@@ -73,6 +73,7 @@ def test_jobs_take_turns_to_their_ends(files, capsys) -> None:
         ("hangs", "its phase rollout took over mux.phase_seconds = 3"),
     ],
 )
+@pytest.mark.slow
 def test_a_job_that_ends_badly_is_named_and_the_others_go_on(files, capsys, name: str, said: str) -> None:
     arguments = files("a", name, "b", phase_seconds=3)
     assert mux.main(arguments, JOB) == 1
@@ -85,6 +86,7 @@ def test_a_job_that_ends_badly_is_named_and_the_others_go_on(files, capsys, name
 
 
 @pytest.mark.parametrize("name", ["dies_with_a_part", "dies_in_the_tail_of_a_part"])
+@pytest.mark.slow
 def test_a_job_that_dies_with_a_part_of_its_workers_holds_up_nobody(files, capsys, name: str) -> None:
     """It waits for the rest of them, or has given it back."""
     arguments = files("part", name, "other_part", steps=8, rollout_workers=2)

@@ -433,6 +433,7 @@ def test_growing_lengths_raise_the_size_step_by_step(layout: str, steps: list[in
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_the_prediction_is_close_to_the_best_fixed_size_in_hindsight(layout: str) -> None:
     best = min(replay("fixed", layout, n)[1] for n in (1, 2, 4, 8))
     assert replay("predict", layout)[1] < 1.05 * best

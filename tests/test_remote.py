@@ -19,6 +19,8 @@ from reward import RewardConfig
 from rewards import remote
 from rewards.pool import RewardPool
 
+pytestmark = pytest.mark.slow  # processes and whole runs
+
 CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"
 
 

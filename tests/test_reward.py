@@ -362,6 +362,7 @@ def test_bad_names_are_config_errors(user, name, cause):
 # ---- the pool
 
 
+@pytest.mark.slow
 def test_bad_graders_cost_only_their_own_sample(user):
     jobs = [(("bad", name), user + name, "", "") for name in BAD]
     jobs += [(("good", i), user + "good", str(i), str(i // 2 * 2)) for i in range(60)]
@@ -429,6 +430,7 @@ def test_poll_does_not_wait(user):
     assert pool.num_pending == 0 and pool.drain() == []
 
 
+@pytest.mark.slow
 def test_math_in_workers(user):
     with RewardPool(RewardConfig(num_workers=1), ["math", user + "has_math"]) as pool:
         assert grade_one(pool, user + "has_math").value == 1  # no sample pays for the import
@@ -474,6 +476,7 @@ def test_close_leaves_no_process(user):
 
 
 @pytest.mark.parametrize("how", ["exits", "killed", "hangs"])
+@pytest.mark.slow
 def test_a_worker_that_fails_leaves_no_process(user, how):
     with RewardPool(RewardConfig(num_workers=1, timeout_seconds=1.0), [user + n for n in (*CHILDREN, how)]) as pool:
         pids = [grade_one(pool, user + name).value for name in CHILDREN]
@@ -576,6 +579,7 @@ def test_what_is_forgotten_is_not_graded_any_more(user):
 
 
 @pytest.mark.parametrize("trouble", ["hang", "exit", "garbage", "swell"])
+@pytest.mark.slow
 def test_failures_in_a_row_on_one_grader_end_the_run(user, trouble):
     limits = dict(num_workers=1, timeout_seconds=0.5 if trouble == "hang" else 5.0, worker_gib=0.25)
     moody, other = user + "moody", user + "good"
@@ -606,6 +610,7 @@ def test_a_worker_that_leaks_is_replaced_and_its_rewards_count(user):
     assert 1 < len(set(pids)) < 6
 
 
+@pytest.mark.slow
 def test_async_graders(user):
     with RewardPool(CONFIG, [user + name for name in ("waits", "waits_in_vain")]) as pool:
         assert grade_one(pool, user + "waits", "abc").value == 3
@@ -708,6 +713,7 @@ def test_time_limits_adapt_and_a_program_that_hangs_costs_no_worker():
             assert timed_out != passed and (passed or seconds >= limit)
 
 
+@pytest.mark.slow
 def test_a_program_that_waits_gets_the_limit_of_the_time_when_it_runs():
     answer = '[{"stdin": "", "stdout": "1"}]'
     config = RewardConfig(num_workers=1, case_min_seconds=0.5, case_max_seconds=2.0, case_audit=0.0)
@@ -723,6 +729,7 @@ def test_a_program_that_waits_gets_the_limit_of_the_time_when_it_runs():
         assert pool.take_stats().cases.limit_seconds < 3 * 2.0
 
 
+@pytest.mark.slow
 def test_hostile_programs_through_the_pool():
     """All at once on two workers, with good programs among them: only those score, and no worker is lost."""
     case = json.dumps([{"stdin": hostile.STDIN, "stdout": hostile.EXPECTED}])

@@ -18,6 +18,8 @@ import pytest
 from rewards import box, leftovers, sandbox, walls
 from rewards.sandbox import Isolation, Limits, run
 
+pytestmark = pytest.mark.slow  # processes and whole runs
+
 FOUND = {kind: sandbox.try_isolation(kind) for kind in sandbox.ISOLATIONS}
 LIMITS = Limits(seconds=10.0)
 # What a mere resource limit cannot prevent without Landlock: with a throw-away user, and without one.

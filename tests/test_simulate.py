@@ -490,6 +490,7 @@ def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, 
 @pytest.mark.parametrize(
     ("flight", "rows", "kv_gib"), [("recompute", 64, 0.25), ("recompute", 6, 0.25), ("finish", 64, 3e-4)]
 )
+@pytest.mark.slow
 def test_an_endless_rollout_comes_to_the_same_decisions(tiny_folder, tmp_path, flight, rows, kv_gib) -> None:
     """In turns, where seconds decide nothing: the same ends, batches and ages, with surplus and sequences under way."""
     ahead = "--overlap.depth=1", "--overlap.bound=3", "--overlap.clock=time", f"--overlap.flight={flight}"

@@ -40,6 +40,8 @@ from rounds import Round
 from scheduler import POLICIES
 from settings import Config, check_run
 
+pytestmark = pytest.mark.slow  # processes and whole runs
+
 GRADERS = ROOT / "tests" / "graders.py"
 TRAJECTORY = ("loss", "grad_norm", "entropy", "kl")
 
@@ -365,6 +367,7 @@ def test_a_run_resumes_where_an_epoch_ends(settings, tmp_path):
     assert sorted(row["prompt"]["index"] for row in rows) == list(range(44)) and len(rows) == 44
 
 
+@pytest.mark.slow
 def test_nothing_grows_from_step_to_step(settings, monkeypatch):
     """Objects (of which a step has hundreds), open files and threads of a process."""
     used = []
@@ -585,6 +588,7 @@ def test_a_run_folder_is_never_overwritten_or_resumed_with_other_settings(settin
     assert train.main([*settings(run__steps=2), "--resume"]) == 0
 
 
+@pytest.mark.slow
 def test_several_domains_in_one_run_with_programs_among_them(settings, tmp_path, capsys):
     cases = json.dumps([{"stdin": "", "stdout": ""}])
     passes, fails = {"template": "# {program}"}, {"template": "1/0 # {program}"}  # whatever the model writes, nearly

@@ -18,6 +18,8 @@ from metrics import Clock
 from parallel import World
 from process.watchdog import Watchdog
 
+pytestmark = pytest.mark.slow  # processes and whole runs
+
 TIMEOUT = 1.0
 
 
