@@ -148,7 +148,7 @@ def test_expressions_are_graded_by_what_they_compute():
         "while",
     ]
     jobs = [(n, text, 1.0) for n, texts in right.items() for text in texts] + [(first, text, 0.0) for text in wrong]
-    with RewardPool(RewardConfig(num_workers=2), ["code"]) as pool:
+    with RewardPool(RewardConfig(num_workers=2, case_min_seconds=30), ["code"]) as pool:
         for i, (n, text, _) in enumerate(jobs):
             pool.submit(i, "code", text, task.answer(n), task.fields)
         rewards = dict(pool.drain())
