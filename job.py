@@ -1,5 +1,6 @@
 """A job: all state of one run and the parts of its steps, which `train.py` calls in the order of the paper."""
 
+import gc
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -385,8 +386,12 @@ def open_job(config: Config, world: World, resume: bool, clock: Clock | None = N
     phases = Phases(config.group, world, Path(config.run.dir), config.overlap.train_ranks, clock)
     with clock.span("start"), phases("start"):
         job = Job(config, world, resume, clock, phases)
-    with phases, job.graders, job.episodes, job.checkpoints:
-        yield job
+    gc.freeze()  # else full collections look at every module: this rank, and so all, would wait a sixth of a second
+    try:
+        with phases, job.graders, job.episodes, job.checkpoints:
+            yield job
+    finally:
+        gc.unfreeze()
 
 
 def share_timeouts(job: Job, pools: Iterable[PoolStats]) -> None:

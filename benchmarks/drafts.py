@@ -22,6 +22,7 @@ none, with random weights in the shape of a 0.5B model.
 """
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -89,6 +90,7 @@ class Side:
     seconds: list[float] = field(default_factory=list)
     row_steps: list[int] = field(default_factory=list)  # of all ranks
     engine_steps: list[int] = field(default_factory=list)
+    drafter: list[float] = field(default_factory=list)  # seconds of Python that proposes and learns
 
 
 @dataclass
@@ -114,6 +116,12 @@ class Result:
         return 1 / self.ratio("seconds")
 
     @property
+    def speedup_free_search(self) -> float:
+        """What the speedup would be if all that drafters do took no time."""
+        on = self.sides["on"]
+        return sum(self.sides["off"].seconds) / (sum(on.seconds) - sum(on.drafter)) if on.seconds else math.nan
+
+    @property
     def step_speedup(self) -> float:
         saved = sum(self.sides["off"].seconds) - sum(self.sides["on"].seconds)
         return (self.step_seconds + saved) / self.step_seconds if self.step_seconds else math.nan
@@ -130,6 +138,24 @@ class Wrong(Source):
 
     def propose(self, row: Row) -> Match:
         return Match(self.text, 0, len(row.text), LONGEST)
+
+
+class Timed:
+    """Sums the seconds in some methods of an object, from now on."""
+
+    def __init__(self, of: object, names: Sequence[str]):
+        self.seconds = 0.0
+        for name in names:
+            setattr(of, name, self._timed(getattr(of, name)))
+
+    def _timed(self, method: Callable) -> Callable:
+        def call(*given: object) -> object:
+            start = time.perf_counter()
+            result = method(*given)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        return call
 
 
 class GpuCosts(StepCosts):
@@ -153,23 +179,24 @@ class GpuCosts(StepCosts):
 # ---- rounds ------------------------------------------------------------------------------------------------------
 
 
-def measured(side: Side, job: Job, play: Callable[[], list[Group]]) -> dict[SampleId, Sequence[int]]:
+def measured(side: Side, job: Job, drafter: Timed, play: Callable[[], list[Group]]) -> dict[SampleId, Sequence[int]]:
     """Play a round, timed; return the tokens of its samples that this rank has drawn. Collective."""
     stats = job.drafting.policy.stats
     others = stats.ahead_tokens - stats.ahead_accepted  # row steps of the next round's drafts, which hold up nobody
     before = replace(job.engine.stats)
     parallel.barrier(job.world)
-    start = time.perf_counter()
+    start, drafter.seconds = time.perf_counter(), 0.0
     groups, now = play(), job.engine.stats
     seconds = time.perf_counter() - start
     steps, drawn, accepted = (
         getattr(now, name) - getattr(before, name) for name in ("decode_steps", "decoded_tokens", "accepted_tokens")
     )
     others = stats.ahead_tokens - stats.ahead_accepted - others
-    everyone = parallel.gather_objects(job.world, (seconds, drawn - accepted - others, steps))
+    everyone = parallel.gather_objects(job.world, (seconds, drawn - accepted - others, steps, drafter.seconds))
     side.seconds.append(max(part[0] for part in everyone))
     side.row_steps.append(sum(part[1] for part in everyone))
     side.engine_steps.append(max(part[2] for part in everyone))
+    side.drafter.append(min(part[3] for part in everyone))  # the rank that all wait for saves this at least
     samples = (sample for group in groups for sample in group.samples)
     return {s.id: s.token_ids for s in samples if not isinstance(s.token_ids, Elsewhere)}
 
@@ -186,7 +213,7 @@ def play_bare(job: Job, plan: RoundPlan, drafter: DraftPolicy | None = None) -> 
     return played.collect()
 
 
-def step(result: Result, job: Job, wrong: DraftPolicy | None) -> None:
+def step(result: Result, job: Job, drafter: Timed, wrong: DraftPolicy | None) -> None:
     """Take one step of train.py's loop; play its round without drafts too, if it has drafts. Collective."""
     start, plan = time.perf_counter(), job.plan()
     job.regroup(plan)
@@ -203,7 +230,7 @@ def step(result: Result, job: Job, wrong: DraftPolicy | None) -> None:
     for name in order if plan.kind == "long" else ["on"]:
         began = time.perf_counter()
         side = result.sides[name] if plan.kind == "long" else Side()
-        tokens[name] = measured(side, job, ways[name])
+        tokens[name] = measured(side, job, drafter, ways[name])
         extra += time.perf_counter() - began if name != "on" else 0.0
     if plan.kind == "long":
         pairs = [(id, off, tokens[name][id]) for name in ways for id, off in tokens["off"].items() if name != "off"]
@@ -251,6 +278,8 @@ def open_job(task: Task, folder: str, steps: int, world: World, stack: ExitStack
     job = Job(config, world, resume=False)
     job.recorder.bar.close()
     stack.enter_context(job.graders)
+    gc.freeze()  # as `job.open_job`
+    stack.callback(gc.unfreeze)
     return job
 
 
@@ -263,9 +292,10 @@ def play_task(task: Task, steps: int, world: World, progress: tqdm) -> tuple[Res
         job = open_job(task, folder, steps, world, stack)
         if task.has_gpu_costs:
             job.drafting.policy.costs = GpuCosts()
+        drafter = Timed(job.drafting.policy, ("wants_rows", "propose", "learn", "observe"))
         for _ in range(steps):
             progress.set_postfix_str(task.name)
-            step(result, job, wrong)
+            step(result, job, drafter, wrong)
             versions[job.step] = [weight.detach().clone() for weight in job.trainer.model.parameters()]
             versions.pop(job.step - max(LAGS) - 1, None)
             progress.update()
@@ -397,6 +427,7 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
     tail, ties = results[0], [tie for r in results for tie in r.ties]
     told = ", ".join(f"{x:.0e}" for x in ties)
     print(f"\nsamples that differ: {len(ties)}" + f"; logits that decide differ by {told}" * bool(ties))
+    print(f"if drafters took no time, tail batching: {1 / tail.speedup_free_search:.2f} of the seconds")
     print(f"always wrong: {tail.ratio('seconds', 'wrong'):.3f} of the seconds without drafts")
     for lag in (lag for lag in LAGS if f"agreement_lag{lag}" in agreed):
         print(
@@ -425,6 +456,7 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
         "long_round_row_steps_ratio_gpu_costs": round(results[1].ratio("row_steps"), 3),
         "long_round_engine_steps_ratio_gpu_costs": round(results[1].ratio("engine_steps"), 3),
         "long_round_speedup": round(tail.speedup, 2),
+        "long_round_speedup_free_search": round(tail.speedup_free_search, 2),
         "long_round_speedup_simulated": round(speedup, 2),
         "step_speedup": round(tail.step_speedup, 2),
         "worst_source_slowdown": round(tail.ratio("seconds", "wrong"), 3),

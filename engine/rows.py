@@ -119,12 +119,12 @@ class Rows:
         """Draw at each of the T places, keep each row's draws up to the first that its draft has not foreseen.
 
         `logits` returns those of some of the places: of no more at a time than there are rows, as the memory plan has
-        it. No row has ended before.
+        it. Rows that mean nothing may follow the last. No row has ended before.
         """
         n, row = len(drafts.kept), upload(drafts.row, self.device)
         count = upload(drafts.drawn, self.device)
         parts = [slice(i, i + len(self.key)) for i in range(0, len(row), len(self.key))]
-        drawn = [self._sample(row[part], logits(part), count[part]) for part in parts]
+        drawn = [self._sample(row[part], logits(part)[: len(row[part])], count[part]) for part in parts]
         token, logprob = drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn))
         if native.takes(logprob, self.logprobs):
             native.settle(self.places, 0, token, logprob, drafts)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine import native
 from engine.batcher import Batcher, Removed, Started
-from engine.cpu import BatchedPages, PageAttention
+from engine.cpu import BatchedPages, PageAttention, few_sizes
 from engine.drafts import Drafts
 from engine.experts import record, record_rows
 from engine.graphs import DecodeGraphs
@@ -19,6 +19,15 @@ from engine.pages import Pages
 from engine.rows import Rows
 from engine.sequence import Chunk, Parked, Sequence
 from engine.shard import Shard
+
+
+def padded(values: np.ndarray, size: int, value: int) -> np.ndarray:
+    """Return values, and behind them `value`, as many as make `size` in all."""
+    if len(values) == size:
+        return values
+    out = np.full(size, value, values.dtype)
+    out[: len(values)] = values
+    return out
 
 
 class Runner:
@@ -54,7 +63,7 @@ class Runner:
         n = len(batcher.running)
         if drafts:  # each token is a row of its own, with the pages of the tokens before it
             table = upload(batcher.table[drafts.row], self.memory.kv.device, torch.int32)
-            tokens, positions = self._inputs(drafts, batcher.length)
+            tokens, positions = self._inputs(drafts, batcher.length, drafts.num_tokens)
             choose = record_rows(self.memory.experts, positions, table)
             return self.verify(batcher, drafts, self.weights.decode(tokens, positions, table, self.memory.kv, choose))
         self.graphs.send(batcher.table[:n])
@@ -84,8 +93,9 @@ class Runner:
         n = 0 if self.graphs or not decodes else num_running  # rows that decode in this forward
         hidden = self._compute(batcher, chunks, drafts, n)
         if n and drafts:
-            self.verify(batcher, drafts, hidden[: drafts.num_tokens])
-            n, hidden = 0, hidden[drafts.num_tokens :]
+            own = drafts.num_tokens if chunks else len(hidden)
+            self.verify(batcher, drafts, hidden[:own])
+            n, hidden = 0, hidden[own:]
         rows.length[:n] += 1
         batcher.count_decoded(n)
         if chunks:
@@ -96,11 +106,20 @@ class Runner:
             rows.draw(slice(num_running - n, len(batcher.running)), self.weights.logits(hidden))
 
     def _compute(self, batcher: Batcher, chunks: list[Chunk], drafts: Drafts | None, n: int) -> Tensor:
-        """Return hidden states of `n` decoding rows and their drafts, then of the chunks. [T, hidden_size]"""
+        """Return hidden states of `n` decoding rows and their drafts, then of the chunks. [T, hidden_size]
+
+        With drafts and no chunks some rows more may follow, which mean nothing.
+        """
         rows, kv, table, length = self.rows, self.memory.kv, batcher.table, batcher.length[:n]
-        inputs = self._inputs(drafts, length) if n and drafts else (rows.last_token[:n], rows.length[:n])
-        if not chunks and native.can_decode(kv):
-            rows_pages = upload(table[drafts.row] if drafts else table[:n], kv.device, torch.int32)
+        is_decode = not chunks and native.can_decode(kv)
+        if n and drafts:
+            size = few_sizes(drafts.num_tokens) if is_decode else drafts.num_tokens
+            inputs = self._inputs(drafts, length, size)
+        else:
+            inputs = rows.last_token[:n], rows.length[:n]
+        if is_decode:
+            of_row = table[padded(drafts.row, len(inputs[0]), 0)] if drafts else table[:n]
+            rows_pages = upload(of_row, kv.device, torch.int32)
             choose = record_rows(self.memory.experts, inputs[1], rows_pages)
             return self.weights.decode(*inputs, rows_pages, kv, choose)
         decode: PageAttention | DraftAttention | None = None
@@ -115,10 +134,10 @@ class Runner:
         choose = record(self.memory.experts, attention.pages, attention.offset)
         return self.weights(attention.token_ids, attention.positions, attention, choose)
 
-    def _inputs(self, drafts: Drafts, length: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a step with drafts computes, and their positions. [T], [T]"""
-        device = self.memory.kv.device
-        return upload(drafts.tokens, device), upload(drafts.positions(length), device)
+    def _inputs(self, drafts: Drafts, length: np.ndarray, size: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens that a step with drafts computes, and their positions; some of none behind. [size] twice"""
+        device, positions = self.memory.kv.device, drafts.positions(length)
+        return upload(padded(drafts.tokens, size, 0), device), upload(padded(positions, size, -1), device)
 
     def verify(self, batcher: Batcher, drafts: Drafts, hidden: Tensor) -> None:
         """Draw after each token of a step with drafts, and keep what each row's draft foresaw. [T, hidden_size]"""

@@ -92,6 +92,7 @@ class Grams:
             number = self.numbers[id(text)] = self.count
             self.texts[number] = text
         base, places, mask = number << 32, self.places, self.mask
+        start = start if corpora else max(start, len(text) - GRAM)  # no place is noted: only the key is wanted
         for place in range(start, len(text)):
             if place >= GRAM:
                 mixed = key * 0x9E3779B97F4A7C15 >> 31
@@ -403,6 +404,15 @@ class Known(NamedTuple):
     is_fitted: bool = False  # to seconds
 
 
+class Gains(NamedTuple):
+    """What drafts bring at most in a step of so many rows: tokens, less those that their seconds bring without them."""
+
+    gains: list[list[float]]  # of a draft, by source and agreement
+    most: list[float]  # of these, by source
+    may_pay: list[Source]  # those that bring more first
+    price: float  # a step with drafts pays if all of its drafts bring more
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A guess that is not verified, but compared with the tokens from `start` on that the row has later."""
@@ -424,7 +434,7 @@ class DraftPolicy:
         self.growing = [source.number for source in self.sources if source.grows]
         self.rates = Rates([source.prior for source in self.sources], most)
         self.costs, self.stats, self.is_alone = StepCosts(), DraftStats(), True
-        self.gains: dict[int, tuple[list[list[float]], list[bool], float]] = {}  # by rows; see `_gains`
+        self.gains: dict[int, Gains] = {}  # by rows
         self.places = np.arange(most)
         self.begin({}, {})
 
@@ -460,13 +470,11 @@ class DraftPolicy:
         """Whether a step of so many rows may have drafts, or a trial is due."""
         self.steps, self.num_rows = self.steps + 1, 0
         self.tries = is_due(self.steps, TRIAL_STEPS)
-        longest = min(REST_ROWS * (num_rows - 1), REST_STEPS)
-        _, may_pay, _ = self.gains.get(num_rows) or self._gains(num_rows)
-        self.asked = [
-            source
-            for source, pays in zip(self.sources, may_pay)
-            if pays and self.steps - source.asked > min(source.rest, longest)
-        ]
+        may_pay = (self.gains.get(num_rows) or self._gains(num_rows)).may_pay
+        if may_pay:
+            longest = min(REST_ROWS * (num_rows - 1), REST_STEPS)
+            may_pay = [source for source in may_pay if self.steps - source.asked > min(source.rest, longest)]
+        self.asked = may_pay
         return bool(self.asked or self.tries)
 
     def propose(self, rows: Sequence[tuple[EngineSequence, np.ndarray]]) -> Sequence[Sequence[int]]:
@@ -519,19 +527,15 @@ class DraftPolicy:
         self.rates.refresh()
         self.gains = {}
 
-    def _gains(self, num_rows: int) -> tuple[list[list[float]], list[bool], float]:
-        """Return what a draft brings at most in a step of so many rows, which sources may pay, and what is needed.
-
-        By source and agreement: tokens that it brings, less those that its seconds bring without drafts. A step with
-        drafts pays if all of its drafts bring more than the third value.
-        """
+    def _gains(self, num_rows: int) -> "Gains":
         if num_rows not in self.gains:
             _, _, token, drafts = self.costs.weights
             [plain] = self.costs.seconds(num_rows, np.zeros(1))
             gains = np.maximum(self.rates.reach - token * num_rows / plain, 0.0).sum(2)
             gains[:, :GRAM] = 0.0  # shorter agreements are not drafted from
-            price = drafts * num_rows / plain
-            self.gains[num_rows] = gains.tolist(), (gains.max(1) * num_rows > price).tolist(), price
+            price, most = drafts * num_rows / plain, gains.max(1)
+            may_pay = [self.sources[i] for i in np.argsort(-most, kind="stable") if most[i] * num_rows > price]
+            self.gains[num_rows] = Gains(gains.tolist(), most.tolist(), may_pay, price)
         return self.gains[num_rows]
 
     def _known(self, sequence: EngineSequence, tokens: np.ndarray) -> Row:
@@ -546,13 +550,16 @@ class DraftPolicy:
 
     def _draft(self, rows: Sequence[Row], drafts: list[Sequence[int]]) -> set[int]:
         """Write the drafts that pay into their places; return the numbers of their sources."""
-        found, total, (gains, _, price) = list[tuple[int, int, Match]](), 0.0, self._gains(self.num_rows)
+        found, total = list[tuple[int, int, Match]](), 0.0
+        gains, most, _, price = self._gains(self.num_rows)
         for i, row in enumerate(rows):
             best = 0.0
             for source in self.asked:
+                if most[number := source.number] <= best:
+                    break  # nor do those that are asked later bring more
                 match = source.propose(row)
-                if match and (gain := gains[source.number][min(match.length, LONGEST)]) > best:
-                    best, chosen = gain, (i, source.number, match)
+                if match and (gain := gains[number][min(match.length, LONGEST)]) > best:
+                    best, chosen = gain, (i, number, match)
             if best:
                 found.append(chosen)
                 total += best
