@@ -62,7 +62,7 @@ from warm_start import byte_tokenizer
 
 LAGS = (1, 2, 4, 8)  # updates
 LONG_RESPONSE = 150  # tokens
-MOST = 16  # tokens of a draft
+MOST = 15  # tokens of a draft
 HALF_ROWS, HALF_DRAFTS = (1, 4, 8), 7
 
 

@@ -308,7 +308,7 @@ class Packed:
 
 
 def few_sizes(rows: int) -> int:
-    """Return a number of rows, not smaller, by 3 % larger at most, of which there are few.
+    """Return a number of rows, not smaller, less than a sixteenth larger, of which there are few.
 
     oneDNN takes a quarter of a millisecond for a product of a size that it has not seen, of each weight. Numbers of
     decoding rows come again and again; those of drafted tokens do not.

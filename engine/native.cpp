@@ -221,6 +221,36 @@ static void attend(const T *queries, const Pages &pages, int64_t head, const int
     for (int p = 0; p < PARTS; p++) put(out + g * SIZE + 16 * p, result[g][p] / sums[g]);
 }
 
+// to[t] = the sum of from[t][i] * columns[i] over i < SIZE, for `count` rows t; `adds`: to what is there.
+template <typename T, int SIZE>
+static void product(const T *from, int64_t row_of_from, const float (*columns)[16], float *to, int64_t row_of_to,
+                    int64_t count, bool adds) {
+  int64_t t = 0;
+  for (; t + 4 <= count; t += 4) {  // rows that read a column once, and sums that do not wait for each other
+    Lanes sums[4] = {};
+    for (int j = 0; adds && j < 4; j++) sums[j] = at(to + (t + j) * row_of_to);
+    for (int i = 0; i < SIZE; i++)
+      for (int j = 0; j < 4; j++) sums[j] += (float)from[(t + j) * row_of_from + i] * at(columns[i]);
+    for (int j = 0; j < 4; j++) *(Lanes *)(to + (t + j) * row_of_to) = sums[j];
+  }
+  for (; t < count; t++) {
+    Lanes sum = {};
+    if (adds) sum = at(to + t * row_of_to);
+    for (int i = 0; i < SIZE; i++) sum += (float)from[t * row_of_from + i] * at(columns[i]);
+    *(Lanes *)(to + t * row_of_to) = sum;
+  }
+}
+
+// sums[lane] += the sum of weights[t][lane] * from[t] over `count` rows t of 16 numbers.
+template <typename T>
+static void weigh(const float *weights, const T *from, int64_t row_of_from, int64_t count, Lanes *sums) {
+  Lanes result[16];
+  for (int lane = 0; lane < 16; lane++) result[lane] = sums[lane];
+  for (int64_t t = 0; t < count; t++)
+    for (int lane = 0; lane < 16; lane++) result[lane] += weights[16 * t + lane] * at(from + t * row_of_from);
+  for (int lane = 0; lane < 16; lane++) sums[lane] = result[lane];
+}
+
 // The same for `count` heads of tokens that stand one behind another in a row, 16 at a time, each in a lane of its own: a
 // key is read once for all of them, and no sum goes across lanes. lengths [tokens]; their queries are `row_of_q` apart.
 template <typename T, int SIZE>
@@ -228,9 +258,6 @@ static void attend_together(const T *q, const Pages &pages, int64_t head, const 
                             const int32_t *lengths, int64_t count, int64_t groups, int64_t row_of_q, int64_t window,
                             std::vector<float> &memory, T *out) {
   const float scale = 1 / std::sqrt((float)SIZE);
-  auto place_of = [&](int64_t t) {
-    return table[t / pages.size] * pages.of_page + head * pages.of_head + t % pages.size * SIZE;
-  };
   for (int64_t first = 0; first < count; first += 16) {
     int64_t lanes = count - first < 16 ? count - first : 16, places[16];
     int64_t begin = lengths[first / groups] - window, end = lengths[(first + lanes - 1) / groups];
@@ -244,27 +271,29 @@ static void attend_together(const T *q, const Pages &pages, int64_t head, const 
       ends[lane] = lengths[query / groups], begins[lane] = window ? ends[lane] - window : 0;
       for (int i = 0; i < SIZE; i++) queries[i][lane] = (float)q[places[lane] + i] * scale;
     }
-    for (int64_t t = begin; t < end; t++) {
-      const T *key = (const T *)pages.keys + place_of(t);
-      float *row = scores + 16 * (t - begin);
-      Lanes score = {};
-      for (int i = 0; i < SIZE; i++) score += at(queries[i]) * (float)key[i];
-      *(Lanes *)row = score;
-      for (int lane = 0; lane < 16; lane++) {
-        row[lane] = begins[lane] <= t && t < ends[lane] ? row[lane] : -INFINITY;
-        peaks[lane] = row[lane] > peaks[lane] ? row[lane] : peaks[lane];
+    auto by_page = [&](const void *numbers, auto each) {
+      for (int64_t t = begin, some; t < end; t += some) {
+        int64_t place = t % pages.size, page = table[t / pages.size];
+        some = end - t < pages.size - place ? end - t : pages.size - place;
+        each((const T *)numbers + page * pages.of_page + head * pages.of_head + place * SIZE, t - begin, some);
       }
-    }
+    };
+    by_page(pages.keys, [&](const T *keys, int64_t t, int64_t some) {
+      product<T, SIZE>(keys, SIZE, queries, scores + 16 * t, 16, some, false);
+    });
+    for (int64_t t = window ? begin : ends[0]; t < end; t++)  // those before are keys of all lanes
+      for (int lane = 0; lane < 16; lane++)
+        if (t < begins[lane] || t >= ends[lane]) scores[16 * (t - begin) + lane] = -INFINITY;
+    for (float *row = scores; row < scores + 16 * (end - begin); row += 16)
+      for (int lane = 0; lane < 16; lane++) peaks[lane] = row[lane] > peaks[lane] ? row[lane] : peaks[lane];
     for (float *row = scores; row < scores + 16 * (end - begin); row += 16)
       for (int lane = 0; lane < 16; lane++) sums[lane] += row[lane] = exponential(row[lane] - peaks[lane]);
     for (int64_t part = 0; part < SIZE; part += 16) {
       Lanes result[16] = {};
-      for (int64_t t = begin; t < end; t++) {
-        const T *value = (const T *)pages.values + place_of(t) + part;
-        for (int i = 0; i < 16; i++) result[i] += at(scores + 16 * (t - begin)) * (float)value[i];
-      }
-      for (int lane = 0; lane < lanes; lane++)
-        for (int i = 0; i < 16; i++) out[places[lane] + part + i] = result[i][lane] / sums[lane];
+      by_page(pages.values, [&](const T *values, int64_t t, int64_t some) {
+        weigh(scores + 16 * t, values + part, SIZE, some, result);
+      });
+      for (int lane = 0; lane < lanes; lane++) put(out + places[lane] + part, result[lane] / sums[lane]);
     }
   }
 }
@@ -424,34 +453,6 @@ extern "C" void settle(const Rows *rows, int64_t first, const int64_t *start, co
 
 // ---- attention of packed sequences, and its gradient (engine/gradients.py) --------------------------------------------
 
-// to[t] = the sum of from[t][i] * columns[i] over i < SIZE, for `count` rows t; `adds`: to what is there.
-template <int SIZE>
-static void product(const float *from, int64_t row_of_from, const float (*columns)[16], float *to, int64_t row_of_to,
-                    int64_t count, bool adds) {
-  int64_t t = 0;
-  for (; t + 4 <= count; t += 4) {  // rows that read a column once, and sums that do not wait for each other
-    Lanes sums[4] = {};
-    for (int j = 0; adds && j < 4; j++) sums[j] = at(to + (t + j) * row_of_to);
-    for (int i = 0; i < SIZE; i++)
-      for (int j = 0; j < 4; j++) sums[j] += from[(t + j) * row_of_from + i] * at(columns[i]);
-    for (int j = 0; j < 4; j++) *(Lanes *)(to + (t + j) * row_of_to) = sums[j];
-  }
-  for (; t < count; t++) {
-    Lanes sum = {};
-    if (adds) sum = at(to + t * row_of_to);
-    for (int i = 0; i < SIZE; i++) sum += from[t * row_of_from + i] * at(columns[i]);
-    *(Lanes *)(to + t * row_of_to) = sum;
-  }
-}
-
-// sums[lane] = the sum of weights[t][lane] * from[t] over `count` rows t of 16 numbers.
-static void weigh(const float *weights, const float *from, int64_t row_of_from, int64_t count, Lanes *sums) {
-  Lanes result[16] = {};
-  for (int64_t t = 0; t < count; t++)
-    for (int lane = 0; lane < 16; lane++) result[lane] += weights[16 * t + lane] * at(from + t * row_of_from);
-  for (int lane = 0; lane < 16; lane++) sums[lane] = result[lane];
-}
-
 struct Packed {
   const float *q, *k, *v;  // [T, heads * groups, SIZE], [T, heads, SIZE] twice
   const int64_t *starts;   // of each sequence, and the end of the last
@@ -480,7 +481,7 @@ struct Tile {
   // weights[t - begin][lane]: how much of each key a lane takes.
   void weights(const Packed &a, const float *keys, int64_t first, float *out) const {
     int64_t row = a.heads * SIZE, sure = first / a.groups + 1;  // keys before it are those of all lanes, but for a window
-    product<SIZE>(keys + begin * row, row, queries, out, 16, end - begin, false);
+    product<float, SIZE>(keys + begin * row, row, queries, out, 16, end - begin, false);
     float peaks[16], sums[16] = {};
     for (int lane = 0; lane < 16; lane++) peaks[lane] = -INFINITY;
     for (int64_t t = begin; t < end; t++) {
@@ -508,7 +509,7 @@ static void packed_forward(const Packed &a, int64_t start, int64_t length, int64
     Tile<SIZE> tile(a, start, head, first, count);
     tile.weights(a, keys, first, memory);
     for (int64_t part = 0; part < SIZE; part += 16) {
-      Lanes sums[16];
+      Lanes sums[16] = {};
       weigh(memory, values + tile.begin * row + part, row, tile.end - tile.begin, sums);
       for (int lane = 0; lane < tile.lanes; lane++) *(Lanes *)(out + tile.places[lane] + part) = sums[lane];
     }
@@ -534,17 +535,17 @@ static void packed_backward(const Packed &a, int64_t start, int64_t length, int6
         queries[i / 16][lane][i % 16] = tile.queries[i][lane];
         along[lane] += x * out[tile.places[lane] + i];
       }
-    product<SIZE>(a.v + place, row, columns, change, 16, keys, false);
+    product<float, SIZE>(a.v + place, row, columns, change, 16, keys, false);
     for (int64_t t = 0; t < keys; t++)
       for (int lane = 0; lane < 16; lane++)
         change[16 * t + lane] = memory[16 * t + lane] * (change[16 * t + lane] - along[lane]);
     for (int part = 0; part < PARTS; part++) {
-      Lanes sums[16];
+      Lanes sums[16] = {};
       weigh(change, a.k + place + 16 * part, row, keys, sums);
       for (int lane = 0; lane < tile.lanes; lane++)
         *(Lanes *)(of_q + tile.places[lane] + 16 * part) = sums[lane] * tile.scale;
-      product<16>(memory, 16, own[part], of_v + place + 16 * part, row, keys, true);
-      product<16>(change, 16, queries[part], of_k + place + 16 * part, row, keys, true);
+      product<float, 16>(memory, 16, own[part], of_v + place + 16 * part, row, keys, true);
+      product<float, 16>(change, 16, queries[part], of_k + place + 16 * part, row, keys, true);
     }
   }
 }

@@ -30,7 +30,7 @@ BINS = np.array([0, GRAM, 4, 5, 6, 8, 12, 16, 24, 32, 48, LONGEST])  # agreement
 NEWEST = 512.0  # tokens that a rate remembers
 PRIOR = 8.0  # tokens that a rate is worth before the first
 TRIAL_STEPS, TRIAL_ROWS = 128, 8  # steps between two trials; rows that take part
-REST_STEPS, REST_ROWS = 256, 4  # steps, at most, in which a source that was asked in vain rests; for each row but one
+REST_STEPS, REST_ROWS = 256, 8  # steps, at most, in which a source that was asked in vain rests; for each row
 OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
 FIRST_DRAFTS = 0.2  # of a step without drafts costs that it has some, before this was measured
 REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
@@ -241,9 +241,11 @@ class DraftsConfig:
         (),
         "where drafts come from, in rounds without a race and in evaluations: old (what the sample itself had when it "
         "was aborted or not trained), siblings (other responses to the prompt), epoch (its responses of the last "
-        "epoch), own (the response itself); none: no drafts. They change no token",
+        "epoch), own (the response itself); none: no drafts. They change no token, but for rounding",
     )
-    most: int = option(16, "tokens that a response drafts in a step, at most", min=1, max=MOST)
+    most: int = option(
+        15, "tokens that a response drafts in a step, at most; 15, and the newest, fill a CPU's lanes", min=1, max=MOST
+    )
     ahead: bool = option(
         False,
         "replicas with nothing left to decode draw the next round's responses, which are its `old` texts then; only "
@@ -472,7 +474,7 @@ class DraftPolicy:
         self.tries = is_due(self.steps, TRIAL_STEPS)
         may_pay = (self.gains.get(num_rows) or self._gains(num_rows)).may_pay
         if may_pay:
-            longest = min(REST_ROWS * (num_rows - 1), REST_STEPS)
+            longest = min(REST_ROWS * num_rows, REST_STEPS)
             may_pay = [source for source in may_pay if self.steps - source.asked > min(source.rest, longest)]
         self.asked = may_pay
         return bool(self.asked or self.tries)

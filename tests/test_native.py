@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core import Sample
 from engine import kernels, native
-from engine.cpu import Packed, can_pack
+from engine.cpu import Packed, can_pack, few_sizes
 from engine.drafts import Drafter, Drafts
 from engine.rows import Rows
 from model import Model, parse_shape
@@ -70,13 +70,16 @@ def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monke
 @needs_compiler
 @pytest.mark.parametrize("right", [1.0, 0.8])
 def test_steps_with_drafts_are_compiled_too_and_change_nothing(model: Model, right: float, monkeypatch) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.dim() > 1 else 1)  # every token depends on the whole context
     ends = [generate(model)[5].token_ids[20]]
     plain = generate(model, ends)
     for name in ("paged_decode_torch", "rope_and_write_torch", "race_torch"):
         monkeypatch.setattr(kernels, name, None)
     monkeypatch.setattr(Drafts, "settle", None)
     monkeypatch.setattr(Rows, "_end", None)
-    drafter = Foresight({sample.id: sample for sample in plain}, right=right, asked=0.7)
+    drafter = Foresight({sample.id: sample for sample in plain}, longest=20, right=right, asked=0.7)
     for mine, its in zip(generate(model, ends, drafter), plain, strict=True):
         assert replace(mine, logprobs=()) == replace(its, logprobs=())
         assert mine.logprobs == pytest.approx(its.logprobs, abs=1e-5)
@@ -291,6 +294,12 @@ def test_packed_weights_take_few_rows(rows: int, dtype: torch.dtype) -> None:
     weight, bias, x = (torch.randn(shape, dtype=dtype) for shape in ((1024, 1024), (1024,), (rows, 1024)))
     close = dict(atol=1e-4, rtol=0) if dtype == torch.float32 else dict(atol=0.01, rtol=0.01)
     torch.testing.assert_close(Packed(weight)(x, bias), torch.nn.functional.linear(x, weight, bias), **close)
+
+
+def test_sizes_of_steps_with_drafts_are_few() -> None:
+    sizes = [few_sizes(rows) for rows in range(1, 4097)]
+    assert all(rows <= size < rows * 17 / 16 for rows, size in enumerate(sizes, 1))
+    assert sizes[:32] == [*range(1, 33)] and len({*sizes}) < 150 and all(few_sizes(size) == size for size in sizes)
 
 
 def test_bfloat16_is_packed_where_the_cpu_has_it(monkeypatch) -> None:

@@ -269,9 +269,9 @@ def test_a_policy_that_goes_on_from_a_checkpoint_counts_the_seconds_that_it_wins
     assert policies[1].take_stats().won_seconds > 0
 
 
-def test_a_source_is_asked_seldom_where_rows_are_many_and_it_finds_nothing() -> None:
+def test_a_source_that_finds_nothing_is_asked_seldom_more_so_where_rows_are_many() -> None:
     asked = Counter[int]()
-    for rows in (1, 64):
+    for rows in (1, 4):
         policy = DraftPolicy(("own",), MOST)
         policy.begin({}, {})
         drawn = [(Sequence(i, 0, 0, (1,), 0, 10**6), np.arange(i, i + 400)) for i in range(rows)]
@@ -281,7 +281,7 @@ def test_a_source_is_asked_seldom_where_rows_are_many_and_it_finds_nothing() -> 
                 asked[rows] += 1
                 assert not any(policy.propose([(s, text[:step]) for s, text in drawn]))
             policy.observe(rows, seconds_of(rows, 0))
-    assert asked[1] > 250 and asked[64] < 40
+    assert 20 < asked[1] < 60 and 0 < asked[4] < asked[1] / 2, asked
 
 
 # ---- ranks of a replica ------------------------------------------------------------------------------------------
