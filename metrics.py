@@ -289,9 +289,9 @@ class Recorder:
             print(f"\nbest evaluation: step {best['step']}, {names[0]} {best['score']:.3f}{where}")
         if step < steps:
             print(f"\nstopped after step {step} of {steps}; continue with --resume")
-        model = run / "checkpoints" / f"step_{step:06d}"
-        saved = f", model {model}" if model.exists() else ""
-        print(f"\nrecords {self.path}, transcripts {run / 'samples'}{saved}")
+        files = {"transcripts": run / "samples", "model": run / "checkpoints" / f"step_{step:06d}"}
+        saved = "".join(f", {name} {path}" for name, path in files.items() if path.exists())
+        print(f"\nrecords {self.path}{saved}")
 
 
 def of_episodes(records: Sequence[Record]) -> str:

@@ -173,7 +173,7 @@ class GpuCosts(StepCosts):
     def refit(self) -> None: ...
 
     def seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
-        return self.gpu.costs(rows)[0] + self.gpu.beside(rows, drafted)
+        return self.gpu.costs(max(rows, 1))[0] + self.gpu.beside(rows, drafted)
 
 
 # ---- rounds ------------------------------------------------------------------------------------------------------

@@ -287,7 +287,10 @@ def test_a_run_ends_with_a_table_of_its_evaluations(tmp_path, capsys) -> None:
     assert first.split() == ["0", "0.250", "0.500", "15.0", "20", "12.5%"]
     assert second.split()[:3] == ["2", "0.500", "1.000"]
     assert stopped == "stopped after step 2 of 9; continue with --resume"
-    assert str(tmp_path / "steps.jsonl") in files and "step_000002" in files
+    assert str(tmp_path / "steps.jsonl") in files and "step_000002" in files and "transcripts" not in files
+    (tmp_path / "samples").mkdir()
+    recorder.finish(tmp_path, 2, 9)
+    assert f"transcripts {tmp_path / 'samples'}" in capsys.readouterr().out
 
 
 def test_a_run_with_environments_says_how_its_episodes_went(tmp_path, capsys) -> None:
