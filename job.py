@@ -386,7 +386,8 @@ def open_job(config: Config, world: World, resume: bool, clock: Clock | None = N
     phases = Phases(config.group, world, Path(config.run.dir), config.overlap.train_ranks, clock)
     with clock.span("start"), phases("start"):
         job = Job(config, world, resume, clock, phases)
-    gc.freeze()  # else full collections look at every module: this rank, and so all, would wait a sixth of a second
+    gc.collect()  # what the start has left, perhaps with tensors: it would stay until the end
+    gc.freeze()  # else full collections look at every module, while all ranks wait for this one
     try:
         with phases, job.graders, job.episodes, job.checkpoints:
             yield job

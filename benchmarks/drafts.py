@@ -278,6 +278,7 @@ def open_job(task: Task, folder: str, steps: int, world: World, stack: ExitStack
     job = Job(config, world, resume=False)
     job.recorder.bar.close()
     stack.enter_context(job.graders)
+    gc.collect()
     gc.freeze()  # as `job.open_job`
     stack.callback(gc.unfreeze)
     return job
