@@ -343,7 +343,10 @@ def _subset(world: World, ranks: Sequence[int], backend: str) -> World | None:
 def _new_group(world: World, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
     """Make a process group. Every rank of the run takes part."""
     assert world.tensors is dist.group.WORLD, "torch makes groups among all ranks of the run, not among a part of them"
-    return dist.new_group(ranks, _group_timeout(world, backend), backend)
+    group = dist.new_group(ranks, _group_timeout(world, backend), backend)
+    if backend == "gloo" and world.rank in ranks:
+        dist.barrier(group)  # a rank that ends early, refused perhaps, would cut the others off while they connect
+    return group
 
 
 def _group_timeout(world: World, backend: str) -> timedelta:

@@ -222,6 +222,16 @@ def test_groups_have_the_time_out_of_the_run(run_ranks, tmp_path) -> None:
     run_ranks(4, wait_in_groups, tmp_path / "done")
 
 
+def leave_at_once(world: World) -> None:
+    for _ in range(100):
+        torch.distributed.destroy_process_group(parallel.beside(world).tensors)
+
+
+def test_a_rank_that_leaves_a_new_group_at_once_does_not_cut_the_others_off(run_ranks) -> None:
+    """As one that is refused right after does; the others may still connect."""
+    run_ranks(2, leave_at_once)
+
+
 def count_page_faults(keep: bool) -> int:
     """Print how many pages of five large tensors are new to the process."""
     if keep:
