@@ -62,6 +62,8 @@ def read_config(folder: str | Path, key: str = "model.path") -> dict:
         raise ConfigError(
             f"{key} = {str(folder)!r}: no such folder; give a local Hugging Face folder, or leave it empty"
         )
+    if not path.exists() and (Path(folder) / "checkpoints").is_dir():
+        raise ConfigError(f"{key} = {str(folder)!r}: a run folder; name one of its checkpoints/")
     return _read_json(path)
 
 
@@ -381,13 +383,16 @@ class Checkpoints:
         self.under_way: Future | None = None
 
     def rated(self, step: int, evaluation: dict) -> dict:
-        """Return the record of an evaluation, with the best step so far: the first of the highest avg@k."""
+        """Return the record of an evaluation, with the best step so far: the first of the highest avg@k.
+
+        Step 0 is the model that the run started with: it can be the best, and has no checkpoint.
+        """
         if not self.keep_best:
             return evaluation
         score = next(value for name, value in evaluation.items() if name.startswith("avg@"))
-        if step and (not self.best or score > self.best["score"]):  # the model of the start is there as it is
+        if not self.best or score > self.best["score"]:
             self.best = {"step": step, "score": score}
-        return evaluation | ({"best": self.best} if self.best else {})
+        return evaluation | {"best": self.best}
 
     @property
     def best_step(self) -> int:

@@ -285,7 +285,7 @@ class Recorder:
             print(f"\n{of_episodes(played)}")
         if best := rows[-1][1].get("best") if rows else None:
             kept = run / "checkpoints" / f"step_{best['step']:06d}"
-            where = f", model {kept}" if kept.exists() else ""
+            where = f", model {kept}" if kept.exists() else "" if best["step"] else ", the model before training"
             print(f"\nbest evaluation: step {best['step']}, {names[0]} {best['score']:.3f}{where}")
         if step < steps:
             print(f"\nstopped after step {step} of {steps}; continue with --resume")

@@ -345,7 +345,9 @@ def _new_group(world: World, ranks: Sequence[int], backend: str) -> dist.Process
     assert world.tensors is dist.group.WORLD, "torch makes groups among all ranks of the run, not among a part of them"
     group = dist.new_group(ranks, _group_timeout(world, backend), backend)
     if backend == "gloo" and world.rank in ranks:
-        dist.barrier(group)  # a rank that ends early, refused perhaps, would cut the others off while they connect
+        dist.barrier(
+            group=group
+        )  # a rank that ends early, refused perhaps, would cut the others off while they connect
     return group
 
 

@@ -68,8 +68,8 @@ class RunConfig:
     keep_checkpoints: int = option(2, "newest checkpoints that are kept", min=1)
     keep_best: bool = option(
         True,
-        "keep the checkpoint of the best evaluation (avg@k), too, as checkpoints/best; one is written for it where "
-        "none is due, unless checkpoint_every = 0",
+        "keep the checkpoint of the best evaluation (avg@k), too, as checkpoints/best, if it is better than the model "
+        "of the start; one is written for it where none is due, unless checkpoint_every = 0",
     )
     dump_rollouts: bool = option(False, "write every trained sample to rollouts/step_N.jsonl in the run folder")
     replay: str = option("", "train on the rollouts/ folder of an earlier run instead of generating")

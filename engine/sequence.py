@@ -74,9 +74,7 @@ class Sequence:
         if self.is_taken:
             wrong = "is in an engine; `export` it there first"
         elif not 0 < prompt <= max_prompt_tokens:
-            wrong = (
-                f"has a prompt of {prompt} tokens; it must have 1 to rollout.max_prompt_tokens = {max_prompt_tokens}"
-            )
+            wrong = f"has {prompt} prompt tokens; it must have 1 to rollout.max_prompt_tokens = {max_prompt_tokens}"
         elif not count < self.max_new_tokens <= max_response_tokens:
             wrong = (
                 f"has max_new_tokens = {self.max_new_tokens}; it must be over the {count} tokens it has and at most "
@@ -85,7 +83,7 @@ class Sequence:
         elif prompt + self.max_new_tokens > max_positions:
             wrong = f"may grow to {prompt + self.max_new_tokens} tokens; the model's context has {max_positions}"
         elif not all(isinstance(i, int) and 0 <= i < vocab_size for i in (*self.prompt_ids, *self.token_ids)):
-            wrong = f"holds something else than token ids of 0 to {vocab_size - 1}"
+            wrong = f"holds something else than the token ids 0 to {vocab_size - 1}"
         elif count != len(self.logprobs):
             wrong = f"has {count} tokens, but {len(self.logprobs)} log-probs"
         elif isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):

@@ -58,6 +58,8 @@ def open_job(settings: Mapping[str, object], resume: bool = False) -> Iterator[J
 
 
 def _checked(settings: Mapping[str, object], resume: bool) -> Config:
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"settings = {settings!r:.60}: not a dict of settings")
     config = load_config(Config, settings)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_run(config, size, resume, is_main=rank == 0)

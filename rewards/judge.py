@@ -431,6 +431,9 @@ class _Also(NamedTuple):
     key: Hashable
     grader: str
 
+    def __str__(self) -> str:
+        return str(self.key)  # in messages, which name the grader
+
 
 class AllGraders:
     """Pool and judge behind the interface of one `RewardPool`: each response goes to the grader of its task.

@@ -71,7 +71,7 @@ class EngineLoop:
                 sequences[-1].check(c.max_prompt_tokens, c.max_response_tokens, shape.max_positions, shape.vocab_size)
             except ValueError as error:
                 said = str(error).removeprefix(f"sequence {sequences[-1].id} ")
-                raise ApiError(400, f"prompt {place}: {said}", param="prompt") from None
+                raise ApiError(400, f"prompt {place} {said}", param="prompt") from None
         with self.lock:
             if self.is_stopping:
                 raise ApiError(503, "the server is ending", "server_error")

@@ -86,7 +86,8 @@ def read_ask(
     try:
         check_options(sampling, "sampling")
     except ConfigError as error:
-        raise ApiError(400, str(error)) from None
+        message = str(error).removeprefix("sampling.")
+        raise ApiError(400, message, param=message.partition(" ")[0]) from None
     top = take("logprobs", bool if is_chat else int, False if is_chat else -1, 0, 2**31)
     if not is_chat and top > 0:
         raise ApiError(
@@ -116,11 +117,19 @@ def read_object(body: bytes) -> Json:
     """Return the JSON object of a body. Raises ApiError."""
     try:
         value = json.loads(body)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ApiError(400, "the body is JSON with too many lists or objects in one another") from None
+    except ValueError as error:
         raise ApiError(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
+    for key, part in value.items():
+        try:
+            json.dumps({key: part}, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ApiError(
+                400, f"{key!a:.60} has half of a surrogate pair, which is no character", param=ascii(key)
+            ) from None
     return value
 
 
@@ -133,7 +142,7 @@ def _check_fields(asked: Json, is_chat: bool) -> None:
                 400, f"unknown field {key!r:.60}; there are: {', '.join(sorted(FIELDS[is_chat]))}", param=key
             )
         if value not in NEUTRAL[key]:
-            raise ApiError(400, f"this server has no {key} = {value!r:.60}; leave it out", param=key)
+            raise ApiError(400, f"{key} = {value!r:.60} is not among what this server can do; leave it out", param=key)
 
 
 KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", dict: "an object"}

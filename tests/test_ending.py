@@ -167,6 +167,7 @@ def test_groups_are_made_without_a_bound_device_and_connected_in_order(monkeypat
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(None, 1, 4)]))
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "barrier", lambda group: calls.append(("barrier", group)))
     monkeypatch.setattr(parallel, "_connect", lambda world: calls.append(("connect", world.size)))
     monkeypatch.setattr(parallel, "gather_objects", lambda world, value: [2] * world.size)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -175,10 +176,10 @@ def test_groups_are_made_without_a_bound_device_and_connected_in_order(monkeypat
     own = parallel.own_subset(world, [[0, 1], [2, 3]])
     assert (world.device, own.rank, own.size) == (torch.device("cuda", 1), 1, 2)
     short, long = timedelta(seconds=10), timedelta(seconds=20)
-    pair = [("nccl", 2, long), ("gloo", 2, short)]
+    pair = [("nccl", 2, long), ("gloo", 2, short)]  # of the other two ranks: this one does not wait in it
     assert calls == [
-        *(("device", 1), ("nccl", 4, long), ("gloo", 4, short), ("connect", 4)),
-        *(*pair, ("connect", 2), *pair),
+        *(("device", 1), ("nccl", 4, long), ("gloo", 4, short), ("barrier", "group of 4"), ("connect", 4)),
+        *(*pair, ("barrier", "group of 2"), ("connect", 2), *pair),
     ]
     monkeypatch.setitem(os.environ, "LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match="rank 2 of this machine has no GPU: there are 2"):

@@ -68,14 +68,14 @@ def test_the_best_checkpoint_is_kept_after_a_resume_and_named_to_the_end(setting
     assert train.main(settings(**options, run__steps=2)) == 0
     assert train.main([*settings(**options, run__steps=6), "--resume"]) == 0
     run = tmp_path / "run"
-    first, *rest = (record["eval"] for record in read_records(run / "steps.jsonl"))
-    scores = [first["avg@2"], *(record["avg@2"] for record in rest)]
+    records = [record["eval"] for record in read_records(run / "steps.jsonl")]
+    scores = [record["avg@2"] for record in records]
     assert len(scores) == 7
-    assert "best" not in first  # the model of the start is there as it is
-    for step, record in enumerate(rest, start=1):
-        score = max(scores[1 : step + 1])
-        assert record["best"] == {"step": scores.index(score, 1), "score": score}
-    best = rest[-1]["best"]
+    for step, record in enumerate(records):
+        score = max(scores[: step + 1])
+        assert record["best"] == {"step": scores.index(score), "score": score}
+    best = records[-1]["best"]
+    assert best["step"], "the model of the start has no checkpoint"
     kept = {f"step_{best['step']:06d}", "step_000006"}
     assert {folder.name for folder in list_checkpoints(run)} == kept
     last = f"best evaluation: step {best['step']}, avg@2 {best['score']:.3f}"

@@ -335,6 +335,15 @@ def test_graders_adds_up_what_several_say_of_one_sample(writer):
         assert graders.drain() == [] and graders.num_pending == 0 and not graders._graded
 
 
+def test_an_additional_graders_error_names_the_sample():
+    with open_graders(
+        RewardConfig(also="code=1", num_workers=1), JudgeConfig(), ["match"], CPU, torch.float32
+    ) as graders:
+        graders.submit("a", "match", "5", "no cases", ROW)
+        ((_, whole),) = graders.drain()
+        assert "(task code, sample a)" in whole.error
+
+
 def test_graders_waits_for_and_forgets_samples_of_every_task(writer):
     with open_graders(RewardConfig(), config_for(writer), ["judge", "match"], CPU, torch.float32) as graders:
         for task in ("match", "judge"):

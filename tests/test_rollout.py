@@ -383,7 +383,7 @@ def test_followers_outlive_a_leader_that_is_aborted_in_its_prefill(model, oracle
 def test_add_refuses_what_cannot_fit(model) -> None:
     engine = make_engine(model)  # 24 + 40 tokens
     engine.add(Sequence(0, 0, 0, (5,) * 24, 1, LIMIT))
-    with pytest.raises(ValueError, match=r"\(0, 1, 0\) has a prompt of 25 tokens"):
+    with pytest.raises(ValueError, match=r"\(0, 1, 0\) has 25 prompt tokens"):
         engine.add(Sequence(1, 0, 0, (5,) * 25, 1, LIMIT))
     with pytest.raises(ValueError, match="may grow to 300 tokens"):  # the model has 256 positions
         make_engine(model, max_response_tokens=400).add(Sequence(1, 0, 0, (5,) * 20, 1, 280))
