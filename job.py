@@ -503,7 +503,7 @@ def open_split(config: Config, num_ranks: int, state: dict) -> tuple[Config, Spl
 def open_endless(job: Job, state: dict) -> Endless:
     """Begin the endless rollout, or go on with the one of a checkpoint's state."""
     flow = Flow(job.config.overlap, job.policy.config, job.cursor.take, job.config.run.steps)
-    endless = Endless(job.make_round(job.clock), flow)
+    endless = Endless(job.make_round(job.clock), flow, job.drafting)
     if state:
         endless.load_state_dict(state["endless"], job.cursor.prompts)
     return endless

@@ -392,6 +392,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
     check_data(config, tokenizer, dtype, is_main, plays=reports and is_main)
     if reports and is_main and config.drafts.sources:
         rounds = "evaluations" if config.scheduler.dynamic_sampling else "long rounds and evaluations"
+        rounds = "the endless rollout and evaluations" if config.overlap.depth else rounds
         print(f"drafts from {', '.join(config.drafts.sources)}: in {rounds}; where responses race there are none")
     if reports and is_main:
         ranks = "1 rank (--ranks=N checks for N)" if world_size == 1 else f"{world_size} ranks"
@@ -669,7 +670,11 @@ def check_drafts(c: Config) -> None:
             raise ConfigError(f"[drafts] has no effect without drafts.sources; name some of: {', '.join(SOURCES)}")
         return
     others = [
-        (f"overlap.depth = {c.overlap.depth:g}", c.overlap.depth, "which groups an endless rollout trains is a race"),
+        (
+            f"overlap.clock = {c.overlap.clock} with overlap.depth = {c.overlap.depth:g}",
+            c.overlap.depth and c.overlap.clock == "steps",
+            "which groups an endless rollout trains is a race of engine steps",
+        ),
         ("planner.within_round = true", c.planner.within_round, "ranks that come together know other texts"),
         ("overlap.train_ranks", c.overlap.train_ranks, "ranks that only train have no part in the exchange of texts"),
     ]
@@ -679,6 +684,7 @@ def check_drafts(c: Config) -> None:
         given, size = "drafts.ahead = true", c.rollout.tensor_parallel
         alike = "ranks of a replica would stop at different steps"
         others += [
+            (f"overlap.depth = {c.overlap.depth:g}", c.overlap.depth, "an endless rollout has no next round"),
             (f"rollout.tensor_parallel = {size}", size > 1, alike),
             (f"planner.rule = {c.planner.rule}", c.planner.rule != "fixed", alike),
             (f"stream.policy = {c.stream.policy}", c.stream.policy != "off", "ranks that are free train there"),

@@ -6,16 +6,17 @@ have of its prompts, and those that decode a sample next get its text. What a dr
 says policies/drafts.py.
 
 Only rounds in which nothing races have drafts. A race counts engine steps: with drafts others would win it, and the
-same run would train other samples each time.
+same run would train other samples each time. In an endless rollout which groups are trained always is such a race: it
+has drafts where nobody asks for the same race each time (overlap.clock = time).
 """
 
 import base64
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import parallel
-from core import RoundPlan, Sample, SampleId
+from core import RoundPlan, Sample, SampleId, VisitId
 from metrics import Record
 from parallel import World
 from policies.drafts import LAST_EPOCH, DraftPolicy, DraftsConfig, Known, Texts, Tokens
@@ -47,7 +48,9 @@ class Drafting:
         try:
             if is_evaluation or not races(self.scheduler, plan.kind):
                 with played.clock.span("drafts"):
-                    self._begin(plan)
+                    tp, launched = self.engine.parallel, [visit.id for visit in plan.prompts]
+                    args = plan.num_responses, plan.expected, self.scheduler.placement == "spread"
+                    self._begin(launched, Placement(tp.num_replicas).launch(launched, *args)[tp.replica])  # as it will
                 self.engine.drafter = self.policy
             yield
         finally:
@@ -56,12 +59,32 @@ class Drafting:
         if is_evaluation:
             self.policy.take_stats()  # the next step counts from zero
 
-    def _begin(self, plan: RoundPlan) -> None:
-        """Give the policy what all ranks know and the texts that help the samples of this rank. Collective."""
-        tp, visits = self.engine.parallel, {visit.id for visit in plan.prompts}
-        placement, spreads = Placement(tp.num_replicas), self.scheduler.placement == "spread"
-        launched = [visit.id for visit in plan.prompts]
-        own = placement.launch(launched, plan.num_responses, plan.expected, spreads)[tp.replica]  # as the round will
+    def go_on(self, played: Round) -> None:
+        """Have drafts in an endless rollout, which has launched what it could, until `pause`. Collective."""
+        if self.config.sources:
+            is_alone = self.engine.parallel.size == 1  # else the replica's first rank has the samples, others have none
+            ended = {id: sample.token_ids for id, sample in played.samples.items()} if is_alone else {}
+            with played.clock.span("drafts"):
+                self._begin(played.prompts, self.engine.batcher.live_tokens(), ended)
+            self.engine.drafter = self.policy
+
+    def pause(self, trained: Iterable[Sample]) -> None:
+        """Have none until `go_on`; remember the texts that are trained."""
+        self.engine.drafter = None
+        for sample in trained:
+            self.trained.put(sample.id._replace(epoch=LAST_EPOCH), sample.token_ids)
+
+    def _begin(
+        self,
+        launched: Iterable[VisitId],
+        own: Iterable[SampleId],
+        ended: Mapping[SampleId, Sequence[int]] | None = None,
+    ) -> None:
+        """Give the policy what all ranks know and the texts that help `own`, the samples of this rank. Collective.
+
+        `launched`: the prompts of all ranks. `ended`: responses to these that this rank has drawn before.
+        """
+        tp, visits = self.engine.parallel, {*launched}
         held = {id: _sample(id, text) for id, text in self.old.texts.items() if id.visit in visits}
         prompts = {id.prompt for id in visits if id.epoch >= 0}  # an evaluation's are others
         held |= {id: _sample(id, text) for id, text in self.trained.texts.items() if id.prompt in prompts}
@@ -70,7 +93,8 @@ class Drafting:
         self.policy.agree(everyone[self.world.rank - tp.rank][0], is_alone=tp.size == 1)
         told = [(sample, rank) for rank, (_, part) in enumerate(everyone) for sample in part]
         told.sort(key=lambda item: len(item[0].token_ids))  # of two ranks that stopped a sample, the longer text counts
-        ids, prompts = set(own), {id.prompt for id in own}
+        ids = {*own}
+        prompts = {id.prompt for id in ids}
         wanted = {
             sample.id: held[sample.id] if rank == self.world.rank else sample
             for sample, rank in told
@@ -79,7 +103,7 @@ class Drafting:
         brought = parallel.bring_tokens(self.world, [*wanted.values()], held.values())
         texts = {sample.id: array("i", sample.token_ids) for sample in brought}
         old = {id: text for id, text in texts.items() if id in ids}
-        self.policy.begin(old, {id: text for id, text in texts.items() if id not in ids})
+        self.policy.begin(old, {id: text for id, text in texts.items() if id not in ids}, ended or {})
         self.policy.stats.brought_tokens += sum(len(text) for id, text in texts.items() if id not in held)
 
     def _remember(self, played: Round, is_evaluation: bool) -> None:

@@ -17,6 +17,7 @@ from core import Decision, Finished, Group, Prompt, Reward, Sample, SampleId, Sp
 from engine.sequence import Sequence as EngineSequence
 from metrics import Record, quantiles
 from model import Model
+from overlap.drafting import Drafting
 from policies.flow import Flow
 from rounds import Round
 
@@ -26,8 +27,8 @@ IDLE_SECONDS = 0.01  # between two windows in which nothing is decoded
 class Endless:
     """What lasts from update to update: sequences under way, finished samples, and the policy that picks batches."""
 
-    def __init__(self, round: Round, flow: Flow):
-        self.round, self.flow = round, flow
+    def __init__(self, round: Round, flow: Flow, drafting: Drafting):
+        self.round, self.flow, self.drafting = round, flow, drafting
         self.interrupted: list[EngineSequence] = []  # not in the engine now
         self.is_out = True  # all sequences are out of the engine, if there are any
         # Else rows would count steps that depend on who is prefilled beside them, and so on the number of ranks.
@@ -44,6 +45,7 @@ class Endless:
         trained, stats = {group.visit for group in groups}, asdict(self.flow.advance(r.aborted))
         stats["ages"] = {str(age): count for age, count in stats["ages"].items()}
         stats |= {key: quantiles(found) if (found := stats[key]) else {} for key in ("late_length", "dropped_length")}
+        self.drafting.pause(sample for id, sample in r.samples.items() if id.visit in trained)
         self._forget(trained)
         r.prompts = {id: visit for id, visit in r.prompts.items() if id not in trained}
         record = {"kind": r.plan.kind, "padded": 0, "queue": stats["buffered"], **r.record, **stats}
@@ -60,6 +62,7 @@ class Endless:
         self.round.early = [event for event in self.round.early if event.id not in decision.abort]
         self._forget({visit.id for visit in decision.launch})
         self.round.carry_out(decision)
+        self.drafting.go_on(self.round)
 
     def decode_on(self, is_due: Callable[[], bool]) -> None:
         """Decode while other ranks train. Collective among those that decode.

@@ -239,9 +239,10 @@ SOURCES: dict[str, type[Source]] = {source.name: source for source in (OldText, 
 class DraftsConfig:
     sources: tuple[str, ...] = option(
         (),
-        "where drafts come from, in rounds without a race and in evaluations: old (what the sample itself had when it "
-        "was aborted or not trained), siblings (other responses to the prompt), epoch (its responses of the last "
-        "epoch), own (the response itself); none: no drafts. They change no token, but for rounding",
+        "where drafts come from, in rounds without a race, evaluations and endless rollouts (overlap.clock = time): "
+        "old (what the sample itself had when it was aborted or not trained), siblings (other responses to the "
+        "prompt), epoch (its responses of the last epoch), own (the response itself); none: no drafts. They change no "
+        "token, but for rounding",
     )
     most: int = option(
         15, "tokens that a response drafts in a step, at most; 15, and the newest, fill a CPU's lanes", min=1, max=MOST
@@ -440,8 +441,16 @@ class DraftPolicy:
         self.places = np.arange(most)
         self.begin({}, {})
 
-    def begin(self, old: Mapping[SampleId, Tokens], epoch: Mapping[SampleId, Tokens]) -> None:
-        """Begin a round. `old`: by the samples that are drawn again; `epoch`: trained responses to its prompts."""
+    def begin(
+        self,
+        old: Mapping[SampleId, Tokens],
+        epoch: Mapping[SampleId, Tokens],
+        ended: Mapping[SampleId, Sequence[int]] | None = None,
+    ) -> None:
+        """Begin a round. `old`: by the samples that are drawn again; `epoch`: trained responses to its prompts.
+
+        `ended`: samples that were drawn here before it, siblings of others.
+        """
         self.grams.forget()
         self.rows: dict[EngineSequence, Row] = {}
         self.trials: list[Trial] = []
@@ -452,6 +461,9 @@ class DraftPolicy:
             source.rest = source.asked = 0
             if isinstance(source, Remembered):
                 source.open(old if isinstance(source, OldText) else epoch)
+        siblings = [source for source in self.sources if isinstance(source, Siblings)]
+        for id, text in (ended or {}).items():
+            self.grams.note([source.corpus(id) for source in siblings], array("i", text), 0, 0)
 
     def agree(self, told: Known, is_alone: bool) -> None:
         """Go on with the rates and costs of the replica's first rank; `is_alone`: it has no other rank."""

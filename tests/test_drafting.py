@@ -12,7 +12,7 @@ from conftest import ALONE, ROOT, steps_of, train_runs
 
 from checkpoint import list_checkpoints, load_state
 from config import ConfigError, load_config
-from core import SampleId
+from core import Group, SampleId
 from data import load_groups
 from engine.sequence import Sequence
 from job import Job
@@ -108,6 +108,30 @@ def test_replicas_that_run_dry_draw_the_drafts_of_the_next_round_and_hold_nobody
     assert all(ours <= theirs for ours, theirs in zip(*windows, strict=True))
 
 
+def test_an_endless_rollout_draws_the_same_responses_with_drafts(settings, run_ranks, tmp_path: Path) -> None:
+    """With weights that stay: which groups come into a batch may differ, a response may not."""
+    plan = {"overlap__depth": 1, "overlap__clock": "time", "trainer__lr": 0.0, "scheduler__policy": "synchronous"}
+    plan |= {"scheduler__eta_prompts": 1.0, "run__steps": 6, "run__eval_every": 3, "run__checkpoint_every": 3}
+    run_ranks(
+        2, train_with_told_costs, settings("drafts", ("siblings", "epoch", "own"), **plan), settings("none", **plan)
+    )
+    drawn = [
+        {s.id: s.token_ids for g in groups_of(tmp_path / name, 6) for s in g.samples} for name in ("drafts", "none")
+    ]
+    both = drawn[0].keys() & drawn[1].keys()
+    assert len(both) > 20 and all(drawn[0][id] == drawn[1][id] for id in both)
+    found = drafts_of(tmp_path / "drafts")
+    assert len(found) > 2
+    assert {name for told in found for name, each in told["by_source"].items() if each["accepted"]} >= {
+        "siblings",
+        "own",
+    }
+
+
+def groups_of(folder: Path, steps: int) -> list[Group]:
+    return [group for step in range(1, steps + 1) for group in load_groups(folder / "rollouts", step, 512)]
+
+
 def test_ranks_of_a_replica_draft_alike_by_what_the_first_has_measured(settings, run_ranks, tmp_path: Path) -> None:
     plan = {"scheduler__policy": "synchronous", "run__steps": 4, "run__timeout_seconds": 120, "data__eval": ""}
     plan |= {"data__eval_prompts": 0, "rollout__tensor_parallel": 2}
@@ -197,7 +221,7 @@ def test_texts_keep_the_longer_of_two_that_begin_alike_and_let_the_oldest_go() -
         ({"sources": ("old", "new")}, "'new' is not one of: old, siblings, epoch, own"),
         ({"sources": ("old", "old")}, "names a source twice"),
         ({"drafts__most": 4}, "has no effect without drafts.sources"),
-        ({"sources": ("own",), "overlap__depth": 1}, "no place beside overlap.depth = 1"),
+        ({"sources": ("own",), "overlap__depth": 1}, "no place beside overlap.clock = steps with overlap.depth = 1"),
         ({"sources": ("own",), "overlap__train_ranks": 1}, "have no part in the exchange of texts"),
         ({"sources": ("own",), "planner__within_round": "true", "planner__rule": "paper"}, "planner.within_round"),
     ],
