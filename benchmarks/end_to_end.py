@@ -260,12 +260,16 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
     drafts = [r["drafts"] for side in sides for r in side.records if r.get("drafts")]
     print(f"drafted: {sum(d['drafted'] for d in drafts)} tokens, accepted: {sum(d['accepted'] for d in drafts)}")
     [whole] = [row for row in rows if row["part"] == ALL]
+    [records] = [side.records for side in sides if side.name == ALL]
+    waited = sum(r["round"]["window_wait"] for r in records) / sum(r["seconds"]["rollout"] for r in records)
+    print(f"{ALL}: {waited:.1%} of the rollout is wait at the ends of windows, a mean over ranks")
     names = ("tail_batching", "reward_scheduler", "planner", "stream_trainer", "drafts")
     return {
         "name": "end_to_end",
         "ranks": sides[0].job.world.size,
         "steps": steps,
         "speedup_all": whole["faster"],
+        "window_wait_fraction": round(waited, 4),
         **{f"speedup_{name}": row["over_before"] for name, row in zip(names, rows[1:])},
         "parts": rows,
         "prompts_lost": sum(len(base.trained - s.trained) for s in sides),

@@ -18,7 +18,8 @@ score, or at a limit. All runs of a seed begin with one model, and the held-out 
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
 the best of our entries is on the first task, by medians; `seconds_ratio_trl_over_best`: and as TRL, at least, if
-`trl_reached` is false: then TRL was ended before it had the score.
+`trl_reached` is false: then TRL was ended before it had the score. `window_wait_fraction`: the largest share of the
+rollout, of any run on the first task, that ranks wait at the ends of windows.
 """
 
 import argparse
@@ -76,6 +77,9 @@ TASKS = {  # of relay and guess scores that minutes reach: what the games were m
     "relay": Task("configs/relay.toml", 0.70, 200, 1200.0),
     "guess": Task("configs/guess.toml", 0.50, 300, 1200.0),
 }
+
+
+FIRST = next(iter(TASKS))
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,13 @@ def curve_of(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return points
 
 
+def window_wait(records: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the share of a run's rollout that ranks waited at the ends of windows; None where it has no windows."""
+    steps = [r for r in records if "window_wait" in r.get("round", {})]
+    rollout = sum(r["seconds"].get("rollout", 0.0) for r in steps)
+    return round(sum(r["round"]["window_wait"] for r in steps) / rollout, 4) if rollout else None
+
+
 def is_over(curve: Sequence[Mapping[str, Any]], task: Task) -> bool:
     """Return whether a run has the score, or is at a limit."""
     last = curve[-1] if curve else {"step": 0, "seconds": 0.0, "score": -math.inf}
@@ -296,7 +307,8 @@ def play(run: Asked, task: Task, more: Sequence[str] = ()) -> dict[str, Any]:
         **{"task": run.task, "entry": run.entry.name, "seed": run.seed, "score": task.score},
         **{"settings": list(run.entry.settings), "reached": reached is not None},
         **{name: last[name] for name in ("seconds", "samples", "step")},
-        **{"wall": round(time.time() - begin), "load": load, "curve": curve},
+        **{"wall": round(time.time() - begin), "load": load, "window_wait": window_wait(records_of(folder))},
+        "curve": curve,
     }
 
 
@@ -381,6 +393,7 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
         mine, base = ([row for row in rows if (row["task"], row["entry"]) == (task, each)] for each in (name, BASE))
         seconds, reached = seconds_of(mine), [row for row in mine if row["reached"]]
         middle = statistics.median(seconds.values())
+        waited = [share for row in mine if (share := row.get("window_wait")) is not None]
         table.append(
             {
                 **{"task": task, "entry": name, "title": entries[name].title, "score": TASKS[task].score},
@@ -388,6 +401,7 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
                 **{"most": finite(max(seconds.values())), "reached": len(reached), "seeds": len(mine)},
                 "samples": round(statistics.median(r["samples"] for r in reached)) if math.isfinite(middle) else None,
                 "faster": ratio(seconds_of(base), seconds),
+                "window_wait": f"{statistics.median(waited):.1%}" if waited else "",
                 "commits": ", ".join(sorted({row["commit"][:7] for row in mine})),
             }
         )
@@ -417,10 +431,12 @@ def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], tas
 def summary(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> dict[str, Any]:
     """Return the result: table, ratios, what is missing, and the runs themselves."""
     there = {(row["task"], row["entry"], row["seed"]) for row in rows}
+    waits = [row["window_wait"] for row in rows if row["task"] == FIRST and row.get("window_wait") is not None]
     tasks = [{"task": task, "score": TASKS[task].score, **best_of(rows, entries, task)} for task in TASKS]
     return {
         "name": NAME,
         **{key: value for key, value in tasks[0].items() if key != "task"},
+        "window_wait_fraction": max(waits, default=None),
         "tasks": tasks,
         "board": board(rows, entries),
         "missing": [str(run) for run in all_runs(entries.values()) if run.key not in there],

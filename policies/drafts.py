@@ -484,7 +484,7 @@ class DraftPolicy:
         """Whether a step of so many rows may have drafts, or a trial is due."""
         self.steps, self.num_rows = self.steps + 1, 0
         self.tries = is_due(self.steps, TRIAL_STEPS)
-        may_pay = (self.gains.get(num_rows) or self._gains(num_rows)).may_pay
+        may_pay = (self.gains.get(num_rows) or self._gains(num_rows)).may_pay if num_rows else []
         if may_pay:
             longest = min(REST_ROWS * num_rows, REST_STEPS)
             may_pay = [source for source in may_pay if self.steps - source.asked > min(source.rest, longest)]
