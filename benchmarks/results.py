@@ -209,16 +209,17 @@ BENCHMARKS = {
         "equal lengths at least {ratio_generate_equal_min:.2f} x `generate`; long-tailed lengths on a small model "
         "{ratio_generate_longtail:.1f} x `generate` in static batches and {ratio_generate_batch_longtail:.1f} x "
         "`generate_batch`, responses of a trained one {ratio_generate_trained:.1f} x `generate`, with drafts "
+        "from siblings and own text {ratio_generate_trained_new_drafts:.1f} x, from texts of slightly other weights "
         "{ratio_generate_trained_drafts:.1f} x ([all of it](../benchmarks/results/engine_cpu.md))",
     ),
     "peers": Benchmark(
         "benchmarks/peers.py",
         (*ENGINE, "benchmarks/peers/contender.py"),
-        "a 0.5B shape in fp32, our tokens/s over OpenVINO GenAI's {ratio_openvino_equal}, {ratio_openvino_longtail}, "
-        "{ratio_openvino_one} and over vLLM's {ratio_vllm_equal}, {ratio_vllm_longtail}, {ratio_vllm_one}, for equal "
-        "lengths, long-tailed lengths and one row, with drafts {ratio_drafts_openvino_longtail} of OpenVINO's for the "
-        "long-tailed; responses of a small trained model {ratio_openvino_trained} and {ratio_vllm_trained} "
-        "([table](#other-engines))",
+        "a 0.5B shape in fp32, our tokens/s over OpenVINO GenAI's {ratio_openvino_equal:.2f}, "
+        "{ratio_openvino_longtail:.2f}, {ratio_openvino_one:.2f} and over vLLM's {ratio_vllm_equal:.2f}, "
+        "{ratio_vllm_longtail:.2f}, {ratio_vllm_one:.2f}, for equal lengths, long-tailed lengths and one row, with "
+        "drafts {ratio_drafts_openvino_longtail:.2f} of OpenVINO's for the long-tailed; responses of a small trained "
+        "model {ratio_openvino_trained:.2f} ([table](#other-engines))",
     ),
     "training": Benchmark(
         "benchmarks/training.py",
@@ -228,9 +229,15 @@ BENCHMARKS = {
         "{training_roofline_fraction:.0%} of the measured roofline, {training_ratio_hf:.2f} x transformers on padded "
         "batches at its fastest, {training_ratio_hf_tiny:.2f} x with a tiny model ([table](#the-training-step))",
     ),
+    "cold_start": Benchmark(
+        "benchmarks/cold_start.py",
+        ("engine/native.py", "engine/native.cpp", "engine/gradients.py", "warm_start.py", "configs/rollflash.toml"),
+        "the default run from an empty folder, compilation and warm start included: {seconds_compiled:.0f} s with "
+        "compiled kernels, {seconds_plain:.0f} s without: {cold_start_speedup:.2f} x",
+    ),
     "draw": Benchmark(
         "benchmarks/draw.py",
-        ("sampling.py", "engine/kernels.py", "benchmarks/engine.py"),
+        ("sampling.py", "engine/kernels.py", "engine/native.py", "engine/native.cpp", "benchmarks/engine.py"),
         "tokens drawn by a race: weights one update older draw another token in {lags[0][race]:.2%} of all contexts, "
         "by inverse CDF in {lags[0][inverse]:.2%} ([tables](#draws))",
     ),

@@ -547,3 +547,11 @@ def test_an_engine_that_ends_says_why_and_one_that_answers_otherwise_is_an_error
     with pytest.raises(peers.Missing, match="vllm gave no answer in 0.5 s"):
         silent.read()
     silent.end()
+    made = [contender() for _ in (peers.OURS, peers.DRAFTS, "vllm")]
+    others = iter(made)
+    monkeypatch.setattr(peers, "Contender", lambda *_: next(others))
+    monkeypatch.setattr(peers, "peer_python", lambda *_: sys.executable)
+    monkeypatch.setattr(peers, "leave_out", lambda *_: None)
+    setting = peers.Setting(tmp_path, 0.0, [peers.Contest("one", [2])])
+    with peers.started(["vllm"], "float32", setting, tmp_path) as there:  # one that computes on disturbs the others
+        assert not there and all(each.process.poll() is not None for each in made)
