@@ -16,6 +16,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from process.threads import spin_briefly
+
+if __name__ == "__main__":
+    spin_briefly()  # before torch is loaded
+
 import torch
 
 import checkpoint

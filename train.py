@@ -11,8 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # Ctrl-C ends this process without a traceback until a handler is set
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from process.threads import spin_briefly
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback until a handler is set
+    spin_briefly()  # before torch is loaded
 
 from config import ConfigError, describe
 from job import Job, open_job
@@ -59,8 +62,10 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
 
 
 def take_step(job: Job) -> Record:
-    """Take one step; return its record. Collective. (Sections are RollPacker's.)"""
+    """Take one step; return its record. Collective. (Sections are RollPacker's.) Raises ConfigError after the last."""
     start, job.clock.step = time.perf_counter(), job.step + 1
+    if job.step >= job.config.run.steps:
+        raise ConfigError(f"the run has taken its run.steps = {job.config.run.steps} steps; resume it with more")
     plan, rollout = None, None
     if job.decodes and not (job.config.run.replay or job.endless):
         plan = job.plan()  # which prompts, how many responses of each (3)

@@ -15,6 +15,11 @@ from tempfile import TemporaryDirectory
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(sys.path[0])  # not process/, where Python starts this file
 
+from process.threads import spin_briefly
+
+if __name__ == "__main__":
+    spin_briefly()  # before torch is loaded
+
 import checkpoint
 from config import ConfigError, flatten, load_config
 from job import open_job

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import parallel
 import train
-from config import load_config
+from config import ConfigError, load_config
 from data import load_groups
 from engine.host import OnHost
 from job import Job
@@ -70,7 +70,7 @@ def test_groups_are_made_before_pages_are_sized_by_the_rest(settings, monkeypatc
 
 
 def test_a_released_job_has_given_its_memory_back_and_refuses_to_work(settings) -> None:
-    job = make_job(settings("run", loss__kl_coef=0.1))
+    job = make_job(settings("run", loss__kl_coef=0.1, run__steps=2))
     with job.graders:
         plan = job.plan()
         job.regroup(plan)
@@ -98,7 +98,9 @@ def test_a_released_job_has_given_its_memory_back_and_refuses_to_work(settings) 
         for tensor, value in zip(held, values, strict=True):
             assert torch.equal(tensor, value)
         train.take_step(job)
-    assert job.step == 2
+        assert job.step == job.config.run.steps
+        with pytest.raises(ConfigError, match="has taken its run.steps = 2 steps"):
+            train.take_step(job)
 
 
 def test_copies_of_a_gpu_wait_in_pinned_memory(monkeypatch) -> None:

@@ -75,6 +75,19 @@ def test_threads_spin_briefly_unless_the_user_says_how_they_wait(alone, given: s
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train.py", "serve.py", "process/evaluate.py"])
+def test_a_script_says_how_threads_wait_before_torch_reads_it(script: str) -> None:
+    code = (
+        "import runpy, sys\nfrom process import threads\n"
+        "threads.spin_briefly = lambda: print('early' if 'torch' not in sys.modules else 'late', flush=True)\n"
+        f"sys.argv = [{str(ROOT / script)!r}, '--help']\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("early"), done.stderr
+
+
 def test_a_check_sees_the_ranks_that_it_is_told(alone, settings, capsys) -> None:
     assert train.main([*settings(), "--check"]) == 0 and "fine for 1 rank (--ranks=N" in capsys.readouterr().out
     assert train.main([*settings(), "--check", "--ranks=2"]) == 0 and "fine for 2 ranks" in capsys.readouterr().out
