@@ -669,6 +669,10 @@ def check_drafts(c: Config) -> None:
         if c.drafts != DraftsConfig():
             raise ConfigError(f"[drafts] has no effect without drafts.sources; name some of: {', '.join(SOURCES)}")
         return
+    if not c.drafts.memory_mib and (kept := [name for name in ("old", "epoch") if name in c.drafts.sources]):
+        raise ConfigError(
+            f"drafts.memory_mib = 0 keeps no text of an earlier round, but {given} looks there for {kept[0]}; take 16"
+        )
     others = [
         (
             f"overlap.clock = {c.overlap.clock} with overlap.depth = {c.overlap.depth:g}",
@@ -685,6 +689,7 @@ def check_drafts(c: Config) -> None:
         alike = "ranks of a replica would stop at different steps"
         others += [
             (f"overlap.depth = {c.overlap.depth:g}", c.overlap.depth, "an endless rollout has no next round"),
+            ("scheduler.dynamic_sampling = true", c.scheduler.dynamic_sampling, "every round is a race there"),
             (f"rollout.tensor_parallel = {size}", size > 1, alike),
             (f"planner.rule = {c.planner.rule}", c.planner.rule != "fixed", alike),
             (f"stream.policy = {c.stream.policy}", c.stream.policy != "off", "ranks that are free train there"),

@@ -224,6 +224,11 @@ def test_texts_keep_the_longer_of_two_that_begin_alike_and_let_the_oldest_go() -
         ({"sources": ("own",), "overlap__depth": 1}, "no place beside overlap.clock = steps with overlap.depth = 1"),
         ({"sources": ("own",), "overlap__train_ranks": 1}, "have no part in the exchange of texts"),
         ({"sources": ("own",), "planner__within_round": "true", "planner__rule": "paper"}, "planner.within_round"),
+        ({"sources": ("own", "epoch"), "drafts__memory_mib": 0}, "keeps no text of an earlier round"),
+        (
+            {"sources": ("old",), "drafts__ahead": "true", "scheduler__dynamic_sampling": "true"},
+            "drafts.ahead = true has no place beside scheduler.dynamic_sampling = true",
+        ),
     ],
 )
 def test_settings_that_have_no_place_are_refused(settings, arguments: dict, message: str) -> None:

@@ -193,7 +193,8 @@ def check_lora(config: LoraConfig, shape: ModelShape) -> None:
         return
     if shape.stored_joined:
         raise ConfigError(
-            "trainer.lora: this family joins q|k|v and gate|up, and PEFT has no adapters of parts; take 0"
+            "trainer.lora: this family's folders join q|k|v and gate|up, and adapters of the joined weights are not "
+            "supported; take trainer.lora.rank = 0"
         )
     known = sorted(_names(_first_layer(shape)))
     if wrong := [name for name in config.targets if name not in (*known, "all")]:
@@ -203,16 +204,24 @@ def check_lora(config: LoraConfig, shape: ModelShape) -> None:
         )
     if not config.targets:
         raise ConfigError(f"trainer.lora.targets is empty; name some of {', '.join(known)}, or all")
+    if config.rank > (most := max(min(sides) for sides in _projections(config, shape))):
+        raise ConfigError(
+            f"trainer.lora.rank = {config.rank}, but no targeted weight of this model has a rank over {most}; take less"
+        )
+
+
+def _projections(config: LoraConfig, shape: ModelShape) -> list[tuple[int, int]]:
+    """Return outputs and inputs of each projection of a layer that has an adapter."""
+    places = _places(_first_layer(shape), config)
+    return [(rows, adapted.weight.shape[1]) for _, _, adapted in places for _, rows in adapted.projections()]
 
 
 def count(config: LoraConfig, shape: ModelShape) -> dict[str, Any]:
     """Return how many numbers adapters have, the weights that they belong to, and the largest of these weights."""
     if not config.rank:
         return {}
-    places, n = [adapted for _, _, adapted in _places(_first_layer(shape), config)], shape.num_layers
-    rows = [(rows, adapted.weight.shape[1]) for adapted in places for _, rows in adapted.projections()]
-    sizes = [adapted.weight.numel() for adapted in places]
-    numbers = n * config.rank * sum(map(sum, rows))
+    n, sizes = shape.num_layers, [adapted.weight.numel() for _, _, adapted in _places(_first_layer(shape), config)]
+    numbers = n * config.rank * sum(map(sum, _projections(config, shape)))
     return {"adapters": numbers, "adapted": n * sum(sizes), "largest_adapted": max(sizes)}
 
 
