@@ -2,8 +2,10 @@
 
     python benchmarks/draw.py [--quick]
 
-Cost, on one thread: microseconds of softmax and draw, and by how much a decode step of the models of
-benchmarks/engine.py is longer than with the inverse of the CDF; the draws take turns. Agreement: how often older or
+Cost, on one thread: microseconds of softmax and draw by torch's operations, and of the engine's own draw, which is
+compiled where a compiler is. By how much a decode step of the models of benchmarks/engine.py is longer with a race than
+with the inverse of the CDF, both by torch's operations; and what part of the step the engine's own draw takes in all,
+which is the most that it can add (`longer_max` is the largest). The draws take turns. Agreement: how often older or
 disturbed weights draw another token with the same key, position and context. No draw can do so less often than the
 distributions differ (total variation, TV). Weights and contexts are those of a run of the default task; for other
 vocabularies logits are made up, and noise disturbs them.
@@ -34,7 +36,7 @@ from tqdm import tqdm  # noqa: E402
 import checkpoint  # noqa: E402
 from attention import PackedAttention  # noqa: E402
 from benchmarks import engine as bench  # noqa: E402
-from engine.kernels import race_torch, uniforms  # noqa: E402
+from engine.kernels import race, race_torch, uniforms  # noqa: E402
 from engine.sequence import Sequence  # noqa: E402
 from rollout import Engine  # noqa: E402
 from sampling import SamplingConfig  # noqa: E402
@@ -73,6 +75,7 @@ def by_race_of_all(logits: Tensor, keys: Tensor, positions: Tensor, temperature:
 
 Draw = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 DRAWS: dict[str, Draw] = {"inverse": by_inverse, "all": by_race_of_all, "race": race_torch}
+OWN: dict[str, Draw] = {"own": race}  # the engine's
 
 
 def made_up(rows: int, vocab: int) -> Tensor:
@@ -90,39 +93,43 @@ def random_keys(rows: int) -> tuple[Tensor, Tensor]:
 def cost(vocab: int, rows: int, turns: int) -> dict[str, int]:
     """Return the median microseconds of each draw, softmax included."""
     logits, (keys, positions) = made_up(rows, vocab), random_keys(rows)
-    seconds: dict[str, list[float]] = {name: [] for name in DRAWS}
+    seconds: dict[str, list[float]] = {name: [] for name in DRAWS | OWN}
     for _ in range(turns):
-        for name, draw in DRAWS.items():
+        for name, draw in (DRAWS | OWN).items():
             start = time.perf_counter()
             draw(logits, keys, positions, 1.0)
             seconds[name].append(time.perf_counter() - start)
     return {name: round(1e6 * statistics.median(times)) for name, times in seconds.items()}
 
 
-def step_cost(model: str, rows: int, steps: int) -> tuple[float, float]:
-    """Return the median milliseconds of a decode step, and what part of it a race takes more than an inverse."""
+def step_cost(model: str, rows: int, steps: int) -> tuple[float, float, float]:
+    """Return the median milliseconds of a decode step with the engine's own draw, what part of them a race takes more
+    than an inverse, both by torch's operations, and what part the own draw takes in all."""
     engine = Engine(
         bench.build(model)[0].requires_grad_(False), replace(bench.ROLLOUT, max_running=rows), SamplingConfig(), ()
     )
     for i, ids in enumerate(bench.prompts(rows)):
         engine.add(Sequence(i, 0, 0, tuple(ids), i, steps + 8, ignore_eos=True))
     engine.step()
-    whole, seconds = list[float](), dict[str, list[float]](inverse=[], race=[])
+    names = ("inverse", "race", "own")
+    whole, seconds = list[float](), {name: list[float]() for name in names}
     for i in range(steps):
-        name = ("inverse", "race")[i % 2]
+        name = names[i % 3]
 
         def draw(logits: Tensor, keys: Tensor, positions: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
             start = time.perf_counter()
-            drawn = DRAWS[name](logits, keys, positions, 1.0)  # noqa: B023
+            drawn = (DRAWS | OWN)[name](logits, keys, positions, 1.0)  # noqa: B023
             seconds[name].append(time.perf_counter() - start)  # noqa: B023
             return drawn
 
         with patch("engine.rows.sample", draw):
             start = time.perf_counter()
             engine.step()
-            whole.append(time.perf_counter() - start)
-    step, race, inverse = map(statistics.median, (whole, seconds["race"], seconds["inverse"]))
-    return 1e3 * step, (race - inverse) / step
+            if name == "own":
+                whole.append(time.perf_counter() - start)
+    step = statistics.median(whole)
+    inverse, by_race, own = (statistics.median(seconds[name]) for name in names)
+    return 1e3 * step, (by_race - inverse) / step, own / step
 
 
 # ---- agreement -----------------------------------------------------------------------------------------------------
@@ -206,12 +213,12 @@ def main() -> None:
         print_table(costs)
         slower = list[dict[str, object]]()
         for model, rows in STEPS[: 1 if quick else None]:
-            milliseconds, part = step_cost(model, rows, 20 if quick or model == "half" else 400)
-            print(f"{model}, {rows} rows: a step of {milliseconds:.2f} ms is {part:+.2%} longer")
-            slower.append({"model": model, "rows": rows, "milliseconds": milliseconds, "longer": part})
+            milliseconds, part, share = step_cost(model, rows, 30 if quick or model == "half" else 450)
+            print(f"{model}, {rows} rows: a step of {milliseconds:.2f} ms is {part:+.2%} longer; own draw {share:.2%}")
+            slower.append({"model": model, "rows": rows, "milliseconds": milliseconds, "longer": part, "share": share})
         print_table(lags := agreement_by_lag(quick))
         print_table(vocabularies := agreement_by_vocabulary(quick))
-    worst = max(float(str(row["longer"])) for row in slower)
+    worst = max(float(str(row["share"])) for row in slower)
     print(json.dumps({"name": "draw", "costs": costs, "steps": slower, "longer_max": worst, "noise": NOISE,
                       "lags": lags, "vocabularies": vocabularies, "agreement_lag1": 1 - lags[0]["race"],
                       "agreement_lag1_inverse": 1 - lags[0]["inverse"]}))  # fmt: skip

@@ -1,26 +1,39 @@
 """Where the time of one decode step goes on a CPU: tables of torch.profiler, the largest operations first.
 
 python benchmarks/profile_decode.py [--quick]
+
+Names of compiled kernels begin with `native`. At the end: the matrix products of all layers of a step, in fp32 as the
+engine has them, and in int8 by torch (weights by row, rounded before; inputs rounded at each call), for the model of
+the default task, too. Medians of calls.
 """
 
 import argparse
 import json
+import statistics
 import sys
+import time
+import warnings
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import engine as bench  # isort: skip  # before torch: it sets the number of threads
 
 import torch
-from torch.profiler import profile
+from torch.profiler import profile, record_function
 from tqdm import tqdm
 
 from core import SampleId
+from engine import native
+from engine.cpu import packed
 from engine.sequence import Sequence
 from rollout import Engine
+from warm_start import WarmStartConfig
 
 CASES = (("tiny", 32, 20), ("half", 1, 5), ("half", 32, 5))  # model, rows, steps
+PRODUCTS, TURNS = (1, 8, 32, 128), 50  # rows; calls of each kind, fewer for large models
 
 
 def profile_steps(engine: Engine, rows: int, steps: int) -> tuple[str, float]:
@@ -29,10 +42,20 @@ def profile_steps(engine: Engine, rows: int, steps: int) -> tuple[str, float]:
     Sequences stay short of their second page.
     """
     for i, ids in enumerate(bench.prompts(rows)):
-        engine.add(Sequence(i, 0, 0, tuple(ids), i, steps + 10, ignore_eos=True))
+        engine.add(Sequence(i, 0, 0, tuple(ids), i, 2 * steps + 10, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    with profile() as profiler:
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    plain = (time.perf_counter() - start) / steps
+    call = native._call
+
+    def named(name: str, *args: object) -> None:
+        with record_function(f"native::{name}"):
+            call(name, *args)
+
+    with patch.object(native, "_call", named), profile() as profiler:
         for _ in range(steps):
             engine.step()
     engine.abort([SampleId(0, i, 0) for i in range(rows)])
@@ -44,13 +67,57 @@ def profile_steps(engine: Engine, rows: int, steps: int) -> tuple[str, float]:
         share = e.self_cpu_time_total / total
         lines.append(f"{e.key:<52} {e.count / steps:>6.0f} {each:>9.1f} {a_step:>10.0f} {share:>6.1%}")
     lines.append(f"all operations: {total / steps / 1000:.2f} ms a step, with the profiler's own cost")
+    lines.append(f"a step without the profiler: {1e3 * plain:.2f} ms")
     return "\n".join(lines), round(total / steps / 1000, 2)
+
+
+def products(width: int, inner: int, queries: int, key_values: int, layers: int, rows: int) -> tuple[float, float]:
+    """Return the milliseconds of the matrix products of all layers in fp32 and in int8."""
+    shapes = ((width, queries + 2 * key_values), (queries, width), (width, 2 * inner), (inner, width))
+    seconds = [0.0, 0.0]
+    for size, outputs in shapes:
+        x, weight = torch.randn(rows, size), torch.randn(outputs, size)
+        scales, zeros = weight.abs().amax(1) / 127, torch.zeros(outputs, dtype=torch.long)
+        whole = packed(weight)
+        with warnings.catch_warnings():  # torch says that this form will move to another package
+            warnings.simplefilter("ignore")
+            rounded = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        few = torch.ops.quantized.linear_prepack(rounded, None)
+
+        fp32: list[Any] = [whole, (x, None)] if callable(whole) else [torch.nn.functional.linear, (x, weight)]
+        for i, (call, given) in enumerate((fp32, [torch.ops.quantized.linear_dynamic, (x, few)])):
+            call(*given)
+            times = list[float]()
+            for _ in range(TURNS if width < 512 else 5):
+                start = time.perf_counter()
+                call(*given)
+                times.append(time.perf_counter() - start)
+            seconds[i] += layers * statistics.median(times)
+    return 1e3 * seconds[0], 1e3 * seconds[1]
+
+
+def print_products(quick: bool) -> dict[str, float]:
+    """Print the table of `products`; return fp32 over int8 by model and rows."""
+    w, found = WarmStartConfig(), dict[str, float]()
+    shapes = {"default": (w.hidden_size, 4 * w.hidden_size, w.hidden_size, w.hidden_size // 2, w.num_layers)}
+    for name in () if quick else ("tiny", "half"):
+        s = bench.build(name)[0].shape
+        sizes = s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        shapes[name] = (*sizes, s.num_layers)
+    tqdm.write(f"{'products of a step':<20} {'rows':>5} {'fp32, ms':>10} {'int8, ms':>10}")
+    for name, shape in shapes.items():
+        for rows in PRODUCTS:
+            fp32, int8 = products(*shape, rows)
+            tqdm.write(f"{name:<20} {rows:>5} {fp32:>10.3f} {int8:>10.3f}")
+            found[f"fp32_over_int8_{name}_{rows}"] = round(fp32 / int8, 2)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small model only: seconds")
-    cases = CASES[:1] if parser.parse_args().quick else CASES
+    quick = parser.parse_args().quick
+    cases = CASES[:1] if quick else CASES
     torch.set_num_threads(int(bench.THREADS))
     torch.set_flush_denormal(True)
     metrics: dict[str, str | float] = {"name": "profile_decode"}
@@ -58,7 +125,8 @@ def main() -> None:
         engine = Engine(bench.build(name)[0], bench.ROLLOUT, bench.GREEDY, [])
         table, metrics[f"ms_a_step_{name}_{rows}"] = profile_steps(engine, rows, steps)
         tqdm.write(f"{name}, {rows} rows\n{table}\n")
-    print(json.dumps(metrics))
+    with torch.inference_mode():
+        print(json.dumps(metrics | print_products(quick)))
 
 
 if __name__ == "__main__":
