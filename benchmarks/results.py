@@ -530,7 +530,8 @@ def filled(path: Path) -> str:
             inner = notes(noted) if name == "notes" else fill(name, template, note)
             return f"<!-- results:{name}{template}-->{inner}<!-- end -->"
         except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
-            raise ValueError(f"{path}: results:{name}: {type(error).__name__}: {error}") from error
+            where = path.relative_to(ROOT)
+            raise ValueError(f"{where}: results:{name}: {type(error).__name__}: {error}") from error
 
     return BLOCK.sub(replace, text)
 
@@ -539,12 +540,19 @@ def documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / RESULTS).glob("*.md"))]
 
 
-def write() -> None:
+def write() -> list[str]:
+    """Fill the documents; return which could not be, and why."""
+    failed = []
     for path in documents():
-        text = filled(path)
+        try:
+            text = filled(path)
+        except ValueError as error:
+            failed.append(f"{error}: run the benchmark, or correct the template")
+            continue
         if text != path.read_text(encoding="utf-8"):
             path.write_text(text, encoding="utf-8")
             print(f"filled {path.relative_to(ROOT)}")
+    return failed
 
 
 def simulated_problems() -> list[str]:
@@ -576,8 +584,11 @@ def problems() -> list[str]:
             remedy = f"run `python benchmarks/results.py run {name}`, or say in {OLD} before what it was measured"
             found.append(f"{name} is older than {', '.join(changed)}: {remedy}")
     for path in documents():
-        if filled(path) != path.read_text(encoding="utf-8"):
-            found.append(f"{path.relative_to(ROOT)} differs from the results: python benchmarks/results.py write")
+        try:
+            if filled(path) != path.read_text(encoding="utf-8"):
+                found.append(f"{path.relative_to(ROOT)} differs from the results: python benchmarks/results.py write")
+        except ValueError as error:
+            found.append(f"{error}: run the benchmark, or correct the template")
     return found
 
 
@@ -611,7 +622,7 @@ def main() -> int:
                 failed.append(f"{name}: {error}")
                 print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
     if arguments.what == "write" or (arguments.what == "run" and not arguments.quick):
-        write()
+        failed += write()
     if arguments.what == "check":
         failed = problems()
     print(*failed, sep="\n", end="\n" * bool(failed), file=sys.stderr)
