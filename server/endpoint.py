@@ -169,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._take_weights(body)
         endpoint, loop = self.endpoint, self.endpoint.loop
         config = loop.engine.config
-        if (name := read_object(body).get("model", endpoint.name)) != endpoint.name:
+        if (name := read_object(body).get("model")) not in (None, endpoint.name):
             raise ApiError(404, f"the model here is {endpoint.name!r}, not {name!r:.60}", code="model_not_found")
         defaults = loop.engine.sampling, config.stop, config.max_prompt_tokens
         ask = read_ask(body, path == "/v1/chat/completions", endpoint.tokenizer, *defaults)

@@ -93,7 +93,7 @@ def read_ask(
         raise ApiError(
             400, f"logprobs = {top}: there are none but of sampled tokens; write logprobs = 0", param="logprobs"
         )
-    if "max_completion_tokens" in asked and is_chat:
+    if is_chat and asked.get("max_completion_tokens") is not None:
         asked = asked | {"max_tokens": asked["max_completion_tokens"]}
         take = _Taker(asked)
     options: Json = take("stream_options", dict, {})

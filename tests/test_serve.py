@@ -269,6 +269,13 @@ def test_bad_requests_get_one_clear_error(served) -> None:
     assert ask(service, "/v1/completions", good)[0] == 200
 
 
+def test_null_is_as_good_as_nothing(served) -> None:
+    service, limit = served(), {"max_tokens": 2, "max_completion_tokens": None}
+    status, answer = ask(service, "/v1/chat/completions", CHAT | limit | {"model": None})
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] <= 2
+
+
 def test_bodies_and_names_of_others_are_refused(served) -> None:
     service = served(max_mib=0.001)
     assert ask(service, "/v1/completions", {"prompt": "1" * 2000})[0] == 413
