@@ -64,11 +64,18 @@ class ServeFile:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
+Words = tuple[dict[str, int], set[int]]  # vocabulary and end tokens
+
+
+def words_of(folder: Path, tokenizer: Tokenizer, shape: ModelShape) -> Words:
+    return tokenizer.get_vocab(), checkpoint.eos_ids(folder, tokenizer, shape.vocab_size)
+
+
 class Weights:
     """The weights that a server has: where they are from, and how often they were changed."""
 
-    def __init__(self, folder: Path, shape: ModelShape, loop: EngineLoop):
-        self.folder, self.shape, self.loop, self.version = folder, shape, loop, 0
+    def __init__(self, folder: Path, shape: ModelShape, loop: EngineLoop, words: Words):
+        self.folder, self.shape, self.loop, self.words, self.version = folder, shape, loop, words, 0
         self.lock = threading.Lock()
 
     def about(self) -> Json:
@@ -88,6 +95,10 @@ class Weights:
                 shape, _ = checkpoint.check_model(folder, "folder")
                 if shape != self.shape:
                     raise ConfigError(f"{folder}: the model has another shape than the one that is served")
+                words = words_of(folder, checkpoint.load_tokenizer(folder), shape)
+                for kind, own, new in zip(("another vocabulary", "other end tokens"), self.words, words, strict=True):
+                    if new != own:
+                        raise ConfigError(f"{folder}: the model has {kind} than the one that is served")
                 weights = checkpoint.load_model(folder, torch.device("cpu"), self.loop.engine.model.dtype)
             except (ConfigError, OSError) as error:
                 raise ApiError(400, str(error)) from None
@@ -122,11 +133,11 @@ class Service:
         auto = "bfloat16" if world.device.type == "cuda" else "float32"
         model = checkpoint.load_model(folder, world.device, getattr(torch, auto if c.dtype == "auto" else c.dtype))
         self.tokenizer: Tokenizer = checkpoint.load_tokenizer(folder)
-        ends = checkpoint.eos_ids(folder, self.tokenizer, model.shape.vocab_size)
-        self.engine = Engine(model, config.rollout, config.sampling, ends, self.tokenizer)
+        words = words_of(folder, self.tokenizer, model.shape)
+        self.engine = Engine(model, config.rollout, config.sampling, words[1], self.tokenizer)
         self.engine.runner.capture()
         self.loop, self.config = EngineLoop(self.engine, c.queue), c
-        self.weights = Weights(folder, model.shape, self.loop)
+        self.weights = Weights(folder, model.shape, self.loop, words)
         name = c.name or Path(c.follow or folder).resolve().name
         limits = Limits(c.request_seconds, int(c.max_mib * 2**20), c.connections)
         told = self.weights.about, lambda given: self.weights.take(Path(given))

@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -404,6 +405,25 @@ def test_weights_change_while_it_serves(served, folder, loud_folder, tiny_folder
     status, answer = ask(service, "/weights", {"folder": str(tmp_path)}, **key)
     assert status == 400 and "config.json" in answer["error"]["message"]
     assert client.completions.create(**body).choices[0].token_ids == list(after.token_ids)
+
+
+@pytest.mark.parametrize("kind", ["vocabulary", "end tokens"])
+def test_weights_of_another_tokenizer_are_refused(served, folder, tmp_path, kind) -> None:
+    """The server goes on to write prompts and to end responses as it began."""
+    key, other = {"Authorization": "Bearer a-long-secret"}, tmp_path / "other"
+    shutil.copytree(folder, other)
+    path = other / ("tokenizer.json" if kind == "vocabulary" else "config.json")
+    values = json.loads(path.read_text())
+    if kind == "vocabulary":
+        ids = values["model"]["vocab"]
+        ids["1"], ids["2"] = ids["2"], ids["1"]
+    else:
+        values["eos_token_id"] = 49
+    path.write_text(json.dumps(values))
+    service = served(token="a-long-secret")
+    status, answer = ask(service, "/weights", {"folder": str(other)}, **key)
+    assert status == 400 and kind in answer["error"]["message"], answer
+    assert service.weights.version == 0
 
 
 def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, capfd) -> None:
