@@ -500,10 +500,14 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
     first.pop(TASK_OF_JUDGE, None)
     if is_main:
         try_graders(c.reward, first)
-    if len(prompts) < c.scheduler.num_prompts:
+    if (found := len(prompts)) < c.scheduler.num_prompts:
+        every, _ = load_prompts(replace(c.data, eval_prompts=0), tokenizer, c.rollout.max_prompt_tokens)
+        left = len(every) - found
+        told = f" (rows left out, as they equal held-out prompts: {left})" if left else ""
+        advice = "give other held-out data (data.eval) or fewer data.eval_prompts"
         raise ConfigError(
-            f"data.train has {len(prompts)} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}; "
-            "lower scheduler.num_prompts"
+            f"data.train has {found} prompts, fewer than scheduler.num_prompts = {c.scheduler.num_prompts}{told}; "
+            f"{'lower scheduler.num_prompts' if found else advice}"
         )
 
 

@@ -252,6 +252,26 @@ def test_a_bad_data_file_is_refused_by_name(name, capsys, base) -> None:
     assert "data.jsonl" in refused(capsys, base)
 
 
+def test_rows_left_out_for_held_out_prompts_are_told_of(capsys, base) -> None:
+    rows = [*GOOD[:3], *[GOOD[3]] * 17]
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = refused(capsys, base)  # holds out rows 0 and 10
+    assert (
+        "data.train has 2 prompts, " in said
+        and "as they equal held-out prompts: 18)" in said
+        and "lower scheduler.num" in said
+    )
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[3:]))
+    said = refused(capsys, base)
+    assert (
+        "data.train has 0 prompts, " in said
+        and "as they equal held-out prompts: 17)" in said
+        and "lower scheduler" not in said
+    )
+    assert "(data.eval)" in said and "data.eval_prompts" in said
+    assert "left out" not in refused(capsys, base, "--data.eval=hailstone", "--scheduler.num_prompts=64")
+
+
 @pytest.mark.parametrize("key", ["--config", "--data.eval", "--planner.profile"])
 def test_nobody_waits_for_a_pipe(key, capsys, base) -> None:
     os.mkfifo("pipe")
