@@ -13,7 +13,7 @@ import re
 import stat
 import textwrap
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -86,8 +86,12 @@ def load_config(cls: type[C], source: str | Mapping[str, object] | None, overrid
     """
     config = cls()
     if isinstance(source, Mapping):
+        given = set[str]()
         for key, value in source.items():
-            config = _merge(config, _nested(str(key), value), source="")
+            config = _merge(config, values := _nested(str(key), value), source="")
+            if twice := given & {*_keys(values)}:
+                raise ConfigError(f"{min(twice)} is given twice; give it once")
+            given |= {*_keys(values)}
     elif (path := source) is not None:
         try:
             values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8"))
@@ -109,6 +113,14 @@ def load_config(cls: type[C], source: str | Mapping[str, object] | None, overrid
 def _nested(key: str, value: object) -> dict:
     section, _, name = key.rpartition(".")
     return _nested(section, {name: value}) if section else {name: value}
+
+
+def _keys(values: Mapping, prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _parse(text: str) -> object:

@@ -59,7 +59,7 @@ if __name__ == "__main__":
         sys.exit(run(SETTINGS, [fail], ranks=2))
     if sys.argv[1] == "run":
         sys.exit()
-    with open_job(SETTINGS | {{"run": {{"steps": 1}}}}) as job:
+    with open_job(SETTINGS | {{"run.steps": 1}}) as job:
         record = take_step(job)
         job.recorder.write(record)
         job.save(waits=True)
@@ -194,6 +194,8 @@ def test_settings_are_a_dict() -> None:
         ({"run.steps.more": 1}, "run.steps"),
         ({"run.steps": "3"}, "wrong type"),
         ({3: 1}, "unknown key 3"),
+        ({"run.steps": 1, "run": {"steps": 2}}, "run.steps is given twice"),
+        ({"trainer": {"lora": {"rank": 1}}, "trainer.lora": {"rank": 1}}, "trainer.lora.rank is given twice"),
     ):
         with pytest.raises(ConfigError, match=text):
             load_config(Config, given)
