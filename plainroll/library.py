@@ -28,12 +28,11 @@ def run(settings: Mapping[str, object], callbacks: Callbacks = (), ranks: int = 
     """
     is_rank = "RANK" in os.environ
     try:
+        ending.check_callbacks(callbacks)
         asked, _ = launcher.parse([f"--ranks={ranks}"])
         if not is_rank and launcher.is_wanted(asked):
             return launcher.launch(sys.argv[0], asked, sys.argv[1:])
         launcher.settle()
-        if callable(callbacks):
-            raise ConfigError("callbacks: one function; give a list of functions")
         code = train.run(_checked(settings, resume), resume, callbacks)
     except (ConfigError, OSError) as error:
         code = ending.refuse(error)

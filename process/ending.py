@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import parallel
 from config import ConfigError
@@ -45,6 +45,15 @@ class StopSignal:
 
 class CallbackError(RuntimeError):
     """A user's callback has failed: which one, how and where."""
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Raise ConfigError for what is no list of functions."""
+    if callable(callbacks):
+        raise ConfigError("callbacks: one function; give a list of functions")
+    for callback in callbacks if isinstance(callbacks, Collection) else [callbacks]:
+        if not callable(callback):
+            raise ConfigError(f"callbacks: {callback!r:.60} is no function")
 
 
 def call(callbacks: Iterable[Callable[..., object]], *given: object) -> None:

@@ -15,6 +15,7 @@ from test_layout import FOLDERS
 
 import train
 from config import ConfigError, load_config
+from process import ending
 from settings import Config
 
 OURS = ("config", "data", "model", "metrics")  # names of modules that users have, too
@@ -55,6 +56,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "run":
         code = run(SETTINGS, [note], ranks=2)
         print("ended", code)  # once
+    if sys.argv[1] == "refuse":
+        sys.exit(run(SETTINGS, [note, "fail"], ranks=2))
     if sys.argv[1] == "fail":
         sys.exit(run(SETTINGS, [fail], ranks=2))
     if sys.argv[1] == "run":
@@ -120,6 +123,8 @@ def test_two_ranks_train_beside_modules_of_our_names(user, tmp_path) -> None:
     records = steps_of(tmp_path / "run")
     assert len(records) == 3 and all(r["reward_errors"] == 0 for r in records)
     assert any(r["reward"] > 0 for r in records)
+    refused = user("script.py", "refuse", str(tmp_path / "refused"))
+    assert (refused.returncode, refused.stderr) == (2, "error: callbacks: 'fail' is no function\n")
     failed = user("script.py", "fail", str(tmp_path / "failed"))
     [line] = [line for line in failed.stderr.splitlines() if "callback" in line]
     assert failed.returncode == 1 and "Traceback" not in failed.stderr, failed.stderr
@@ -182,6 +187,14 @@ def test_callbacks_get_each_record_and_end_the_run(settings, capfd) -> None:
     assert train.run(load_config(Config, None, settings("other", run__steps=1)), False, [fail]) == 1
     said = capfd.readouterr().err
     assert "fail: KeyError: 'mine' (" in said and f"{Path(__file__).name}:" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "text"), [(print, "one function"), ([print, "note"], "'note'"), (7, "7"), ("note", "'n'")]
+)
+def test_callbacks_that_cannot_be_called_are_refused(callbacks, text) -> None:
+    with pytest.raises(ConfigError, match=f"callbacks: .*{text}"):
+        ending.check_callbacks(callbacks)
 
 
 def test_settings_are_a_dict() -> None:
