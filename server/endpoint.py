@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
@@ -20,6 +21,7 @@ from server.wire import Answers, ApiError, Ask, Json, Piece, read_ask, read_obje
 
 LOOK_SECONDS = 0.25  # between two looks whether a client is still there
 IDLE_SECONDS = 60.0  # of a connection without bytes
+DROP_BYTES, DROP_SECONDS = 2**26, 5.0  # that a body which is not wanted may have and take
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -100,13 +102,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # a body is not read: what follows would pass for the next request
+            self.close_connection = True  # what follows an unread body would pass for the next request
         self._answer(self._get)
 
     def do_POST(self) -> None:
         self._answer(self._post)
 
     def _answer(self, work: Callable[[str], None]) -> None:
+        self.has_body = False  # read
         try:
             path = self.path.partition("?")[0].rstrip("/")
             if path != "/health":
@@ -115,6 +118,20 @@ class Handler(BaseHTTPRequestHandler):
         except ApiError as error:
             self.close_connection = True  # a body may not have been read
             self._reply(error.status, error.body)
+        if self.close_connection and not self.has_body:
+            self._drop_body()
+
+    def _drop_body(self) -> None:
+        """Read a body that is not wanted: many clients write all of it before they read their answer."""
+        length, end = self.headers.get("Content-Length", ""), time.monotonic() + DROP_SECONDS
+        is_number = length.isascii() and length.isdigit()
+        left = min(int(length[:12]), DROP_BYTES) if is_number else DROP_BYTES * ("Transfer-Encoding" in self.headers)
+        with suppress(OSError):
+            while left > 0 and (seconds := end - time.monotonic()) > 0:
+                self.connection.settimeout(seconds)
+                if not (part := self.rfile.read1(min(left, 2**16))):
+                    break
+                left -= len(part)
 
     def _check_access(self) -> None:
         token, given = self.endpoint.token, self.headers.get("Authorization", "")
@@ -199,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
             raise ApiError(411, "send the body in one piece, with its Content-Length")
         if len(length) > 12 or int(length) > most:
             raise ApiError(413, f"the body has {length:.20} bytes, over serve.max_mib = {most / 2**20:g}")
-        body = self.rfile.read(int(length))
+        self.has_body, body = True, self.rfile.read(int(length))
         if len(body) < int(length):
             self.close_connection = True
             raise ApiError(400, "the body is cut short")

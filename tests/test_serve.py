@@ -283,6 +283,11 @@ def test_bodies_and_names_of_others_are_refused(served) -> None:
     assert ask(service, "/v1/completions", {"prompt": "1"}, **{"Content-Type": "text/plain"})[0] == 415
     assert ask(service, "/v1/completions", {"prompt": "1"}, Host="evil.example:80")[0] == 403
     assert ask(service, "/v1/completions", {"prompt": "1"}, **{"Content-Length": "x"})[0] == 411
+    with ThreadPoolExecutor(4) as pool:  # each writes its whole body first
+        for done in [pool.submit(ask, service, "/v1/completions", b"1" * 2**25) for _ in range(4)]:
+            status, answer = done.result()
+            assert status == 413 and "serve.max_mib" in answer["error"]["message"]
+    assert ask(service, "/nothing", b"1" * 2**25)[0] == 404
     with socket.create_connection(("127.0.0.1", service.endpoint.server_port)) as plain:
         plain.sendall(b"no http at all\r\n\r\n")
         assert b'"error"' in plain.makefile("rb").read()
