@@ -79,7 +79,9 @@ class Weights:
         self.lock = threading.Lock()
 
     def about(self) -> Json:
-        about: Json = {"weights": str(self.folder), "version": self.version, "max_model_len": self.shape.max_positions}
+        c = self.loop.engine.config
+        most = min(self.shape.max_positions, c.max_prompt_tokens + c.max_response_tokens)
+        about: Json = {"weights": str(self.folder), "version": self.version, "max_model_len": most}
         step = checkpoint.step_of(self.folder)
         return about if step is None else about | {"step": step}
 

@@ -336,6 +336,7 @@ def test_only_who_has_the_token_is_served(served, folder) -> None:
         assert ask(service, "/weights", {"folder": str(folder)}, Authorization=f"Bearer {key}")[0] == 401
     client = client_of(service, "a-long-secret")
     assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+    assert client.models.retrieve("tiny").max_model_len == 64 + LIMIT  # of ROLLOUT; the model has more positions
     for host in ("0.0.0.0", "127.example.com", ""):
         with pytest.raises(ConfigError, match="PLAINROLL_TOKEN"):
             Service(ServeFile(ServeConfig(host=host, device="cpu"), ROLLOUT), folder)
