@@ -802,7 +802,8 @@ def check_run_folder(config: Config, resume: bool) -> None:
         raise ConfigError(f"{checkpoints} is not a folder; move it away, or choose another run.dir")
     if not resume and saved.exists():
         raise ConfigError(
-            f"run.dir = {str(folder)!r} already holds a run; continue it with --resume, or choose another run.dir"
+            f"run.dir = {str(folder)!r} already holds a run; continue it with --resume (from Python: resume=True), or "
+            "choose another run.dir"
         )
     if not saved.exists():
         return  # with --resume too: a launcher starts and restarts a run by one command line

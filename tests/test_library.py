@@ -138,7 +138,7 @@ def test_a_job_is_stepped_by_hand(user, site, tmp_path) -> None:
     assert (tmp_path / "user" / "said.txt").read_text() == "step 1 of rank 0 plainroll.job\n"
     assert len(steps_of(tmp_path / "run")) == 1 and (tmp_path / "run/checkpoints/step_000001/state.json").exists()
     again = user("script.py", "step", str(tmp_path / "run"))
-    assert again.returncode == 1 and "already holds a run" in again.stderr
+    assert again.returncode == 1 and "continue it with --resume (from Python: resume=True)" in again.stderr
     ranks = user("script.py", "run", str(tmp_path / "run"))  # the refusal of ranks ends them, too
     assert ranks.returncode == 0 and ranks.stdout.splitlines().count("ended 2") == 1, ranks.stdout
 
