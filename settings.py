@@ -412,6 +412,8 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         )
     check_warm_start(c)
     check_scheduler(c.scheduler)
+    refuse_commas("trainer.lora.targets", c.trainer.lora.targets)
+    refuse_commas("drafts.sources", c.drafts.sources)
     check_drafts(c)
     check_stream(c, world_size)
     check_endless(c, world_size, dtype)
@@ -659,6 +661,15 @@ def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
             f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "
             "loss.old_logprobs = trainer takes them for samples of the newest; take loss.name = decoupled, or "
             "loss.old_logprobs = rollout"
+        )
+
+
+def refuse_commas(key: str, names: Sequence[str]) -> None:
+    """Refuse names that a comma joins: a list of texts is not split, as texts of rollout.stop may have commas."""
+    parts = tuple(part.strip() for name in names for part in name.split(","))
+    if len(parts) > len(names):
+        raise ConfigError(
+            f"{key} = {toml_text(tuple(names))}: commas do not part names; write '--{key}={toml_text(parts)}'"
         )
 
 

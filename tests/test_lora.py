@@ -285,6 +285,8 @@ def test_a_run_resumes_to_the_same_trajectory_and_is_read_by_others(settings, ru
         (dict(trainer__lora__rank=10**5), ("trainer.lora.rank = 100000", "no targeted weight", "take less")),
         (dict(trainer__lora__targets="lm_head"), ("'lm_head' is no projection", "down_proj, gate_proj", "or all")),
         (dict(trainer__lora__targets='["q_proj", "qproj"]'), ("'qproj'", "q_proj, up_proj, v_proj")),
+        (dict(trainer__lora__targets="q_proj,down_proj"), ("""'--trainer.lora.targets=["q_proj", "down_proj"]'""",)),
+        (dict(drafts__sources="old, own"), ("""'--drafts.sources=["old", "own"]'""",)),
         (dict(trainer__lora__targets="[]"), ("trainer.lora.targets is empty",)),
         (dict(trainer__lora=8), ("trainer.lora is a section", "trainer.lora.rank")),
     ],
