@@ -1,11 +1,15 @@
-"""A run from Python: `pip install -e .` once, then `python examples/library.py`. A few steps on two CPU cores."""
+"""A run from Python: `pip install -e .` once, then `python examples/library.py`. A few steps on two CPU cores.
+
+`python examples/library.py by-hand`: the steps in a loop of your own, on one core.
+"""
 
 import sys
 
-from plainroll.library import read_records, run
+from plainroll.library import open_job, read_records, run, take_step
 
 SETTINGS = {
-    "run": {"dir": "runs/library", "steps": 5, "eval_every": 5},
+    "run.dir": "runs/library",
+    "run": {"steps": 5, "eval_every": 5},
     "data": {"train": "hailstone", "eval_prompts": 32},
     "warm_start.steps": 300,  # of a small model, made on the first start
     "scheduler": {"num_prompts": 8, "num_responses": 4},
@@ -19,7 +23,18 @@ def stop_when_bad(job, record):
         raise RuntimeError("no reward after three steps")
 
 
+def step_by_hand():
+    with open_job(SETTINGS | {"run.dir": "runs/by_hand"}) as job:
+        while job.step < job.config.run.steps:
+            record = take_step(job)
+            job.recorder.write(record)  # into steps.jsonl
+            print(f"step {record['step']}: reward {record['reward']:.2f}")
+        job.save(waits=True)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["by-hand"]:
+        sys.exit(step_by_hand())
     code = run(SETTINGS, callbacks=[stop_when_bad], ranks=2)
     if code == 0:
         rewards = [record["reward"] for record in read_records("runs/library/steps.jsonl") if record["step"]]

@@ -154,6 +154,10 @@ def test_the_example_trains_on_two_ranks(user, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("rewards by step: ")]
     assert len(line.split()) == 3 + 2
+    by_hand = user("example.py", "by-hand")
+    assert by_hand.returncode == 0, by_hand.stderr
+    assert [line[:7] for line in by_hand.stdout.splitlines() if line.startswith("step ")] == ["step 1:", "step 2:"]
+    assert len(steps_of(tmp_path / "user" / "runs" / "by_hand")) == 2
 
 
 @pytest.mark.slow
