@@ -34,7 +34,8 @@ SETTINGS |= {{"run.dir": sys.argv[2], "data.task": "reward.py:score"}}
 def is_apart():
     own = os.path.dirname(os.path.abspath(__file__))
     assert all(m.WHO == "the user" and m is sys.modules[m.__name__] for m in (config, data, model, metrics))
-    ours = [name for name, m in sys.modules.items() if "/plainroll/_flat/" in (getattr(m, "__file__", None) or "")]
+    from plainroll import ROOT
+    ours = [name for name, m in sys.modules.items() if (getattr(m, "__file__", None) or "").startswith(f"{{ROOT}}/")]
     assert len(ours) > 50 and all(name.startswith("plainroll") for name in ours), ours
     from plainroll.config import ConfigError
     from plainroll import job
@@ -70,25 +71,45 @@ if __name__ == "__main__":
 """
 
 
+PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+
+
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which pip has installed plainroll, from a copy of what a wheel needs."""
-    folder = tmp_path_factory.mktemp("installed")
-    source = folder / "source"
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of what a wheel needs."""
+    source = tmp_path_factory.mktemp("copied") / "source"
     source.mkdir()
     for name in (*FOLDERS, "plainroll", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "requirements.txt"):
         shutil.copy(path, source)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, f"--target={folder / 'site'}", source], check=True, timeout=300)
-    shutil.rmtree(source)
-    return folder / "site"
+    return source
+
+
+@pytest.fixture(scope="module")
+def site(source: Path) -> Path:
+    """Return a folder in which pip has installed plainroll; nothing else is left of the copy."""
+    copy = shutil.copytree(source, source.with_name("built"))
+    subprocess.run([*PIP, f"--target={source.with_name('site')}", copy], check=True, timeout=300)
+    shutil.rmtree(copy)
+    return source.with_name("site")
+
+
+@pytest.fixture(scope="module")
+def editable(source: Path) -> Path:
+    """Return a folder that leads Python to an editable install of the copy."""
+    prefix, leads = source.with_name("prefix"), source.with_name("leads")
+    subprocess.run([*PIP, f"--prefix={prefix}", "--editable", source], check=True, timeout=300)
+    [packages] = prefix.glob("lib/python*/site-packages")
+    leads.mkdir()
+    (leads / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(packages)!r})\n")
+    return leads
 
 
 @pytest.fixture
-def user(site: Path, settings, mixed_prompts: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run a user's script, in a folder with modules of our names; return how it ended."""
+def user(request, settings, mixed_prompts: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run a user's script, in a folder with modules of our names; return how it ended. Its parameter: the install."""
+    site = request.getfixturevalue(getattr(request, "param", "site"))
     (folder := tmp_path / "user").mkdir()
     for name in OURS:
         (folder / f"{name}.py").write_text('WHO = "the user"\n')
@@ -132,7 +153,8 @@ def test_two_ranks_train_beside_modules_of_our_names(user, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_is_stepped_by_hand(user, site, tmp_path) -> None:
+@pytest.mark.parametrize("user", ["site", "editable"], indirect=True)
+def test_a_job_is_stepped_by_hand(user, tmp_path) -> None:
     done = user("script.py", "step", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "user" / "said.txt").read_text() == "step 1 of rank 0 plainroll.job\n"
