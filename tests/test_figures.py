@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from PIL import Image
 
 from metrics import Period, Trace
 
@@ -53,8 +52,8 @@ def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
 
 def test_the_figure_of_drafts_is_of_the_stored_run() -> None:
     stored = json.loads((FIGURES.parent / "benchmarks" / "results" / "drafts.json").read_text())
-    with Image.open(FIGURES / "drafts.png") as image:
-        assert image.info["Comment"] == stored["checksum"], "draw it again: python figures/drafts.py"
+    drawn = (FIGURES / "drafts.png").read_bytes()
+    assert stored["checksum"].encode() in drawn, "draw it again: python figures/drafts.py"
 
 
 def test_on_a_bandit_only_the_race_between_responses_is_biased(load) -> None:
