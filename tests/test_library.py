@@ -159,10 +159,15 @@ def test_a_job_is_stepped_by_hand(user, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "user" / "said.txt").read_text() == "step 1 of rank 0 plainroll.job\n"
     assert len(steps_of(tmp_path / "run")) == 1 and (tmp_path / "run/checkpoints/step_000001/state.json").exists()
-    again = user("script.py", "step", str(tmp_path / "run"))
-    assert again.returncode == 1 and "continue it with --resume (from Python: resume=True)" in again.stderr
-    ranks = user("script.py", "run", str(tmp_path / "run"))  # the refusal of ranks ends them, too
+
+
+@pytest.mark.slow
+def test_a_folder_with_a_run_is_refused_once_by_all_ranks(user, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
+    ranks = user("script.py", "run", str(tmp_path / "run"))
     assert ranks.returncode == 0 and ranks.stdout.splitlines().count("ended 2") == 1, ranks.stdout
+    assert "continue it with --resume (from Python: resume=True)" in ranks.stderr
 
 
 @pytest.mark.slow
