@@ -135,9 +135,9 @@ def _merge(config: C, values: Mapping, source: str, prefix: str = "", raw: str |
     fields: dict[str, dataclasses.Field] = {field.name: field for field in dataclasses.fields(config)}
     new: dict[str, object] = {}
     for name, value in values.items():
-        key = prefix + name
+        key = f"{prefix}{name}"
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1)
+            near = difflib.get_close_matches(str(name), fields, 1)
             known = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(fields)}"
             raise ConfigError(f"{source}unknown key {key}; {known}")
         old = getattr(config, name)

@@ -238,6 +238,7 @@ def test_settings_are_a_dict() -> None:
         ({"run.steps.more": 1}, "run.steps"),
         ({"run.steps": "3"}, "wrong type"),
         ({3: 1}, "unknown key 3"),
+        ({"run": {3: 1}}, "unknown key run.3"),
         ({"run.steps": 1, "run": {"steps": 2}}, "run.steps is given twice"),
         ({"trainer": {"lora": {"rank": 1}}, "trainer.lora": {"rank": 1}}, "trainer.lora.rank is given twice"),
     ):
