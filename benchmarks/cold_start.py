@@ -1,9 +1,10 @@
-"""What compiled kernels save of the default run from a cold start: no model, no compiled kernels, all of `make train`.
+"""What compiled kernels save of the default run from a cold start: no model, no compiled kernels.
 
     python benchmarks/cold_start.py [--quick]
 
 Each turn starts `train.py --ranks=2 --config configs/rollflash.toml` in an empty folder, once with a C++ compiler and
-once without (`CXX=`), and takes the seconds until it ends: imports, compilation, warm start, steps and evaluations.
+once without (`CXX=`), and takes the seconds until it ends: imports, compilation, warm start, steps and evaluations; not
+the installation of `make train`.
 `cold_start_speedup`: seconds without over seconds with, medians; `saved`: the share that is saved. Both sides learn;
 rounding makes them two runs.
 """
