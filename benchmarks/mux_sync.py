@@ -105,7 +105,9 @@ def measure(trainers: int, layers: int, repeats: int, path: Path) -> None:
             for weight in weights:
                 weight.fill_(repeat + 1 if pools.trains else 0)
             parallel.barrier(world)
-            start, before = time.perf_counter(), bytes_sent()
+            before = bytes_sent()
+            parallel.barrier(world)  # no rank sends before rank 0 has read the counter
+            start = time.perf_counter()
             send()
             parallel.barrier(world)
             rows.append((time.perf_counter() - start, bytes_sent() - before))
