@@ -163,17 +163,22 @@ class GpuCosts(StepCosts):
 
     def __init__(self) -> None:
         super().__init__()
-        efficiency = Efficiency()
-        self.gpu = Costs(Hardware(), Shape(), efficiency)
-        self.weights, self.is_fitted = [self.gpu.costs(0)[0], efficiency.sequence_seconds, 0.0, 0.0], True
+        self.gpu = Costs(Hardware(), Shape(), Efficiency())
+        self.is_fitted = True
 
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         self.count += 1
 
     def refit(self) -> None: ...
 
+    def knows(self, rows: int) -> bool:
+        return True
+
+    def alone(self, rows: float) -> float:
+        return self.gpu.costs(max(rows, 1))[0]
+
     def seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
-        return self.gpu.costs(max(rows, 1))[0] + self.gpu.beside(rows, drafted)
+        return self.alone(rows) + self.gpu.beside(rows, drafted)
 
 
 # ---- rounds ------------------------------------------------------------------------------------------------------

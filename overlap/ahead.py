@@ -19,32 +19,34 @@ from policies.placement import Placement
 from rollout import sequence_for
 from rounds import Referee, Round
 
+POLL_SECONDS = 0.002  # between two looks at what the others have ended; each takes a rank's time
 made = count()  # of this process: several jobs may share a store
 
 
 class Ahead:
-    """What lasts from round to round: how many windows the replicas have ended, each with one rank."""
+    """What lasts from round to round: how many windows the replicas, of one rank each, have told."""
 
     def __init__(self, drafting: Drafting, world: World, peek: Callable[[], RoundPlan | None]):
         """`peek` returns the plan of the next round, if nothing races in it; on all ranks the same."""
         self.drafting, self.peek = drafting, peek
         self.store = dist.PrefixStore(f"ahead {next(made)}", world.store or dist.HashStore())
-        self.expected = 0
+        self.told = 0
 
     def play(self, r: Round, plan: RoundPlan, referee: Referee) -> None:
         """Play a round in which nothing races, as `Round.play` does. Collective."""
         texts: dict[SampleId, Sequence[int]] | None = None  # of the next round; None: not begun
         r.begin(plan, referee)
         while not r.decision.done:
-            self.expected += sum(map(bool, r.placement.live))
-            events = []
-            if r.placement.live[r.engine.parallel.replica]:
-                events = r.decode()
-                self.store.add("ended", 1)
-            is_dry = texts is None and r.engine.is_idle and not r.episodes.awaited
-            if is_dry and self._others_decode():  # the last replica of the round has no time to draw
+            if is_live := bool(r.placement.live[r.engine.parallel.replica]):
+                r.play_window()
+            else:
+                r.tell([], None)
+            self.told += r.placement.num_replicas
+            self.store.add("told", 1)
+            if is_live:
+                continue
+            if texts is None and any(r.placement.live) and self._others_decode():
                 texts = self._launch(r)
-            r.tell(events, None)  # before it draws: nobody waits for the end of its step
             if texts is not None:
                 self._draw(r, texts)
             r.hear()
@@ -55,8 +57,8 @@ class Ahead:
         r.end()
 
     def _others_decode(self) -> bool:
-        """Whether a replica that has responses of the round has not ended its window."""
-        return self.store.add("ended", 0) < self.expected
+        """Whether a replica has not ended its window, unless one that is a window further hides it."""
+        return self.store.add("told", 0) < self.told
 
     def _launch(self, r: Round) -> dict[SampleId, Sequence[int]]:
         """Queue the next round's responses: first those that this replica will decode. Return them without a text."""
@@ -72,11 +74,13 @@ class Ahead:
         return dict.fromkeys(ids, ())
 
     def _draw(self, r: Round, texts: dict[SampleId, Sequence[int]]) -> None:
-        """Draw until all replicas that have responses of the round have ended their window."""
+        """Draw until all replicas have ended their window."""
         accepted = r.engine.stats.accepted_tokens
         while not r.engine.is_idle and self._others_decode():
-            start = perf_counter()
-            texts |= {sample.id: sample.token_ids for sample in r.engine.step()}
-            r.clock.add("ahead", start, perf_counter())
+            start = now = perf_counter()
+            while not r.engine.is_idle and now - start < POLL_SECONDS:
+                texts |= {sample.id: sample.token_ids for sample in r.engine.step()}
+                now = perf_counter()
+            r.clock.add("ahead", start, now)
             r.rewards.update(r.graders.poll())
         self.drafting.policy.stats.ahead_accepted += r.engine.stats.accepted_tokens - accepted

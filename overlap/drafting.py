@@ -131,7 +131,8 @@ class Drafting:
 
     def load_state_dict(self, state: Record) -> None:
         """Go on from there; texts are dealt to the ranks, however many there are now."""
-        if state["sources"] == list(self.config.sources):
+        is_known = len(state["known"]) == len(Known._fields)  # else by older code: it is measured anew
+        if is_known and state["sources"] == list(self.config.sources):
             self.policy.agree(Known(*state["known"]), is_alone=True)
         for kept, texts in zip((self.old, self.trained), state["texts"], strict=True):
             for id, text in texts[self.world.rank :: self.world.size]:

@@ -34,9 +34,12 @@ REST_STEPS, REST_ROWS = 256, 8  # steps, at most, in which a source that was ask
 OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
 FIRST_DRAFTS = 0.2  # of a step without drafts costs that it has some, before this was measured
 REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
-PLAIN_STEPS = 8  # once there was a fit, of so many steps without drafts one counts: they are many
+FEWEST = 3  # kinds of steps without drafts before there is a fit
+PLAIN_STEPS = 8  # of so many steps without drafts of a known kind one counts: they are many
 TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
+KEYS = (1 << TOKEN_BITS * GRAM) - 1
 
+ALIKE = 16  # more rows are taken for the next multiple: what drafts bring is reckoned once for all of these
 MOST = 256  # tokens that a row drafts in a step, whatever a user wants
 
 LAST_EPOCH = -2  # in the names of texts that were trained: those of a newer epoch take their places
@@ -93,12 +96,12 @@ class Grams:
             self.texts[number] = text
         base, places, mask = number << 32, self.places, self.mask
         start = start if corpora else max(start, len(text) - GRAM)  # no place is noted: only the key is wanted
-        for place in range(start, len(text)):
+        for place, token in enumerate(text[start:], start):
             if place >= GRAM:
                 mixed = key * 0x9E3779B97F4A7C15 >> 31
                 for corpus in corpora:
                     places[(mixed ^ corpus) & mask] = base | place
-            key = next_key(key, text[place])
+            key = (key << TOKEN_BITS ^ token) & KEYS
         return key
 
     def find(self, corpus: int, row: Row) -> Match | None:
@@ -112,11 +115,6 @@ class Grams:
         while length < most and text[place - 1 - length] == own[n - 1 - length]:
             length += 1
         return Match(text, place, n, length) if length >= GRAM else None
-
-
-def next_key(key: int, token: int) -> int:
-    """Return the key of the last GRAM tokens after one more."""
-    return (key << TOKEN_BITS ^ token) & (1 << TOKEN_BITS * GRAM) - 1
 
 
 # ---- sources -----------------------------------------------------------------------------------------------------
@@ -327,16 +325,19 @@ class Rates:
 
 
 class StepCosts:
-    """Seconds of a step of `rows` with `drafted` tokens, fitted to measured steps.
+    """Seconds of a step of `rows` with `drafted` tokens, from measured steps.
 
-    Kinds of steps count alike, however often they came: else the last rows of a round would drown all others.
+    Kinds of steps count alike, however often they came: else the last rows of a round would drown all others. Seconds
+    without drafts are read off the measured ones, for no simple curve fits them: on a CPU the first rows cost most of
+    what a hundred cost. What drafts add is fitted.
     """
 
     def __init__(self) -> None:
         self.kinds: dict[tuple[int, int], list[float]] = {}  # by the bits of rows and drafted: their means, and when
         self.count = 0
-        # Of a step, a row, a drafted token, a step with drafts; before the first fit only their ratios mean anything.
-        self.weights, self.is_fitted = [32.0, 1.0, 1.0, 32 * FIRST_DRAFTS], False
+        # Rows and seconds without drafts. Before the first fit only ratios mean anything: a step, and each row.
+        self.plain: list[tuple[float, float]] = [(0.0, 32.0), (1024.0, 32.0 + 1024.0)]
+        self.weights, self.is_fitted = [32 * FIRST_DRAFTS, 0.0, 1.0, 0.0], False  # of the columns of `_drafts`
 
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         self.count += 1
@@ -346,24 +347,44 @@ class StepCosts:
         share = 1 / 32 if seconds >= means[2] else 1 / 4 if seen >= SEEN else 1.0  # so a lower quantile
         self.kinds[key] = [*(m + share * (x - m) for m, x in zip(means, new, strict=True)), seen + 1, self.count]
 
+    def knows(self, rows: int) -> bool:
+        """Whether steps of about so many rows were measured without drafts."""
+        return self.kinds.get((rows.bit_length(), 0), (0.0,) * 5)[3] >= SEEN
+
     def refit(self) -> None:
         self.kinds = {key: kind for key, kind in self.kinds.items() if kind[-1] > self.count - OLD_STEPS}
         known = [kind for kind in self.kinds.values() if kind[3] >= SEEN]
-        if len({round(rows).bit_length() for rows, *_ in known}) > 3:  # else noise could make tokens seem free
-            seconds = [kind[2] for kind in known]
-            if len({round(drafted).bit_length() for _, drafted, *_ in known if drafted}) > 2:
-                weights = fit([(1.0, rows, drafted, float(drafted > 0)) for rows, drafted, *_ in known], seconds)
-            else:  # a drafted token is taken for a row, and before any the cost of a step that has some is assumed
-                count = 2 + any(drafted for _, drafted, *_ in known)
-                points = [(1.0, rows + drafted, float(drafted > 0))[:count] for rows, drafted, *_ in known]
-                start, row, *drafts = fit(points, seconds)
-                weights = [start, row, row, *(drafts or [FIRST_DRAFTS * start])]
-            if weights[1] and weights[2]:  # else noise has hidden a cost, and any number of wrong ones would pay
-                self.weights, self.is_fitted = weights, True
+        plain = sorted((rows, seconds) for rows, drafted, seconds, *_ in known if not drafted)
+        if len(plain) < FEWEST:  # else noise could make tokens seem free
+            return
+        _, row = fit([(1.0, rows) for rows, _ in plain], [seconds for _, seconds in plain])
+        if not row:  # as if any number of wrong ones would pay
+            return
+        self.plain, self.is_fitted = plain, True
+        self.weights = [FIRST_DRAFTS * plain[0][1], 0.0, row, 0.0]  # a drafted token is taken for a row
+        added = [(rows, drafted, seconds - self.alone(rows)) for rows, drafted, seconds, *_ in known if drafted]
+        added = [(rows, drafted, seconds) for rows, drafted, seconds in added if seconds > 0]  # the others are noise
+        if len({round(drafted).bit_length() for _, drafted, _ in added}) > 2:
+            columns = [tuple(map(float, self._drafts(rows, np.array(drafted)))) for rows, drafted, _ in added]
+            *others, token, root = fit(columns, [seconds for *_, seconds in added])
+            if token or root:
+                self.weights = [*others, token, root]
+
+    @staticmethod
+    def _drafts(rows: float, drafted: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return what drafts add to a step by: having some, the step's rows, the tokens, few tokens in one product."""
+        some = (drafted > 0).astype(np.float64)
+        return some, some * rows, drafted, np.sqrt(drafted)
+
+    def alone(self, rows: float) -> float:
+        """Return the seconds of a step without drafts: of more rows than were measured, those of the most measured."""
+        measured, seconds = np.array(self.plain).T
+        return float(np.interp(rows, measured, seconds))
 
     def seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
-        start, row, token, drafts = self.weights
-        return start + row * rows + token * drafted + drafts * (drafted > 0)
+        some, times_rows, tokens, root = self._drafts(rows, drafted)
+        a, b, c, d = self.weights
+        return self.alone(rows) + a * some + b * times_rows + c * tokens + d * root
 
 
 def choose(reach: np.ndarray, rows: int, seconds: np.ndarray) -> np.ndarray:
@@ -403,8 +424,9 @@ class Known(NamedTuple):
 
     right: list[list[float]]  # [sources, bins]
     wrong: list[list[float]]
-    weights: list[float]  # of the costs: `StepCosts.weights`
-    is_fitted: bool = False  # to seconds
+    plain: Sequence[tuple[float, float]]  # of the costs, as the next two
+    weights: list[float]
+    is_fitted: bool
 
 
 class Gains(NamedTuple):
@@ -414,6 +436,7 @@ class Gains(NamedTuple):
     most: list[float]  # of these, by source
     may_pay: list[Source]  # those that bring more first
     price: float  # a step with drafts pays if all of its drafts bring more
+    seconds: np.ndarray  # of a step that drafts 0, 1, ... tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,6 +492,7 @@ class DraftPolicy:
         """Go on with the rates and costs of the replica's first rank; `is_alone`: it has no other rank."""
         self.rates.right, self.rates.wrong = np.array(told.right), np.array(told.wrong)
         self._refresh()
+        self.costs.plain = [(rows, seconds) for rows, seconds in told.plain]
         self.costs.weights, self.costs.is_fitted, self.is_alone = list(told.weights), told.is_fitted, is_alone
 
     def tell(self) -> Known:
@@ -476,7 +500,7 @@ class DraftPolicy:
         self.costs.refit()
         self._refresh()
         right, wrong = self.rates.right.tolist(), self.rates.wrong.tolist()
-        return Known(right, wrong, self.costs.weights, self.costs.is_fitted)
+        return Known(right, wrong, self.costs.plain, self.costs.weights, self.costs.is_fitted)
 
     # ---- for the engine (engine/drafts.py) -----------------------------------------------------------------------
 
@@ -484,7 +508,9 @@ class DraftPolicy:
         """Whether a step of so many rows may have drafts, or a trial is due."""
         self.steps, self.num_rows = self.steps + 1, 0
         self.tries = is_due(self.steps, TRIAL_STEPS)
-        may_pay = (self.gains.get(num_rows) or self._gains(num_rows)).may_pay if num_rows else []
+        may_pay = self._gains(num_rows).may_pay if num_rows else []
+        if self.is_alone and not self.costs.knows(num_rows):  # what drafts save is not known
+            may_pay = []
         if may_pay:
             longest = min(REST_ROWS * num_rows, REST_STEPS)
             may_pay = [source for source in may_pay if self.steps - source.asked > min(source.rest, longest)]
@@ -518,14 +544,14 @@ class DraftPolicy:
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in the seconds of a step without prefill that has computed so many tokens."""
         drafted = tokens - (self.num_rows or tokens)  # no rows: they were not wanted
-        if not drafted and self.costs.is_fitted and self.steps % PLAIN_STEPS:
+        if not drafted and self.costs.knows(tokens) and self.steps % PLAIN_STEPS:
             return
         self.costs.observe(tokens - drafted, drafted, seconds)
         if self.is_alone and is_due(self.costs.count, REFIT_STEPS):
             self.costs.refit()
             self.gains = {}
         if drafted:
-            [plain] = self.costs.seconds(self.num_rows, np.zeros(1))
+            plain = self.costs.alone(self.num_rows)
             self.stats.steps += 1
             self.stats.rows += self.num_rows
             self.stats.kept += self.kept
@@ -542,15 +568,18 @@ class DraftPolicy:
         self.gains = {}
 
     def _gains(self, num_rows: int) -> "Gains":
-        if num_rows not in self.gains:
-            _, _, token, drafts = self.costs.weights
-            [plain] = self.costs.seconds(num_rows, np.zeros(1))
-            gains = np.maximum(self.rates.reach - token * num_rows / plain, 0.0).sum(2)
+        rows = num_rows if num_rows < ALIKE else -(-num_rows // ALIKE) * ALIKE
+        if rows not in self.gains:
+            seconds = self.costs.seconds(rows, np.arange(rows * self.most + 1))
+            plain, one, all = seconds[[0, 1, -1]].tolist()
+            token = (all - one) / max(len(seconds) - 2, 1)  # at least: each costs less than the one before
+            drafts = one - token - plain
+            gains = np.maximum(self.rates.reach - token * rows / plain, 0.0).sum(2)
             gains[:, :GRAM] = 0.0  # shorter agreements are not drafted from
-            price, most = drafts * num_rows / plain, gains.max(1)
-            may_pay = [self.sources[i] for i in np.argsort(-most, kind="stable") if most[i] * num_rows > price]
-            self.gains[num_rows] = Gains(gains.tolist(), most.tolist(), may_pay, price)
-        return self.gains[num_rows]
+            price, best = drafts * rows / plain, gains.max(1)
+            may_pay = [self.sources[i] for i in np.argsort(-best, kind="stable") if best[i] * rows > price]
+            self.gains[rows] = Gains(gains.tolist(), best.tolist(), may_pay, price, seconds)
+        return self.gains[rows]
 
     def _known(self, sequence: EngineSequence, tokens: np.ndarray) -> Row:
         """Return a row with all its tokens."""
@@ -565,7 +594,7 @@ class DraftPolicy:
     def _draft(self, rows: Sequence[Row], drafts: list[Sequence[int]]) -> set[int]:
         """Write the drafts that pay into their places; return the numbers of their sources."""
         found, total = list[tuple[int, int, Match]](), 0.0
-        gains, most, _, price = self._gains(self.num_rows)
+        gains, most, _, price, seconds = self._gains(self.num_rows)
         for i, row in enumerate(rows):
             best = 0.0
             for source in self.asked:
@@ -583,8 +612,7 @@ class DraftPolicy:
         lengths = [min(match.length, LONGEST) for *_, match in found]
         there = [self.most if match.text is rows[i].text else len(match.text) - match.place for i, _, match in found]
         reach = self.rates.reach[numbers, lengths] * (self.places < np.array(there)[:, None])
-        seconds = self.costs.seconds(self.num_rows, np.arange(reach.size + 1))
-        counts = choose(reach, self.num_rows, seconds).tolist()
+        counts = choose(reach, self.num_rows, seconds[: reach.size + 1]).tolist()
         for (i, number, match), count in zip(found, counts):
             if count:
                 rows[i].drafted = number, match.length

@@ -57,11 +57,12 @@ def settings(settings, tmp_path: Path) -> Callable[..., list[str]]:
 def told_costs(monkeypatch) -> None:
     """Let drafts not depend on measured seconds."""
     monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
+    monkeypatch.setattr(StepCosts, "knows", lambda *_: True)
 
 
 def train_with_told_costs(world: World, *runs: list[str]) -> None:
     """Train on a rank, which is a process of its own."""
-    StepCosts.observe = lambda *_: None
+    StepCosts.observe, StepCosts.knows = (lambda *_: None), (lambda *_: True)
     train_runs(world, *runs)
 
 
@@ -141,12 +142,12 @@ def test_ranks_of_a_replica_draft_alike_by_what_the_first_has_measured(settings,
 
 
 def train_with_own_costs(world: World, *runs: list[str]) -> None:
-    """Train on a rank for which rows cost more than for the others."""
+    """Train on a rank for which drafted tokens cost more than for the others."""
     fit = StepCosts.refit
 
     def refit(costs: StepCosts) -> None:
         fit(costs)
-        costs.weights[1] *= 1 + 50 * world.rank
+        costs.weights[2] *= 1 + 50 * world.rank
 
     StepCosts.refit = refit
     train_with_told_costs(world, *runs)
@@ -197,7 +198,9 @@ def holds_its_share(world: World, arguments: list[str], texts: list[list]) -> No
     with job.graders:
         for kept, told in zip((job.drafting.old, job.drafting.trained), texts, strict=True):
             assert len(told) > 1 and [*kept.texts] == [SampleId(*id) for id, _ in told[world.rank :: 2]]
-        assert sorted(job.drafting.state_dict()["texts"][0]) == sorted((tuple(id), text) for id, text in texts[0])
+        state = job.drafting.state_dict()
+        assert sorted(state["texts"][0]) == sorted((tuple(id), text) for id, text in texts[0])
+        job.drafting.load_state_dict(state | {"known": state["known"][:4]})  # as older code has measured
 
 
 def test_texts_keep_the_longer_of_two_that_begin_alike_and_let_the_oldest_go() -> None:

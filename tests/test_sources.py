@@ -191,7 +191,7 @@ def test_nothing_is_drafted_where_a_token_costs_more_than_it_brings() -> None:
     costs, rng = (0.0, 1.0, 1.0, 0.0), Random(5)  # a step costs by its tokens only
     texts = random_texts(rng)
     policy = DraftPolicy(("old", "own"), MOST)
-    policy.costs.weights = [*costs]
+    policy.costs.plain, policy.costs.weights = [(0.0, 0.0), (1024.0, 1024.0)], [0.0, 0.0, 1.0, 0.0]
     policy.begin(packed(texts), {})
     toy = Toy(policy, texts, costs)
     toy.play()
@@ -250,12 +250,36 @@ def test_costs_are_fitted_to_kinds_of_steps_however_rare_and_to_no_outlier() -> 
     costs, rng = StepCosts(), Random(8)
     for i in range(3000):
         rows = 1 if i > 500 else rng.choice((8, 16, 64))
-        drafted = rng.choice((0, 10, 100)) if i % 20 == 0 else 0
+        drafted = rng.choice((0, 3, 10, 100)) if i % 20 == 0 else 0
         noise = 50.0 if i % 97 == 0 and i else 1.0
         costs.observe(rows, drafted, noise * seconds_of(rows, drafted))
     costs.refit()
     for rows, drafted in product((1, 64), (0, 100)):
         assert costs.seconds(rows, np.array(drafted)) == pytest.approx(seconds_of(rows, drafted), rel=0.3)
+
+
+def test_costs_follow_seconds_that_rise_less_with_each_row() -> None:
+    costs, rng = StepCosts(), Random(11)
+
+    def taken(rows: int, drafted: int) -> float:
+        plain = 256e-6 + 60e-6 * rows**0.5
+        return plain + (6e-6 * drafted + 200e-6 if drafted else 0.0)
+
+    for _ in range(3000):
+        rows, drafted = rng.choice((1, 2, 5, 12, 24, 48, 96, 200)), rng.choice((0, 0, 3, 10, 40, 150, 600))
+        costs.observe(rows, drafted, taken(rows, drafted) * rng.uniform(1.0, 1.2))
+    costs.refit()
+    for rows, drafted in product((1, 5, 24, 200), (0, 10, 100, 500)):
+        assert costs.seconds(rows, np.array(drafted)) == pytest.approx(taken(rows, drafted), rel=0.15)
+
+
+def test_steps_of_so_many_rows_have_no_drafts_before_some_were_measured_without() -> None:
+    texts = random_texts(Random(12), 4, 4, 100)
+    policy = DraftPolicy(("old",), MOST)
+    policy.begin(packed(texts), {})
+    toy = Toy(policy, texts)
+    toy.play()
+    assert not any(map(any, toy.proposed[:3])) and any(map(any, toy.proposed[3:10]))
 
 
 def test_a_policy_that_goes_on_from_a_checkpoint_counts_the_seconds_that_it_wins_at_once() -> None:
