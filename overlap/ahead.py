@@ -19,7 +19,7 @@ from policies.placement import Placement
 from rollout import sequence_for
 from rounds import Referee, Round
 
-POLL_SECONDS = 0.002  # between two looks at what the others have ended; each takes a rank's time
+POLL_SECONDS = 0.002  # at least, between two questions to the store
 made = count()  # of this process: several jobs may share a store
 
 
@@ -57,7 +57,7 @@ class Ahead:
         r.end()
 
     def _others_decode(self) -> bool:
-        """Whether a replica has not ended its window, unless one that is a window further hides it."""
+        """Whether a replica has not told its window."""
         return self.store.add("told", 0) < self.told
 
     def _launch(self, r: Round) -> dict[SampleId, Sequence[int]]:
@@ -74,7 +74,7 @@ class Ahead:
         return dict.fromkeys(ids, ())
 
     def _draw(self, r: Round, texts: dict[SampleId, Sequence[int]]) -> None:
-        """Draw until all replicas have ended their window."""
+        """Draw until all replicas have told their window, or there is nothing left to draw."""
         accepted = r.engine.stats.accepted_tokens
         while not r.engine.is_idle and self._others_decode():
             start = now = perf_counter()

@@ -12,7 +12,7 @@ and some steps later compared with what was drawn without it. So a source that g
 """
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,11 +35,11 @@ OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: ano
 FIRST_DRAFTS = 0.2  # of a step without drafts costs that it has some, before this was measured
 REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
 FEWEST = 3  # kinds of steps without drafts before there is a fit
+PATIENCE = 16  # steps of a kind without drafts that could not be measured: then there may be drafts
 PLAIN_STEPS = 8  # of so many steps without drafts of a known kind one counts: they are many
 TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
-KEYS = (1 << TOKEN_BITS * GRAM) - 1
+KEY_MASK = (1 << TOKEN_BITS * GRAM) - 1
 
-ALIKE = 16  # more rows are taken for the next multiple: what drafts bring is reckoned once for all of these
 MOST = 256  # tokens that a row drafts in a step, whatever a user wants
 
 LAST_EPOCH = -2  # in the names of texts that were trained: those of a newer epoch take their places
@@ -101,7 +101,7 @@ class Grams:
                 mixed = key * 0x9E3779B97F4A7C15 >> 31
                 for corpus in corpora:
                     places[(mixed ^ corpus) & mask] = base | place
-            key = (key << TOKEN_BITS ^ token) & KEYS
+            key = (key << TOKEN_BITS ^ token) & KEY_MASK
         return key
 
     def find(self, corpus: int, row: Row) -> Match | None:
@@ -358,26 +358,26 @@ class StepCosts:
         if len(plain) < FEWEST:  # else noise could make tokens seem free
             return
         _, row = fit([(1.0, rows) for rows, _ in plain], [seconds for _, seconds in plain])
-        if not row:  # as if any number of wrong ones would pay
+        if not row:  # noise has hidden what a row costs: any number of wrong drafts would seem to pay
             return
-        self.plain, self.is_fitted = plain, True
-        self.weights = [FIRST_DRAFTS * plain[0][1], 0.0, row, 0.0]  # a drafted token is taken for a row
-        added = [(rows, drafted, seconds - self.alone(rows)) for rows, drafted, seconds, *_ in known if drafted]
-        added = [(rows, drafted, seconds) for rows, drafted, seconds in added if seconds > 0]  # the others are noise
-        if len({round(drafted).bit_length() for _, drafted, _ in added}) > 2:
-            columns = [tuple(map(float, self._drafts(rows, np.array(drafted)))) for rows, drafted, _ in added]
-            *others, token, root = fit(columns, [seconds for *_, seconds in added])
+        fewest, seconds = plain[0]
+        self.plain, self.is_fitted = [(0.0, max(seconds - row * fewest, 0.0)), *plain], True
+        self.weights = [FIRST_DRAFTS * seconds, 0.0, row, 0.0]  # a drafted token is taken for a row
+        if len({round(drafted).bit_length() for _, drafted, *_ in known if drafted}) > 2:
+            columns = [(rows, self._drafts(rows, np.array(drafted))) for rows, drafted, *_ in known]
+            points = [(self.alone(rows), *map(float, added)) for rows, added in columns]
+            _, *others, token, root = fit(points, [seconds for _, _, seconds, *_ in known])
             if token or root:
                 self.weights = [*others, token, root]
 
     @staticmethod
     def _drafts(rows: float, drafted: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return what drafts add to a step by: having some, the step's rows, the tokens, few tokens in one product."""
+        """Return what the seconds that drafts add grow with: some at all, rows, tokens, and their root."""
         some = (drafted > 0).astype(np.float64)
         return some, some * rows, drafted, np.sqrt(drafted)
 
     def alone(self, rows: float) -> float:
-        """Return the seconds of a step without drafts: of more rows than were measured, those of the most measured."""
+        """Return the seconds of a step without drafts; of more rows than were measured, those of the most measured."""
         measured, seconds = np.array(self.plain).T
         return float(np.interp(rows, measured, seconds))
 
@@ -461,6 +461,7 @@ class DraftPolicy:
         self.rates = Rates([source.prior for source in self.sources], most)
         self.costs, self.stats, self.is_alone = StepCosts(), DraftStats(), True
         self.gains: dict[int, Gains] = {}  # by rows
+        self.awaited = Counter[int]()  # steps without drafts that were to be measured, by the bits of their rows
         self.places = np.arange(most)
         self.begin({}, {})
 
@@ -508,8 +509,8 @@ class DraftPolicy:
         """Whether a step of so many rows may have drafts, or a trial is due."""
         self.steps, self.num_rows = self.steps + 1, 0
         self.tries = is_due(self.steps, TRIAL_STEPS)
-        may_pay = self._gains(num_rows).may_pay if num_rows else []
-        if self.is_alone and not self.costs.knows(num_rows):  # what drafts save is not known
+        may_pay = (self.gains.get(num_rows) or self._gains(num_rows)).may_pay if num_rows else []
+        if may_pay and self.is_alone and not self._knows(num_rows):
             may_pay = []
         if may_pay:
             longest = min(REST_ROWS * num_rows, REST_STEPS)
@@ -544,10 +545,12 @@ class DraftPolicy:
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in the seconds of a step without prefill that has computed so many tokens."""
         drafted = tokens - (self.num_rows or tokens)  # no rows: they were not wanted
-        if not drafted and self.costs.knows(tokens) and self.steps % PLAIN_STEPS:
+        knows = self.costs.knows(tokens - drafted)
+        if not drafted and knows and self.steps % PLAIN_STEPS:
             return
         self.costs.observe(tokens - drafted, drafted, seconds)
-        if self.is_alone and is_due(self.costs.count, REFIT_STEPS):
+        is_new = not knows and self.costs.knows(tokens - drafted)
+        if self.is_alone and (is_new or is_due(self.costs.count, REFIT_STEPS)):
             self.costs.refit()
             self.gains = {}
         if drafted:
@@ -563,23 +566,29 @@ class DraftPolicy:
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
+    def _knows(self, num_rows: int) -> bool:
+        """Whether what drafts save is known, or has not become known for long: steps with prefill are not measured."""
+        if self.costs.knows(num_rows):
+            return True
+        self.awaited[num_rows.bit_length()] += 1
+        return self.awaited[num_rows.bit_length()] > PATIENCE
+
     def _refresh(self) -> None:
         self.rates.refresh()
         self.gains = {}
 
     def _gains(self, num_rows: int) -> "Gains":
-        rows = num_rows if num_rows < ALIKE else -(-num_rows // ALIKE) * ALIKE
-        if rows not in self.gains:
-            seconds = self.costs.seconds(rows, np.arange(rows * self.most + 1))
-            plain, one, all = seconds[[0, 1, -1]].tolist()
-            token = (all - one) / max(len(seconds) - 2, 1)  # at least: each costs less than the one before
-            drafts = one - token - plain
-            gains = np.maximum(self.rates.reach - token * rows / plain, 0.0).sum(2)
+        if num_rows not in self.gains:
+            seconds = self.costs.seconds(num_rows, np.arange(num_rows * self.most + 1))
+            plain, first, last = seconds[[0, 1, -1]].tolist()
+            token = min(first - plain, (last - first) / max(len(seconds) - 2, 1))  # in the mean, or the first
+            drafts = first - token - plain
+            gains = np.maximum(self.rates.reach - token * num_rows / plain, 0.0).sum(2)
             gains[:, :GRAM] = 0.0  # shorter agreements are not drafted from
-            price, best = drafts * rows / plain, gains.max(1)
-            may_pay = [self.sources[i] for i in np.argsort(-best, kind="stable") if best[i] * rows > price]
-            self.gains[rows] = Gains(gains.tolist(), best.tolist(), may_pay, price, seconds)
-        return self.gains[rows]
+            price, best = drafts * num_rows / plain, gains.max(1)
+            may_pay = [self.sources[i] for i in np.argsort(-best, kind="stable") if best[i] * num_rows > price]
+            self.gains[num_rows] = Gains(gains.tolist(), best.tolist(), may_pay, price, seconds)
+        return self.gains[num_rows]
 
     def _known(self, sequence: EngineSequence, tokens: np.ndarray) -> Row:
         """Return a row with all its tokens."""

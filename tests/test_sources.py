@@ -14,6 +14,7 @@ from engine.sequence import Sequence
 from policies.drafts import (
     GRAM,
     LONGEST,
+    PATIENCE,
     SOURCES,
     DraftPolicy,
     Grams,
@@ -273,6 +274,18 @@ def test_costs_follow_seconds_that_rise_less_with_each_row() -> None:
         assert costs.seconds(rows, np.array(drafted)) == pytest.approx(taken(rows, drafted), rel=0.15)
 
 
+def test_costs_of_drafts_that_add_little_are_not_lost_in_noise() -> None:
+    for seed in range(12):
+        costs, rng = StepCosts(), Random(seed)
+        for _ in range(3000):
+            rows, drafted = rng.choice((1, 8, 64, 200)), rng.choice((0, 0, 1, 3, 10, 40, 150, 600))
+            taken = 300e-6 + 1e-6 * rows + (20e-6 + 6e-6 * drafted) * (drafted > 0)
+            costs.observe(rows, drafted, taken * rng.lognormvariate(0.0, 0.2))
+        costs.refit()
+        [plain, many] = costs.seconds(200, np.array([0, 600]))
+        assert 0.6 < (many - plain) / (20e-6 + 6e-6 * 600) < 1.4, seed
+
+
 def test_steps_of_so_many_rows_have_no_drafts_before_some_were_measured_without() -> None:
     texts = random_texts(Random(12), 4, 4, 100)
     policy = DraftPolicy(("old",), MOST)
@@ -280,6 +293,16 @@ def test_steps_of_so_many_rows_have_no_drafts_before_some_were_measured_without(
     toy = Toy(policy, texts)
     toy.play()
     assert not any(map(any, toy.proposed[:3])) and any(map(any, toy.proposed[3:10]))
+
+
+def test_where_steps_without_drafts_cannot_be_measured_there_are_drafts_in_the_end(monkeypatch) -> None:
+    texts = random_texts(Random(13), 4, 4, 100)
+    policy = DraftPolicy(("old",), MOST)
+    monkeypatch.setattr(policy, "observe", lambda *_: None)  # as when each step has prefill
+    policy.begin(packed(texts), {})
+    toy = Toy(policy, texts)
+    toy.play()
+    assert toy.accepted and toy.steps > PATIENCE
 
 
 def test_a_policy_that_goes_on_from_a_checkpoint_counts_the_seconds_that_it_wins_at_once() -> None:
