@@ -364,9 +364,8 @@ class StepCosts:
         self.plain, self.is_fitted = [(0.0, max(seconds - row * fewest, 0.0)), *plain], True
         self.weights = [FIRST_DRAFTS * seconds, 0.0, row, 0.0]  # a drafted token is taken for a row
         if len({round(drafted).bit_length() for _, drafted, *_ in known if drafted}) > 2:
-            columns = [(rows, self._drafts(rows, np.array(drafted))) for rows, drafted, *_ in known]
-            points = [(self.alone(rows), *map(float, added)) for rows, added in columns]
-            _, *others, token, root = fit(points, [seconds for _, _, seconds, *_ in known])
+            points = [(self.alone(rows), *map(float, self._drafts(rows, np.array(n)))) for rows, n, *_ in known]
+            _, *others, token, root = fit(points, [kind[2] for kind in known])
             if token or root:
                 self.weights = [*others, token, root]
 
@@ -436,7 +435,6 @@ class Gains(NamedTuple):
     most: list[float]  # of these, by source
     may_pay: list[Source]  # those that bring more first
     price: float  # a step with drafts pays if all of its drafts bring more
-    seconds: np.ndarray  # of a step that drafts 0, 1, ... tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,6 +551,8 @@ class DraftPolicy:
         if self.is_alone and (is_new or is_due(self.costs.count, REFIT_STEPS)):
             self.costs.refit()
             self.gains = {}
+        if is_new:  # if it is forgotten, it is measured once more
+            self.awaited.pop((tokens - drafted).bit_length(), None)
         if drafted:
             plain = self.costs.alone(self.num_rows)
             self.stats.steps += 1
@@ -579,15 +579,15 @@ class DraftPolicy:
 
     def _gains(self, num_rows: int) -> "Gains":
         if num_rows not in self.gains:
-            seconds = self.costs.seconds(num_rows, np.arange(num_rows * self.most + 1))
-            plain, first, last = seconds[[0, 1, -1]].tolist()
-            token = min(first - plain, (last - first) / max(len(seconds) - 2, 1))  # in the mean, or the first
+            most = num_rows * self.most
+            plain, first, last = self.costs.seconds(num_rows, np.array([0, 1, most])).tolist()
+            token = min(first - plain, (last - first) / max(most - 1, 1))  # in the mean, or the first
             drafts = first - token - plain
             gains = np.maximum(self.rates.reach - token * num_rows / plain, 0.0).sum(2)
             gains[:, :GRAM] = 0.0  # shorter agreements are not drafted from
             price, best = drafts * num_rows / plain, gains.max(1)
             may_pay = [self.sources[i] for i in np.argsort(-best, kind="stable") if best[i] * num_rows > price]
-            self.gains[num_rows] = Gains(gains.tolist(), best.tolist(), may_pay, price, seconds)
+            self.gains[num_rows] = Gains(gains.tolist(), best.tolist(), may_pay, price)
         return self.gains[num_rows]
 
     def _known(self, sequence: EngineSequence, tokens: np.ndarray) -> Row:
@@ -603,7 +603,7 @@ class DraftPolicy:
     def _draft(self, rows: Sequence[Row], drafts: list[Sequence[int]]) -> set[int]:
         """Write the drafts that pay into their places; return the numbers of their sources."""
         found, total = list[tuple[int, int, Match]](), 0.0
-        gains, most, _, price, seconds = self._gains(self.num_rows)
+        gains, most, _, price = self._gains(self.num_rows)
         for i, row in enumerate(rows):
             best = 0.0
             for source in self.asked:
@@ -621,7 +621,8 @@ class DraftPolicy:
         lengths = [min(match.length, LONGEST) for *_, match in found]
         there = [self.most if match.text is rows[i].text else len(match.text) - match.place for i, _, match in found]
         reach = self.rates.reach[numbers, lengths] * (self.places < np.array(there)[:, None])
-        counts = choose(reach, self.num_rows, seconds[: reach.size + 1]).tolist()
+        seconds = self.costs.seconds(self.num_rows, np.arange(reach.size + 1))
+        counts = choose(reach, self.num_rows, seconds).tolist()
         for (i, number, match), count in zip(found, counts):
             if count:
                 rows[i].drafted = number, match.length
