@@ -6,7 +6,7 @@ Jobs are trained as train.py trains them, and each round that has drafts is play
 and without. Both draw the same tokens, which is counted. Row steps are tokens that rows have drawn in steps of their
 own, rather than with others as drafts, without those drawn ahead; engine steps are those of the rank that took most.
 
-tail batching   the default task with its warm-started model; drafted are its long rounds
+tail batching   the default run, all of its steps; drafted are its long rounds
 at GPU costs    the same; how many tokens rows draft is chosen as if steps took an H100 what the simulator says, so
                 that its steps count and its seconds do not
 synchronous     the same; all rounds are drafted, and a rank that is done draws the next round's prompts ahead
@@ -62,7 +62,7 @@ from warm_start import byte_tokenizer
 
 LAGS = (1, 2, 4, 8)  # updates
 LONG_RESPONSE = 150  # tokens
-MOST = 15  # tokens of a draft
+MOST = 31  # tokens of a draft
 HALF_ROWS, HALF_DRAFTS = (1, 4, 8), 7
 
 
@@ -483,7 +483,7 @@ def play(quick: bool, world: World) -> None:
     steps = (
         {"tail batching": 10, "at GPU costs": 5, "synchronous": 3, "relay": 5}
         if quick
-        else {"tail batching": 25, "at GPU costs": 25, "synchronous": 10, "relay": 15}
+        else {"tail batching": 100, "at GPU costs": 25, "synchronous": 10, "relay": 15}
     )
     results, agreed = list[Result](), dict[str, float]()
     with progress_bar("drafts", sum(steps.values()), world) as bar:

@@ -423,7 +423,7 @@ extern "C" void race(const float *logits, const int64_t *keys, const int64_t *po
 
 // The state of the decoding rows, as engine/rows.py has it.
 struct Rows {
-  int64_t *last_token, *count, *limit, *ended, *tokens;
+  int64_t *last_token, *length, *count, *limit, *ended, *tokens;
   float *logprobs;
   bool *heeds_eos;
   const int64_t *eos_ids;
@@ -447,7 +447,7 @@ extern "C" void settle(const Rows *rows, int64_t first, const int64_t *start, co
     for (int64_t e = 0; e < rows->num_eos; e++) stops |= newest == rows->eos_ids[e] && rows->heeds_eos[row];
     if (stops || count >= rows->limit[row]) rows->ended[row] = 2 * count + stops;
     rows->last_token[row] = newest, rows->count[row] = count;
-    if (kept) kept[i] = place - begin;
+    if (kept) kept[i] = place - begin, rows->length[row] += place - begin;
   }
 }
 

@@ -52,7 +52,7 @@ class _Packed(ctypes.Structure):
 class Rows(ctypes.Structure):
     """Where the state of the decoding rows is (engine/rows.py)."""
 
-    TENSORS = "last_token", "count", "limit", "ended", "tokens", "logprobs", "heeds_eos", "eos_ids"
+    TENSORS = "last_token", "length", "count", "limit", "ended", "tokens", "logprobs", "heeds_eos", "eos_ids"
     _fields_ = [(name, ctypes.c_void_p) for name in TENSORS] + [(name, ctypes.c_int64) for name in ("num_eos", "width")]
 
     @classmethod

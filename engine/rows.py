@@ -89,7 +89,7 @@ class Rows:
 
     def _sample(self, rows: slice | Tensor, logits: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Draw a token for each of `rows`, some perhaps by samplings of their own. [n], [n, V], [n] -> [n], [n]"""
-        keys = self.key[rows]
+        keys = self.key[rows] if isinstance(rows, slice) else self.key.index_select(0, rows)
         if not self.own:
             return sample(logits, keys, count, self.sampling)
         kinds = self.samplings[rows] if isinstance(rows, slice) else [self.samplings[row] for row in rows.tolist()]
@@ -128,7 +128,6 @@ class Rows:
         token, logprob = drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn))
         if native.takes(logprob, self.logprobs):
             native.settle(self.places, 0, token, logprob, drafts)
-            self.length[:n] += upload(drafts.kept, self.device)
             return
         self.tokens[row, count], self.logprobs[row, count] = token, logprob
         newest = token[upload(drafts.settle(token.cpu().numpy()), self.device)]

@@ -12,10 +12,12 @@ and some steps later compared with what was drawn without it. So a source that g
 """
 
 from array import array
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +39,10 @@ REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it c
 FEWEST = 3  # kinds of steps without drafts before there is a fit
 PATIENCE = 16  # steps of a kind without drafts that could not be measured: then there may be drafts
 PLAIN_STEPS = 8  # of so many steps without drafts of a known kind one counts: they are many
+MANY = 32  # tokens that are noted faster all at once than one by one
 TOKEN_BITS = 21  # of a token in the key of a gram; a larger one only shares its key with others
 KEY_MASK = (1 << TOKEN_BITS * GRAM) - 1
+MIXER = 0x9E3779B97F4A7C15  # spreads keys over places
 
 MOST = 256  # tokens that a row drafts in a step, whatever a user wants
 
@@ -76,6 +80,7 @@ class Grams:
 
     def __init__(self, bits: int = 18):
         self.places, self.mask = array("q", bytes(8 << bits)), (1 << bits) - 1
+        self.table = np.frombuffer(self.places, np.int64)  # the same memory
         self.texts: dict[int, Tokens] = {}
         self.numbers: dict[int, int] = {}  # of texts, by identity
         self.count = 0
@@ -85,7 +90,7 @@ class Grams:
         self.texts, self.numbers = {}, {}
 
     def slot(self, corpus: int, key: int) -> int:
-        return ((key * 0x9E3779B97F4A7C15 >> 31) ^ corpus) & self.mask
+        return ((key * MIXER >> 31) ^ corpus) & self.mask
 
     def note(self, corpora: Collection[int], text: Tokens, start: int, key: int) -> int:
         """Note the tokens of a text from `start` on, before which the last have this key; return the key at its end."""
@@ -96,13 +101,27 @@ class Grams:
             self.texts[number] = text
         base, places, mask = number << 32, self.places, self.mask
         start = start if corpora else max(start, len(text) - GRAM)  # no place is noted: only the key is wanted
+        if len(text) - start >= MANY:
+            return self._note_many(corpora, text, max(start, GRAM), base)
         for place, token in enumerate(text[start:], start):
             if place >= GRAM:
-                mixed = key * 0x9E3779B97F4A7C15 >> 31
+                mixed = key * MIXER >> 31
                 for corpus in corpora:
                     places[(mixed ^ corpus) & mask] = base | place
             key = (key << TOKEN_BITS ^ token) & KEY_MASK
         return key
+
+    def _note_many(self, corpora: Collection[int], text: Tokens, start: int, base: int) -> int:
+        """The same, faster where tokens are many; `start`: GRAM at least."""
+        tokens = np.array(text[start - GRAM :], np.uint64)
+        keys = np.zeros(len(tokens) - GRAM + 1, np.uint64)
+        for place in range(GRAM):
+            keys = np.left_shift(keys, TOKEN_BITS) ^ tokens[place : place + len(keys)]
+        keys &= KEY_MASK
+        own = np.array([corpus & self.mask for corpus in corpora], np.int64)
+        slots = ((keys[:-1] * MIXER >> 31) & self.mask).astype(np.int64)[:, None] ^ own
+        self.table[slots] = (base | np.arange(start, len(text)))[:, None]  # of equal slots the last wins
+        return int(keys[-1])
 
     def find(self, corpus: int, row: Row) -> Match | None:
         """Return the newest agreement with the last tokens of a row, if there are GRAM at least."""
@@ -243,7 +262,7 @@ class DraftsConfig:
         "token, but for rounding",
     )
     most: int = option(
-        15, "tokens that a response drafts in a step, at most; 15, and the newest, fill a CPU's lanes", min=1, max=MOST
+        31, "tokens that a response drafts in a step, at most; how many pay is measured", min=1, max=MOST
     )
     ahead: bool = option(
         False,
@@ -364,23 +383,25 @@ class StepCosts:
         self.plain, self.is_fitted = [(0.0, max(seconds - row * fewest, 0.0)), *plain], True
         self.weights = [FIRST_DRAFTS * seconds, 0.0, row, 0.0]  # a drafted token is taken for a row
         if len({round(drafted).bit_length() for _, drafted, *_ in known if drafted}) > 2:
-            points = [(self.alone(rows), *map(float, self._drafts(rows, np.array(n)))) for rows, n, *_ in known]
+            points = [(self.alone(rows), *self._drafts(rows, drafted)) for rows, drafted, *_ in known]
             _, *others, token, root = fit(points, [kind[2] for kind in known])
             if token or root:
                 self.weights = [*others, token, root]
 
     @staticmethod
-    def _drafts(rows: float, drafted: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _drafts(rows: float, drafted: Any) -> tuple[Any, ...]:
         """Return what the seconds that drafts add grow with: some at all, rows, tokens, and their root."""
-        some = (drafted > 0).astype(np.float64)
-        return some, some * rows, drafted, np.sqrt(drafted)
+        some = (drafted > 0) * 1.0
+        return some, some * rows, drafted, drafted**0.5
 
     def alone(self, rows: float) -> float:
         """Return the seconds of a step without drafts; of more rows than were measured, those of the most measured."""
-        measured, seconds = np.array(self.plain).T
-        return float(np.interp(rows, measured, seconds))
+        place = min(bisect(self.plain, (rows, inf)), len(self.plain) - 1)
+        (a, low), (b, high) = self.plain[place - 1 : place + 1]
+        return low + (high - low) * min((rows - a) / (b - a), 1.0)
 
-    def seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
+    def seconds(self, rows: int, drafted: Any) -> Any:
+        """Return the seconds of a step that drafts so many tokens, a number or an array of numbers."""
         some, times_rows, tokens, root = self._drafts(rows, drafted)
         a, b, c, d = self.weights
         return self.alone(rows) + a * some + b * times_rows + c * tokens + d * root
@@ -580,7 +601,7 @@ class DraftPolicy:
     def _gains(self, num_rows: int) -> "Gains":
         if num_rows not in self.gains:
             most = num_rows * self.most
-            plain, first, last = self.costs.seconds(num_rows, np.array([0, 1, most])).tolist()
+            plain, first, last = (self.costs.seconds(num_rows, drafted) for drafted in (0, 1, most))
             token = min(first - plain, (last - first) / max(most - 1, 1))  # in the mean, or the first
             drafts = first - token - plain
             gains = np.maximum(self.rates.reach - token * num_rows / plain, 0.0).sum(2)

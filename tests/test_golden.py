@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, steps_of, train_runs
 
+from engine.cpu import cpu_maker
 from parallel import World
 
 FILE = ROOT / "tests" / "golden.json"
@@ -89,10 +90,7 @@ def trajectory(folder: Path) -> dict[str, list]:
 
 def machine() -> str:
     """Return what rounding depends on: matrix products go by other kernels on a CPU of another maker, too."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    maker = next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "unknown")
-    return f"{platform.machine()} {maker} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
+    return f"{platform.machine()} {cpu_maker()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

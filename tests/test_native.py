@@ -55,6 +55,7 @@ def generate(
 @needs_compiler
 def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monkeypatch) -> None:
     monkeypatch.setattr(Packed, "MIN_WORK", 0)
+    monkeypatch.setattr(Packed, "SMALL", 0)
     called, call = set(), native._call
     monkeypatch.setattr(native, "_call", lambda name, *args: (called.add(name), call(name, *args)))
     compiled = generate(model) + generate(model, num_prompts=1, num_responses=1)

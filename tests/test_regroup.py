@@ -136,6 +136,7 @@ def test_views_cost_nothing_and_copies_are_counted(run_ranks) -> None:
 
 def test_new_weights_are_packed_once_whether_the_size_changes_or_not(tiny_model, monkeypatch) -> None:
     packs, pack = [], Packed.pack
+    monkeypatch.setattr(Packed, "SMALL", 0)
     monkeypatch.setattr(Packed, "pack", lambda self, weight: packs.append(weight) or pack(self, weight))
     engine = Engine(tiny_model, CONFIG, SamplingConfig(), [7])
     once = len(packs)

@@ -516,6 +516,7 @@ def test_a_given_length_ignores_the_end_token(model, kind) -> None:
 
 def test_prepacked_weights_draw_the_same_tokens_and_follow_the_model(model, oracle, monkeypatch) -> None:
     monkeypatch.setattr(Packed, "MIN_WORK", 0)
+    monkeypatch.setattr(Packed, "SMALL", 0)
     sequences, changed = make_sequences(8), copy.deepcopy(model)
     engine = make_engine(changed)
     assert all(

@@ -11,9 +11,11 @@ import pytest
 
 from core import SampleId
 from engine.sequence import Sequence
+from policies import drafts
 from policies.drafts import (
     GRAM,
     LONGEST,
+    MANY,
     PATIENCE,
     SOURCES,
     DraftPolicy,
@@ -74,6 +76,20 @@ def random_text(rng: Random, length: int, vocab: int = 1000) -> list[int]:
 def random_texts(rng: Random, prompts: int = 4, responses: int = 4, length: int = 120) -> dict[SampleId, list[int]]:
     ids = product(range(prompts), range(responses))
     return {SampleId(1, p, r): random_text(rng, rng.randint(length // 2, length)) for p, r in ids}
+
+
+@pytest.mark.parametrize("vocab", [3, 1000, 2**31])
+@pytest.mark.parametrize("start", [0, 1, 50])
+def test_tokens_noted_at_once_are_those_noted_one_by_one(start: int, vocab: int, monkeypatch) -> None:
+    rng, corpora, found = Random(start), (hash((1, 2)), -hash((3, 4, 5))), []
+    text = array("i", random_text(rng, 300, vocab))
+    for many in (1000, MANY):
+        monkeypatch.setattr(drafts, "MANY", many)
+        grams = Grams()
+        key = grams.note(corpora, text[:start], 0, 0) if start else 0
+        key = grams.note(corpora, text, start, key)
+        found.append((key, grams.places, grams.note((), text, 0, 0)))
+    assert found[0] == found[1] and sum(map(bool, found[0][1])) > (20 if vocab == 3 else 500)
 
 
 def packed(texts: dict[SampleId, list[int]]) -> dict[SampleId, array]:
