@@ -13,6 +13,8 @@ synchronous     the same; all rounds are drafted, and a rank that is done draws 
 relay           episodes of many turns (configs/relay.toml), tail batching
 always wrong    the long rounds of tail batching once more, by a source that proposes tokens which are never drawn
 
+`long_round_speedup_first`: of the first five rounds of tail batching. Later ones know better how often sources are right,
+and the weights change less from update to update.
 `agreement_lagN`: the chance that a token is drawn again by weights N updates older, up to the first difference of each
 response of the trained model. `regain`: tokens after a difference, in the mean, until three tokens in a row stand in
 the older text again; the simulator gets both for `long_round_speedup_simulated`, at the costs of an H100.
@@ -64,6 +66,7 @@ LAGS = (1, 2, 4, 8)  # updates
 LONG_RESPONSE = 150  # tokens
 MOST = 31  # tokens of a draft
 HALF_ROWS, HALF_DRAFTS = (1, 4, 8), 7
+FIRST = 5  # long rounds
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,10 @@ class Result:
     num_samples: int = 0
     ties: list[float] = field(default_factory=list)  # of the others (`tie`)
 
-    def ratio(self, value: str, side: str = "on") -> float:
-        """Return what a side took over what the rounds take without drafts."""
-        whole = sum(getattr(self.sides["off"], value))
-        return sum(getattr(self.sides[side], value)) / whole if whole else math.nan  # no round had drafts
+    def ratio(self, value: str, side: str = "on", rounds: int | None = None) -> float:
+        """Return what a side took in the first `rounds` over what these take without drafts; None: in all."""
+        whole = sum(getattr(self.sides["off"], value)[:rounds])
+        return sum(getattr(self.sides[side], value)[:rounds]) / whole if whole else math.nan  # no round had drafts
 
     @property
     def speedup(self) -> float:
@@ -433,6 +436,8 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
     tail, ties = results[0], [tie for r in results for tie in r.ties]
     told = ", ".join(f"{x:.0e}" for x in ties)
     print(f"\nsamples that differ: {len(ties)}" + f"; logits that decide differ by {told}" * bool(ties))
+    first = min(FIRST, len(tail.sides["on"].seconds))
+    print(f"the first {first} rounds of tail batching: {tail.ratio('seconds', rounds=FIRST):.2f} of the seconds")
     print(f"if drafters took no time, tail batching: {1 / tail.speedup_free_search:.2f} of the seconds")
     print(f"always wrong: {tail.ratio('seconds', 'wrong'):.3f} of the seconds without drafts")
     for lag in (lag for lag in LAGS if f"agreement_lag{lag}" in agreed):
@@ -462,6 +467,7 @@ def report(results: Sequence[Result], agreed: dict[str, float], half: dict[int, 
         "long_round_row_steps_ratio_gpu_costs": round(results[1].ratio("row_steps"), 3),
         "long_round_engine_steps_ratio_gpu_costs": round(results[1].ratio("engine_steps"), 3),
         "long_round_speedup": round(tail.speedup, 2),
+        "long_round_speedup_first": round(1 / tail.ratio("seconds", rounds=FIRST), 2),
         "long_round_speedup_free_search": round(tail.speedup_free_search, 2),
         "long_round_speedup_simulated": round(speedup, 2),
         "step_speedup": round(tail.step_speedup, 2),

@@ -12,7 +12,7 @@ from test_drafts import Foresight
 from torch import Tensor
 
 from core import Sample
-from engine import kernels, native
+from engine import cpu, kernels, native
 from engine.cpu import Packed, can_pack, few_sizes
 from engine.drafts import Drafter, Drafts
 from engine.rows import Rows
@@ -285,6 +285,15 @@ def test_a_rank_that_compiles_in_vain_takes_what_another_has_made(tmp_path: Path
     for is_beside_another in (False, True):
         monkeypatch.setattr(native.subprocess, "run", late)
         assert native._compiled() == (made if is_beside_another else None)
+
+
+@pytest.mark.skipif(not (can_pack(torch.float32) and torch.backends.mkl.is_available()), reason="another CPU")
+@pytest.mark.parametrize(("maker", "size", "is_packed"), [
+    ("GenuineIntel", 511, False), ("GenuineIntel", 512, True), ("AuthenticAMD", 32, True), ("unknown", 32, True),
+])  # fmt: skip
+def test_small_weights_are_left_to_mkl_on_its_makers_cpus(maker: str, size: int, is_packed: bool, monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "cpu_maker", lambda: maker)
+    assert isinstance(cpu.packed(torch.ones(size, 512)), Packed) == is_packed
 
 
 @torch.no_grad()

@@ -57,6 +57,7 @@ def same_tokens_at_every_size(
 ) -> None:
     """`shard`: the ranks over which the model lies from which the engine takes its weights."""
     tp_groups, model = make_tp_groups(world, [1, 2, 4]), random_model(family)
+    Packed.SMALL = 0
     config = replace(CONFIG, prepack=packed, weights=layout)
     source = shard_model(model, shard_groups(world, shard)[0]) if shard > 1 else model
     dist.new_group = refuse
