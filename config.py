@@ -24,7 +24,7 @@ CONSOLE, MOST_KEY = 110, 44  # columns; of a key and its default, if its meaning
 class Dataclass(Protocol):
     """An instance of any dataclass."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
 
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def _merge(config: C, values: Mapping, source: str, prefix: str = "", raw: str |
     return dataclasses.replace(config, **new)
 
 
-def _within(key: str, value: Any, old: object, limits: Mapping[str, Any], source: str) -> object:
+def _within(key: str, value: object, old: object, limits: Mapping[str, Any], source: str) -> object:
     """Return `value` in the type of the default `old`. Raises ConfigError if the type or a limit forbids it."""
     if isinstance(old, float) and type(value) is int:
         try:
@@ -183,11 +183,12 @@ def _within(key: str, value: Any, old: object, limits: Mapping[str, Any], source
         raise ConfigError(f"{source}{key} = {value!r} is not one of: {', '.join(choices)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{source}{key} = {value} is not a finite number")
-    if low is not None and value < low:
+    number = value if isinstance(value, int | float) else 0  # others have no limits
+    if low is not None and number < low:
         raise ConfigError(f"{source}{key} = {value} is too small: at least {low}")
-    if above is not None and value <= above:
+    if above is not None and number <= above:
         raise ConfigError(f"{source}{key} = {value} is too small: more than {above}")
-    if high is not None and value > high:
+    if high is not None and number > high:
         raise ConfigError(f"{source}{key} = {value} is too large: at most {high}")
     return value
 

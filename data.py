@@ -14,7 +14,7 @@ from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import NamedTuple, Protocol, TypeVar, get_args, get_origin
 
 import numpy as np
 
@@ -262,7 +262,15 @@ def _stored(path: str) -> Iterator[tuple[str, dict]]:
         yield where, {name: value for name, value in fields.items() if value is not None}
 
 
-def _cell(cell: Any, where: str) -> object:
+class Cell(Protocol):
+    """A cell of a table, as pyarrow has it."""
+
+    type: object
+
+    def as_py(self) -> object: ...
+
+
+def _cell(cell: Cell, where: str) -> object:
     """Return the value of a table's cell, as JSON would have it. Raises ConfigError."""
     try:
         value = cell.as_py()

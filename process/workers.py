@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 KEEPER_SECONDS = 10.0  # the longest wait for a worker's keeper to end all processes below it
 MAX_REPLY = 2**24  # bytes
@@ -104,12 +104,12 @@ class Worker:
         """Start a fresh process that loads all names. Raises WorkerError if `attempts` fail."""
         command = [sys.executable, "-u", self._script, *self._names]
         env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
-        options: dict[str, Any] = dict(bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         for _ in range(attempts):
             self.kill()
             try:
                 with open(self._log, "ab") if self._log else contextlib.nullcontext() as log:
-                    self._process = subprocess.Popen(command, env=env, stderr=log, **options)
+                    ends = (subprocess.PIPE, subprocess.PIPE, log)
+                    self._process = subprocess.Popen(command, 0, None, *ends, env=env, start_new_session=True)
                 for end in self._pipes():
                     os.set_blocking(end.fileno(), False)
                 error = self._exchange(str, 0, b"", self._startup_seconds)
