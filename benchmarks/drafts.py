@@ -13,8 +13,7 @@ synchronous     the same; all rounds are drafted, and a rank that is done draws 
 relay           episodes of many turns (configs/relay.toml), tail batching
 always wrong    the long rounds of tail batching once more, by a source that proposes tokens which are never drawn
 
-`long_round_speedup_first`: of the first five rounds of tail batching. Later ones know better how often sources are
-right, and the weights change less from update to update.
+`long_round_speedup_first`: of the first five rounds of tail batching.
 `agreement_lagN`: the chance that a token is drawn again by weights N updates older, up to the first difference of each
 response of the trained model. `regain`: tokens after a difference, in the mean, until three tokens in a row stand in
 the older text again; the simulator gets both for `long_round_speedup_simulated`, at the costs of an H100.

@@ -289,7 +289,7 @@ class Packed:
     """
 
     MIN_WORK = 3 * 2**18  # multiplications, below which a call costs more than the layout gains
-    SMALL = 2**18  # numbers of a weight, below which MKL's own products are up to twice as fast on Intel's CPUs
+    SMALL = 2**18  # numbers of a weight, below which MKL's own products are faster on Intel's CPUs
     MIN_ROWS = 4  # oneDNN's products of fewer rows take longer than of these: 6 % for one row, a fifth for two
 
     def __init__(self, weight: Tensor):

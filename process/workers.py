@@ -104,12 +104,14 @@ class Worker:
         """Start a fresh process that loads all names. Raises WorkerError if `attempts` fail."""
         command = [sys.executable, "-u", self._script, *self._names]
         env = os.environ | {"PYTHONHASHSEED": "0"}  # sympy's results may depend on the order of sets
+        pipe = subprocess.PIPE
         for _ in range(attempts):
             self.kill()
             try:
                 with open(self._log, "ab") if self._log else contextlib.nullcontext() as log:
-                    ends = (subprocess.PIPE, subprocess.PIPE, log)
-                    self._process = subprocess.Popen(command, 0, None, *ends, env=env, start_new_session=True)
+                    self._process = subprocess.Popen(
+                        command, bufsize=0, stdin=pipe, stdout=pipe, stderr=log, env=env, start_new_session=True
+                    )
                 for end in self._pipes():
                     os.set_blocking(end.fileno(), False)
                 error = self._exchange(str, 0, b"", self._startup_seconds)
