@@ -284,7 +284,7 @@ def is_alive(pid: int) -> bool:
 class Packed:
     """A weight in oneDNN's own layout, for a CPU: 1.2 to 5 times faster than `F.linear`, but for small products.
 
-    A copy beside the weight, which still multiplies single rows. The operations are private to torch, hence the check
+    A copy beside the weight, which still multiplies few rows. The operations are private to torch, hence the check
     of `can_pack`.
     """
 
@@ -302,7 +302,7 @@ class Packed:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] * self.plain.numel() < self.MIN_WORK:
             return F.linear(x, self.plain, bias)
-        if native.can_multiply(x, self.plain, bias):  # waits for memory only: oneDNN takes somewhat longer
+        if native.can_multiply(x, self.plain, bias):
             return native.multiply(x, self.plain, bias)
         rows = len(x)
         x = F.pad(x, (0, 0, 0, self.MIN_ROWS - rows)) if rows < self.MIN_ROWS else x

@@ -50,6 +50,32 @@ static inline float total(Lanes x) {
   return sum + x[0];
 }
 
+#if defined(__AVX512F__) && !defined(__clang__)
+// x[i] = the sums of lanes that stand W apart, of x[2 i] and then of x[2 i + 1], for `count` numbers i.
+template <int W>
+static inline void halve(Lanes *x, int count) {
+  constexpr auto at = [](int k) { return (k & 8) * 2 + (k & 7) / W * 2 * W + (k & 7) % W; };
+  const Words near = {at(0), at(1), at(2),  at(3),  at(4),  at(5),  at(6),  at(7),
+                      at(8), at(9), at(10), at(11), at(12), at(13), at(14), at(15)};
+  for (int i = 0; i < count; i++) {
+    Lanes a = x[2 * i], b = x[2 * i + 1];
+    x[i] = __builtin_shuffle(a, b, near) + __builtin_shuffle(a, b, near + W);
+  }
+}
+
+// total() of each of 16, by the same additions: lanes are crossed once for all of them.
+static inline Lanes totals(Lanes *x) {
+  halve<8>(x, 8), halve<4>(x, 4), halve<2>(x, 2), halve<1>(x, 1);
+  return x[0];
+}
+#else
+static inline Lanes totals(const Lanes *x) {
+  Lanes sums;
+  for (int i = 0; i < 16; i++) sums[i] = total(x[i]);
+  return sums;
+}
+#endif
+
 // exp: 2^n * e^r with r = x - n * ln 2 in two parts, e^r by its series; 0 below e^-87.
 static inline float exponential(float x) {
   float y = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
@@ -191,12 +217,20 @@ static void attend(const T *queries, const Pages &pages, int64_t head, const int
     int64_t place = start % pages.size, page = table[start / pages.size];
     const T *keys = (const T *)pages.keys + page * pages.of_page + head * pages.of_head + place * SIZE;
     count = end - start < pages.size - place ? end - start : pages.size - place;
-    for (int64_t t = 0; t < count; t++) {
-      Lanes sums[COUNT] = {};
-      for (int p = 0; p < PARTS; p++)
-        for (int g = 0; g < COUNT; g++) sums[g] += at(keys + t * SIZE + 16 * p) * at(q + g * SIZE + 16 * p);
-      for (int g = 0; g < COUNT; g++) scores[g * length + start - begin + t] = total(sums[g]);
-    }
+    int64_t t = 0;
+    for (; t + 16 <= count; t += 16)
+      for (int g = 0; g < COUNT; g++) {
+        Lanes sums[16] = {};
+        for (int p = 0; p < PARTS; p++)
+          for (int k = 0; k < 16; k++) sums[k] += at(keys + (t + k) * SIZE + 16 * p) * at(q + g * SIZE + 16 * p);
+        put(scores + g * length + start - begin + t, totals(sums));
+      }
+    for (; t < count; t++)
+      for (int g = 0; g < COUNT; g++) {
+        Lanes sum = {};
+        for (int p = 0; p < PARTS; p++) sum += at(keys + t * SIZE + 16 * p) * at(q + g * SIZE + 16 * p);
+        scores[g * length + start - begin + t] = total(sum);
+      }
   }
   float sums[COUNT];
   for (int g = 0; g < COUNT; g++) {
@@ -359,21 +393,50 @@ static void paged_decode_of(const T *q, const Pages *pages, const int32_t *table
   all(q, *pages, table, row_of_table, lengths, out, n, heads, groups, window);
 }
 
-// out = weight x + bias, rows of the weight `row` floats apart: it is read once, in the order of memory.
-extern "C" void multiply(const float *x, const float *weight, int64_t row, const float *bias, float *out, int64_t size,
-                         int64_t rows) {
+// out [N, rows] = x [N, size] weight^T + bias, rows of the weight `row` numbers apart: it is read once, in the order of
+// memory, two rows at a time. What a row of x gets does not depend on the others.
+template <typename T, int N>
+static void multiply_of(const T *x, const T *weight, int64_t row, const T *bias, T *out, int64_t size, int64_t rows) {
+  constexpr int64_t AHEAD = 4096 / sizeof(T);  // numbers: where a page of memory ends, a CPU does not fetch ahead by itself
+  static thread_local std::vector<float> numbers;
+  numbers.assign(x, x + N * size);
+  const float *from = numbers.data();
   // A thread that shares its core with others takes fewer of the parts; a small part leaves the memory idle in between.
   const int64_t least = size < WORTH ? WORTH / size : 1, some = rows / 16 > least ? rows / 16 : least;
-#pragma omp parallel for schedule(dynamic, some) if (size * rows > WORTH)
-  for (int64_t o = 0; o < rows; o++) {
-    const float *w = weight + o * row;
-    Lanes sums = {};
+#pragma omp parallel for schedule(dynamic, (some + 1) / 2) if (size * rows > WORTH)
+  for (int64_t o = 0; o < rows; o += 2) {
+    const T *w[2] = {weight + o * row, weight + (o + 1 < rows ? o + 1 : o) * row};
+    Lanes sums[2][N] = {};
     int64_t i = 0;
-    for (; i + 16 <= size; i += 16) sums += at(w + i) * at(x + i);
-    float sum = total(sums);
-    for (; i < size; i++) sum += w[i] * x[i];
-    out[o] = bias ? sum + bias[o] : sum;
+    for (; i + 16 <= size; i += 16) {
+      for (int r = 0; r < 2; r++) __builtin_prefetch(w[r] + i + AHEAD);
+      Lanes some[2] = {at(w[0] + i), at(w[1] + i)};
+      for (int j = 0; j < N; j++) {
+        Lanes own = at(from + j * size + i);
+        for (int r = 0; r < 2; r++) sums[r][j] += some[r] * own;
+      }
+    }
+    for (int r = 0; r < 2 && o + r < rows; r++)
+      for (int j = 0; j < N; j++) {
+        float sum = total(sums[r][j]);
+        for (int64_t k = i; k < size; k++) sum += (float)w[r][k] * from[j * size + k];
+        out[j * rows + o + r] = bias ? sum + (float)bias[o + r] : sum;
+      }
   }
+}
+
+template <typename T>
+static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, const T *bias, T *out, int64_t size,
+                         int64_t rows) {
+  auto some = n == 1   ? multiply_of<T, 1>
+              : n == 2 ? multiply_of<T, 2>
+              : n == 3 ? multiply_of<T, 3>
+              : n == 4 ? multiply_of<T, 4>
+              : n == 5 ? multiply_of<T, 5>
+              : n == 6 ? multiply_of<T, 6>
+              : n == 7 ? multiply_of<T, 7>
+                       : multiply_of<T, 8>;
+  some(x, weight, row, bias, out, size, rows);
 }
 
 struct Hash {
@@ -592,6 +655,11 @@ extern "C" void add_rms_norm(bool half, const void *x, const void *residual, con
                              void *summed, int64_t n, int64_t size, float eps) {
   FOR_BOTH(add_rms_norm_of((const T *)x, (const T *)residual, (const T *)weight, (T *)normed, (T *)summed, n, size,
                            eps))
+}
+
+extern "C" void multiply(bool half, const void *x, int64_t n, const void *weight, int64_t row, const void *bias,
+                         void *out, int64_t size, int64_t rows) {
+  FOR_BOTH(multiply_any((const T *)x, n, (const T *)weight, row, (const T *)bias, (T *)out, size, rows))
 }
 
 extern "C" void silu_mul(bool half, const void *gate_up, void *out, int64_t n, int64_t blocks, int64_t width) {

@@ -27,6 +27,10 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
+MOST_ROWS = {
+    torch.float32: 8,
+    torch.bfloat16: 3,
+}  # that `multiply` takes: it waits for memory, oneDNN's products longer
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
 
@@ -70,7 +74,7 @@ SIGNATURES = {  # the first argument of most: whether numbers are bfloat16
     "packed_attention": [ctypes.POINTER(_Packed), _I, _I, *[_P] * 5],
     "rope_and_write": [_B, *[_P] * 5, _I, ctypes.POINTER(_Pages), _P, _P, _P, _I, _I, _I, _I, _F],
     "paged_decode": [_B, _P, ctypes.POINTER(_Pages), _P, _I, _P, _P, _I, _I, _I, _I, _I],
-    "multiply": [_P, _P, _I, _P, _P, _I, _I],
+    "multiply": [_B, _P, _I, _P, _I, _P, _P, _I, _I],
     "race": [_P] * 5 + [_I, _I, _I, _I, _F, ctypes.POINTER(_Hash)],
     "settle": [ctypes.POINTER(Rows), _I] + [_P] * 5 + [_I, _I],
 }
@@ -152,9 +156,13 @@ def fits(*tensors: Tensor | None) -> bool:
     """The same, of tensors that may have gradients (engine/gradients.py)."""
     if library() is None:
         return False
-    given = [x for x in tensors if x is not None]
-    dtype = given[0].dtype
-    return dtype in DTYPES and all(x.dtype == dtype and x.is_contiguous() and x.is_cpu for x in given)
+    dtype = next(x.dtype for x in tensors if x is not None)
+    if dtype not in DTYPES:
+        return False
+    for x in tensors:  # a decode step asks dozens of times: a generator would take twice as long
+        if x is not None and not (x.dtype == dtype and x.is_contiguous() and x.is_cpu):
+            return False
+    return True
 
 
 def _is_half(x: Tensor) -> bool:
@@ -172,12 +180,12 @@ def _call(name: str, *args: object) -> None:
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     normed, summed = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     args = (_at(x), _at(residual), _at(weight), _at(normed), _at(summed))
-    _call("add_rms_norm", _is_half(x), *args, len(x), x.shape[1], eps)
+    _call("add_rms_norm", _is_half(x), *args, *x.shape, eps)
     return normed, summed
 
 
 def silu_mul(gate_up: Tensor, num_blocks: int = 1) -> Tensor:
-    n, width = len(gate_up), gate_up.shape[1] // (2 * num_blocks)
+    n, width = gate_up.shape[0], gate_up.shape[1] // (2 * num_blocks)
     out = gate_up.new_empty(n, num_blocks * width)
     _call("silu_mul", _is_half(gate_up), _at(gate_up), _at(out), n, num_blocks, width)
     return out
@@ -248,7 +256,7 @@ def can_decode(kv: Tensor) -> bool:
 def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, table: Tensor, k_pages: Tensor,
                    v_pages: Tensor, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
                    k_norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:  # fmt: skip
-    n, size = len(qkv), k_pages.shape[3]
+    n, size = qkv.shape[0], k_pages.shape[3]
     q = qkv.new_empty(n, num_heads, size)
     args = (_at(qkv), _at(cos), _at(sin), _at(positions), _at(table), table.stride(0), _pages(k_pages, v_pages))
     sizes = (n, num_kv_heads, num_heads // num_kv_heads, size)
@@ -261,20 +269,21 @@ def paged_decode(
 ) -> Tensor:
     out, heads = torch.empty_like(q), k_pages.shape[1]
     args = (_at(q), _pages(k_pages, v_pages), _at(table), table.stride(0), _at(lengths), _at(out))
-    _call("paged_decode", _is_half(q), *args, len(q), heads, q.shape[1] // heads, q.shape[2], window)
+    _call("paged_decode", _is_half(q), *args, q.shape[0], heads, q.shape[1] // heads, q.shape[2], window)
     return out
 
 
 def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `multiply` takes a weight, or a part of its columns, for x [1, in]."""
-    return len(x) == 1 and x.dtype == weight.dtype == torch.float32 and weight.stride(1) == 1 and takes(x, bias)
+    """Whether `multiply` takes a weight, or a part of its columns, for x [n, in]."""
+    is_few = 0 < len(x) <= MOST_ROWS.get(x.dtype, 0)
+    return is_few and x.dtype == weight.dtype and weight.stride(1) == 1 and takes(x, bias)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of one row: [1, in], [out, in] -> [1, out]"""
+    """`F.linear` of a few rows: [n, in], [out, in] -> [n, out]"""
     rows, size = weight.shape
-    out = x.new_empty(1, rows)
-    _call("multiply", _at(x), _at(weight), weight.stride(0), _at(bias), _at(out), size, rows)
+    out = x.new_empty(len(x), rows)
+    _call("multiply", _is_half(x), _at(x), len(x), _at(weight), weight.stride(0), _at(bias), _at(out), size, rows)
     return out
 
 

@@ -125,16 +125,33 @@ def test_tokens_of_a_row_attend_together_as_each_would_alone(size: int, groups: 
 
 @needs_compiler
 @torch.no_grad()
-@pytest.mark.parametrize("size", [896, 100, 7])
-def test_a_single_row_is_multiplied_by_weights_as_they_are(size: int, monkeypatch) -> None:
-    """Columns of a weight too, as a tensor-parallel rank has them."""
-    x, weight, bias = torch.randn(1, size), torch.randn(300, 2 * size)[:, size:], torch.randn(300)
-    for b in (bias, None):
-        expected = torch.nn.functional.linear(x, weight, b)
-        assert native.can_multiply(x, weight, b)
-        torch.testing.assert_close(native.multiply(x, weight, b), expected, atol=1e-4, rtol=1e-4)
-    assert not native.can_multiply(x.bfloat16(), weight.bfloat16(), None), "oneDNN waits for memory only, too"
-    assert not native.can_multiply(torch.randn(2, size), weight, None) and not native.can_multiply(x, weight.T, None)
+@pytest.mark.parametrize("dtype", native.MOST_ROWS, ids=str)
+@pytest.mark.parametrize("size, rows", [(896, 300), (100, 7), (7, 1)])
+def test_few_rows_are_multiplied_by_weights_as_they_are(size: int, rows: int, dtype: torch.dtype) -> None:
+    """Columns of a weight too, as a tensor-parallel rank has them. A row's results do not depend on the others."""
+    most, tolerance = native.MOST_ROWS[dtype], 1e-4 if dtype == torch.float32 else 2e-2
+    x, weight = torch.randn(most, size).to(dtype), torch.randn(rows, 2 * size).to(dtype)[:, size:]
+    for b in (torch.randn(rows).to(dtype), None):
+        alone = torch.cat([native.multiply(row, weight, b) for row in x.split(1)])
+        expected = torch.nn.functional.linear(x.float(), weight.float(), None if b is None else b.float())
+        torch.testing.assert_close(alone.float(), expected, atol=tolerance, rtol=tolerance)
+        for n in range(1, most + 1):
+            assert native.can_multiply(x[:n], weight, b)
+            assert torch.equal(native.multiply(x[:n], weight, b), alone[:n])
+    assert not native.can_multiply(torch.randn(most + 1, size).to(dtype), weight, None)
+    assert not native.can_multiply(x[:0], weight, None) and not native.can_multiply(x.double(), weight.double(), None)
+    assert size == 7 or not native.can_multiply(torch.randn(1, rows).to(dtype), weight.T, None)
+
+
+@needs_compiler
+@torch.no_grad()
+def test_a_packed_weight_multiplies_few_rows_as_it_is() -> None:
+    packed = Packed(weight := torch.randn(1024, 1024))
+    for n in (1, 2, 8, 9):
+        x = torch.randn(n, 1024)
+        torch.testing.assert_close(packed(x, None), x @ weight.T, atol=1e-3, rtol=1e-4)
+    x = torch.randn(8, 1024)
+    assert torch.equal(packed(x, None), native.multiply(x, weight, None))
 
 
 @needs_compiler
