@@ -32,6 +32,7 @@ from gpu_checks import section_engine, section_kernels, section_varlen
 from gpu_rows import GRACE, Row, Section, measure_bandwidth, print_table, run_section, seconds_of
 from gpu_speed import section_decode, section_generate, section_steps
 from gpu_system import section_judge, section_memory, section_ranks
+from gpu_training import section_training
 
 SECONDS = 460  # of the whole run
 
@@ -105,6 +106,7 @@ SECTIONS: dict[str, tuple[Callable[[Section], None], float]] = {  # seconds, at 
     "grpo": (section_grpo, 85),
     "steps": (section_steps, 45),
     "decode": (section_decode, 95),
+    "training": (section_training, 60),
     "generate": (section_generate, 90),  # last: compiling may take all that is left
 }
 

@@ -224,6 +224,7 @@ BENCHMARKS = {
     "training": Benchmark(
         "benchmarks/training.py",
         ("trainer.py", "loss.py", "model.py", "attention.py", "sampling.py", "benchmarks/engine.py")
+        + ("benchmarks/training_sides.py",)
         + ("engine/gradients.py", "engine/native.py", "engine/native.cpp"),
         "training step of a 0.5B shape with fewer layers, long-tailed lengths: {tokens_per_s:,} tokens/s, "
         "{training_roofline_fraction:.0%} of the measured roofline, {training_ratio_hf:.2f} x transformers on padded "

@@ -21,8 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +30,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
+from training_sides import make_ours, make_transformers, samples_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import engine as bench
-from core import Example, ModelShape, SampleId, Span
-from loss import LossConfig
+from core import Example, ModelShape
 from model import Model, parse_shape
-from parallel import World, keep_memory
-from sampling import SamplingConfig
-from trainer import Trainer, TrainerConfig
+from parallel import keep_memory
 
 PROMPT, MEDIAN = 16, 60  # tokens
-LR, CLIP, CLIP_LOW, CLIP_HIGH = 1e-5, 1.0, 0.2, 0.28
 BUDGETS = {  # tokens of a micro-batch that are tried; `half` has 2,400 in all
     "tiny": {"ours": (4096, 8192), "transformers": (1024, 2048, 4096, 8192)},
     "half": {"ours": (1024, 4096), "transformers": (512, 1024, 2048)},
@@ -63,16 +57,9 @@ def config_of(name: str, quick: bool) -> Qwen2Config:
     return Qwen2Config(**shape, max_position_embeddings=4096)
 
 
-def samples_of(name: str, quick: bool) -> list[Example]:
-    """Return responses to learn from; every second one was better than its group."""
-    count, vocabulary = SAMPLES[name][quick], config_of(name, quick).vocab_size
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for i, length in enumerate(bench.long_tailed(count, MEDIAN)):
-        ids = torch.randint(3, vocabulary, (PROMPT + length,), generator=generator).tolist()
-        spans, old = (Span(0, length, 0),), [-float(torch.tensor(vocabulary).log())] * length
-        made.append(Example(SampleId(0, i, 0), tuple(ids[:PROMPT]), ids[PROMPT:], spans, old, 0.5 * (-1) ** i))
-    return made
+def examples_of(name: str, quick: bool) -> list[Example]:
+    lengths = bench.long_tailed(SAMPLES[name][quick], MEDIAN)
+    return samples_of(lengths, PROMPT, config_of(name, quick).vocab_size)
 
 
 def budgets_of(name: str, kind: str, quick: bool) -> tuple[int, ...]:
@@ -91,73 +78,6 @@ def operations(shape: ModelShape, samples: list[Example]) -> float:
 
 # ---- contenders: one step, each in a process of its own ------------------------------------------------------------
 
-Step = Callable[[int], tuple[float, float]]  # tokens of a micro-batch -> loss, norm of the gradient
-
-
-def make_ours(theirs: Qwen2ForCausalLM, samples: list[Example]) -> Step:
-    model = Model(parse_shape(theirs.config.to_dict(), "benchmark"))
-    weights = theirs.state_dict()
-    for key, view, _ in model.hf_tensors():
-        view.copy_(weights[key].view(view.shape))
-    world = World(0, 1, torch.device("cpu"))
-    loss, sampling = LossConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH), SamplingConfig()
-    settings = TrainerConfig(lr=LR, lr_warmup_updates=0, grad_clip=CLIP)
-    trainer = Trainer(model, settings, loss, sampling, world, 16 * MEDIAN, 1000)
-
-    def step(budget: int) -> tuple[float, float]:
-        trainer.config = replace(trainer.config, tokens_per_microbatch=budget)
-        trainer.accumulate(samples)
-        stats = trainer.update()
-        return stats["loss"], stats["grad_norm"]
-
-    return step
-
-
-def padded_batches(samples: list[Example], budget: int) -> list[list[Example]]:
-    """Return micro-batches of similar lengths: at most `budget` tokens, padding included."""
-    batches: list[list[Example]] = []
-    for example in sorted(samples, key=lambda e: -e.num_tokens):
-        if not batches or (len(batches[-1]) + 1) * batches[-1][0].num_tokens > budget:
-            batches.append([])
-        batches[-1].append(example)
-    return batches
-
-
-def policy_loss(model: Any, batch: list[Example]) -> Tensor:
-    """Return the sum of PPO's loss over the sampled tokens of a padded batch."""
-    width = max(e.num_tokens for e in batch)
-    ids, mask = torch.zeros(2, len(batch), width, dtype=torch.int64)
-    old = torch.zeros(len(batch), width - PROMPT)
-    for row, e in enumerate(batch):
-        ids[row, : e.num_tokens], mask[row, : e.num_tokens] = torch.tensor([*e.prompt_ids, *e.token_ids]), 1
-        old[row, : e.num_sampled] = torch.tensor(e.logprobs)
-    advantages = torch.tensor([e.advantage for e in batch])[:, None]
-    logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=width - PROMPT + 1, use_cache=False).logits
-    logits = logits[:, :-1]
-    logprobs = logits.gather(-1, ids[:, PROMPT:, None])[..., 0] - logits.logsumexp(-1)
-    ratio = (logprobs - old).exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)
-    return (loss * mask[:, PROMPT:]).sum()
-
-
-def make_transformers(theirs: Qwen2ForCausalLM, samples: list[Example], compiled: bool) -> Step:
-    model: Any = torch.compile(theirs, dynamic=True) if compiled else theirs
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    count = sum(e.num_sampled for e in samples)
-
-    def step(budget: int) -> tuple[float, float]:
-        total = 0.0
-        for batch in padded_batches(samples, budget):
-            loss = policy_loss(model, batch) / count
-            loss.backward()
-            total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), CLIP).item()
-        optimizer.step()
-        optimizer.zero_grad()
-        return total, norm
-
-    return step
-
 
 def work(side: str, name: str, quick: bool) -> None:
     """Be a contender: for each budget that comes in, take a step and tell about it."""
@@ -165,8 +85,14 @@ def work(side: str, name: str, quick: bool) -> None:
     torch.set_flush_denormal(True)
     keep_memory()
     torch.manual_seed(0)
-    theirs, samples = Qwen2ForCausalLM(config_of(name, quick)).train(), samples_of(name, quick)
-    step = make_ours(theirs, samples) if side == "ours" else make_transformers(theirs, samples, side == "compiled")
+    theirs, samples = Qwen2ForCausalLM(config_of(name, quick)).train(), examples_of(name, quick)
+    if side == "ours":
+        model, weights = Model(parse_shape(theirs.config.to_dict(), "benchmark")), theirs.state_dict()
+        for key, view, _ in model.hf_tensors():
+            view.copy_(weights[key].view(view.shape))
+        step = make_ours(model, samples)
+    else:
+        step = make_transformers(theirs, samples, side == "compiled")
     for line in sys.stdin:
         start = time.perf_counter()
         loss, norm = step(int(line))
@@ -216,7 +142,7 @@ def gemm_rate(size: int = 1536) -> float:
 def race(name: str, quick: bool) -> dict[str, Any]:
     """Return what one shape's contenders do."""
     turns = TURNS[name]
-    samples = samples_of(name, quick)
+    samples = examples_of(name, quick)
     tokens, least = (
         sum(e.num_tokens for e in samples),
         operations(parse_shape(config_of(name, quick).to_dict(), name), samples),

@@ -156,8 +156,8 @@ def fits(*tensors: Tensor | None) -> bool:
     """The same, of tensors that may have gradients (engine/gradients.py)."""
     if library() is None:
         return False
-    dtype = next(x.dtype for x in tensors if x is not None)
-    if dtype not in DTYPES:
+    first = tensors[0]
+    if first is None or (dtype := first.dtype) not in DTYPES:
         return False
     for x in tensors:  # a decode step asks dozens of times: a generator would take twice as long
         if x is not None and not (x.dtype == dtype and x.is_contiguous() and x.is_cpu):

@@ -113,7 +113,7 @@ class Shard:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden_size]"""
-        rows = len(self.embedding)
+        rows = self.embedding.shape[0]
         if rows >= self.shape.vocab_size:
             return F.embedding(token_ids, self.embedding)
         own = token_ids - self.split.rank * rows
@@ -148,7 +148,8 @@ class Shard:
         split, reduce, eps = self.split, self.parallel.reduce, self.shape.norm_eps
         counts = split.groups * split.num_kv_heads, split.num_kv_heads
         lengths, x, residual = (positions + 1).int(), self._embed(token_ids), None
-        for index, (w, (k_pages, v_pages)) in enumerate(zip(self.layers, kv_pages, strict=True)):
+        keys, values = (part.unbind() for part in kv_pages.unbind(1))
+        for index, (w, k_pages, v_pages) in enumerate(zip(self.layers, keys, values, strict=True)):
             normed, residual = kernels.add_rms_norm(x, residual, w.input_norm, eps)
             qkv, places = linear(normed, w.qkv, w.qkv_bias), (positions, table, k_pages, v_pages)
             q = kernels.rope_and_write(qkv, cos, sin, *places, *counts, w.q_norm, w.k_norm, eps)

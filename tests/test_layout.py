@@ -25,6 +25,7 @@ OPTIONAL = {
     "wandb",
     "datasets",
     "pyarrow",
+    "liger_kernel",
     "openvino",
     "openvino_genai",
     "vllm",
