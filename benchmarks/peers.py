@@ -282,9 +282,9 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 def race(contest: Contest, there: list[Contender], turns: int, is_greedy: bool) -> dict[str, float]:
     """Let all take turns; return the median tokens per second of each. A peer that fails leaves `there`."""
     seconds: dict[str, list[float]] = {contender.name: [] for contender in there}
-    for _ in range(turns):
-        tokens = {}
-        for contender in [*there]:
+    for turn in range(turns):
+        tokens, first = {}, turn % len(there)
+        for contender in there[first:] + there[:first]:  # nobody always follows the same other
             try:
                 answer = contender.play(contest)
             except Missing as error:
