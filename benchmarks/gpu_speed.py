@@ -281,8 +281,6 @@ def profile_case(s: Section, case: str, engine: Engine, rows: int, context: int)
 
 def section_generate(s: Section) -> None:
     """Equal lengths, greedy, the same weights: transformers' `generate` with its static cache, which it compiles."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     tokens, prompt = (128, 16) if s.on_gpu else (6, 8)
     for name, rows in s.in_time((("0.5B", 1), ("0.5B", 32), ("1.5B", 32)) if s.on_gpu else (("small", 2),)):
         case = f"{name}, {rows} rows, {tokens} tokens"
@@ -291,15 +289,23 @@ def section_generate(s: Section) -> None:
             torch._dynamo.reset()  # else the second shape is compiled for any shape
             c, dtype = MODELS.get(name, SMALL), torch.bfloat16 if s.on_gpu else torch.float32
             ours = build(c, s.device, dtype)
-            with torch.device(s.device):
-                theirs = Qwen2ForCausalLM._from_config(Qwen2Config(**c), dtype=dtype).eval()
-            theirs.load_state_dict(ours.export(), strict=False)
-            theirs.tie_weights()
+            theirs = in_transformers(ours, c).eval()
             speed, agree = race(ours, theirs, rows, prompt, tokens)
             ratio = speed["ours"] / speed["theirs"]
             text = f"ours {speed['ours']:,.0f} tokens/s, theirs {speed['theirs']:,.0f}: {ratio:.2f} x"
             metrics = {f"ratio_generate_{name}_b{rows}": round(ratio, 2)}
             s.row(case, f"{text}; {agree:.0%} of first tokens equal", **metrics)
+
+
+def in_transformers(ours: Model, c: dict) -> Any:
+    """Return transformers' model of the shape `c`, with the same weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    with torch.device(ours.embed.weight.device):
+        theirs = Qwen2ForCausalLM._from_config(Qwen2Config(**c), dtype=ours.embed.weight.dtype)
+    theirs.load_state_dict(ours.export(), strict=False)
+    theirs.tie_weights()
+    return theirs
 
 
 def race(ours: Model, theirs: Any, rows: int, prompt: int, tokens: int) -> tuple[dict[str, float], float]:

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from gpu_checks import MODELS, SMALL, build
 from gpu_rows import Section, describe, wait
-from gpu_speed import release
+from gpu_speed import in_transformers, release
 from training_sides import Step, make_ours, make_transformers, samples_of
 
 from core import Example
@@ -35,8 +34,8 @@ def section_training(s: Section) -> None:
     for side, (make, budgets) in s.in_time(sides(s, c, dtype, samples).items()):
         try:
             found[side], norms[side] = fastest(make(), budgets, s.device)
-        except ImportError:
-            s.skip(f"{name}, {side}", "liger_kernel is not installed")
+        except ImportError as error:
+            s.skip(f"{name}, {side}", describe(error))
             continue
         except Exception as error:  # out of memory, or a compiler's
             s.row(f"{name}, {side}", describe(error), False if side == "ours" else None)
@@ -59,17 +58,12 @@ def section_training(s: Section) -> None:
 
 def sides(s: Section, c: dict, dtype: torch.dtype, samples: list[Example]) -> dict[str, tuple[Make, tuple[int, ...]]]:
     """Return who trains: what makes its step, and its budgets."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     def ours() -> Step:
         return make_ours(build(c, s.device, dtype), samples)
 
     def theirs(compiled: bool = False) -> Step:
-        with torch.device(s.device):
-            model: Any = Qwen2ForCausalLM._from_config(Qwen2Config(**c), dtype=dtype).train()
-        model.load_state_dict(build(c, s.device, dtype).export(), strict=False)
-        model.tie_weights()
-        return make_transformers(model, samples, compiled)
+        return make_transformers(in_transformers(build(c, s.device, dtype), c).train(), samples, compiled)
 
     def with_liger() -> Step:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2
@@ -77,10 +71,13 @@ def sides(s: Section, c: dict, dtype: torch.dtype, samples: list[Example]) -> di
         apply_liger_kernel_to_qwen2(fused_linear_cross_entropy=False)  # the loss is of log-probs, not of labels
         return theirs()
 
-    several = 8192, 32768
-    found: dict[str, tuple[Make, tuple[int, ...]]] = {"ours": (ours, several), "transformers": (theirs, several)}
+    several = 4096, 16384  # more would hold 20 GB of logits in float32
+    found: dict[str, tuple[Make, tuple[int, ...]]] = {
+        "ours": (ours, (8192, 32768)),
+        "transformers": (theirs, several),
+    }
     if s.on_gpu:  # on a CPU a compiler takes half a minute
-        found["compiled"] = (lambda: theirs(compiled=True)), (8192,)
+        found["compiled"] = (lambda: theirs(compiled=True)), several[1:]
     return found | {"Liger": (with_liger, several)}  # last: it changes classes of transformers
 
 

@@ -27,10 +27,8 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
-MOST_ROWS = {
-    torch.float32: 8,
-    torch.bfloat16: 3,
-}  # that `multiply` takes: it waits for memory, oneDNN's products longer
+# Rows that `multiply` takes, at most: it waits for memory, oneDNN's products longer.
+MOST_ROWS = {torch.float32: 8, torch.bfloat16: 3}
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
 
