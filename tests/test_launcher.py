@@ -107,7 +107,10 @@ if how == "refuse":
 elif how == "die" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 elif how == "stop":
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(os.write(1, b"saved\\n") and 0))
+    from process.launcher import settle
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(os.write(1, b"saved\\n") and 0))
+    settle()  # a signal that comes while torchrun starts us ends torchrun alone; its end then ends us
     os.write(1, f"threads {os.environ['OMP_NUM_THREADS']}\\n".encode())  # whole: two ranks share the pipe
 time.sleep(120)
 """
