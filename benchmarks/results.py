@@ -128,7 +128,8 @@ BENCHMARKS = {
     "time_to_score": Benchmark(
         "benchmarks/time_to_score.py",
         (*ROUND, *TRAINING, *STREAM, *RUN, "policies/*.py", "overlap/*.py", "environments.py", "envs/*.py")
-        + ("configs/tiny.toml", "configs/guess.toml", "configs/relay.toml", "warm_start.py", "benchmarks/trl.py"),
+        + ("configs/tiny.toml", "configs/guess.toml", "configs/relay.toml", "warm_start.py", "benchmarks/trl.py")
+        + ("benchmarks/taking_turns.py",),
         "seconds until the default task is learnt, to a held-out accuracy of {score:.2f}, medians of the seeds that "
         "have run: our best, {best}, is {seconds_ratio_best_over_sync:.2f} x as fast as our synchronous training "
         "(TRL's GRPOTrainer, where it has run, in the [leaderboard](#time-to-a-score))",

@@ -13,13 +13,15 @@ what the task's config says; `seconds` ends its runs earlier than those of other
 
 A run has 2 ranks of one thread and is evaluated every 10 steps. Its seconds are those of its steps: rollout, rewards,
 training and new weights; start, warm start and evaluations do not count. It ends at the first evaluation with the
-score, or at a limit. All runs of a seed begin with one model, and the held-out responses are drawn alike.
+score, or at a limit. All runs of a seed begin with one model, and the held-out responses are drawn alike. Ours take
+turns, 10 steps each, because the speed of a shared machine changes; TRL plays after them.
 
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
 the best of our entries is on the first task, by medians; `seconds_ratio_trl_over_best`: and as TRL, at least, if
-`trl_reached` is false: then TRL was ended before it had the score. `window_wait_fraction`: the largest share of the
-rollout, of any run on the first task, that ranks wait at the ends of windows.
+`trl_reached` is false: then TRL was ended before it had the score. Ratios are of runs on the same CPU.
+`window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
+windows.
 """
 
 import argparse
@@ -34,8 +36,10 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,7 @@ sys.path.insert(0, str(ROOT))
 
 import trl
 from results import RESULTS, committed, fingerprints, machine, sealed
+from taking_turns import go_on
 
 from checkpoint import load_tokenizer
 from config import ConfigError, load_config
@@ -56,6 +61,7 @@ STORE = ROOT / RESULTS / f"{NAME}.json"
 ENTRIES = ROOT / "configs" / "scores"
 SEEDS, RANKS, EVERY = 3, 2, 10  # runs of an entry; ranks of a run; steps between evaluations
 BASE = "sync"
+TURNS = "benchmarks/taking_turns.py"
 LOOK_SECONDS = 0.2
 FIRST_GUESS = {"plainroll": 180.0, "trl": 1500.0}  # seconds of a run, before any is known
 QUICK = (
@@ -80,6 +86,7 @@ TASKS = {  # of relay and guess scores that minutes reach: what the games were m
 
 
 FIRST = next(iter(TASKS))
+Start = tuple[int, str]  # seed and CPU: what runs must have in common to be compared
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ def read_entries() -> dict[str, Entry]:
 def all_runs(
     entries: Iterable[Entry], tasks: Iterable[str] = TASKS, seeds: Iterable[int] = range(SEEDS)
 ) -> list[Asked]:
-    """Return the runs, TRL's last: entries take turns, so that they share the machine's moods."""
+    """Return the runs of each seed together, TRL's last."""
     of = [entry for entry in entries]
     runs = [Asked(task, entry, seed) for task in tasks for seed in seeds for entry in of if task in entry.tasks]
     order = [*TASKS]
@@ -171,21 +178,24 @@ def train_command(task: Task, seed: int, folder: Path, *settings: str, script: s
     return [sys.executable, script, f"--ranks={RANKS}", "--config", task.config, *keys]
 
 
-def follow(command: list[str], log: Path, look: Callable[[], bool], **environment: str) -> None:
-    """Run a command until it ends, or `look` says that it may end. Raises RuntimeError when it fails."""
+def follow(command: list[str], log: Path, **environment: str) -> Generator[None]:
+    """Run a command to its end and give way meanwhile; when closed, end it. Raises RuntimeError when it fails."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    is_over = False
     with open(log, "a") as file, subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file) as process:
         try:
             while process.poll() is None:
                 time.sleep(LOOK_SECONDS)
-                if not is_over and (is_over := look()):
-                    process.terminate()  # it ends after its step
+                yield
         except BaseException:
-            process.terminate()
+            process.terminate()  # a run of ours ends after its step
             raise
-    if process.returncode and not is_over:
+    if process.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
+
+
+def finish(command: list[str], log: Path) -> None:
+    for _ in follow(command, log):
+        pass
 
 
 def records_of(folder: Path) -> list[dict]:
@@ -220,28 +230,30 @@ def is_over(curve: Sequence[Mapping[str, Any]], task: Task) -> bool:
     )
 
 
-def say(point: Mapping[str, Any]) -> None:
-    print(f"    step {point['step']:4}   {point['seconds']:8.1f} s   score {point['score']:.3f}", flush=True)
+def say(run: Asked, point: Mapping[str, Any]) -> None:
+    print(f"    {run!s:52}step {point['step']:4}{point['seconds']:9.1f} s   score {point['score']:.3f}", flush=True)
 
 
-def play_ours(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> list[dict[str, Any]]:
-    """Train by train.py; return the curve."""
-    settings = [f"run.eval_every={EVERY}", f"run.steps={task.steps}", *more, *run.entry.settings]
+def play_ours(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> Generator[None, None, list[dict[str, Any]]]:
+    """Train as train.py does, a turn to each evaluation; return the curve."""
+    settings = [f"run.eval_every={EVERY}", f"run.steps={task.steps}", "run.timeout_seconds=3600"]
+    settings += [*more, *run.entry.settings]
+    log, told = folder / "log.txt", list[dict[str, Any]]()
     if "planner.rule=predict" in settings:
-        follow(
-            train_command(task, run.seed, folder, *settings, script="profiler.py"), folder / "log.txt", lambda: False
-        )
-    told: list[dict] = []
-
-    def look() -> bool:
-        curve = curve_of(records_of(folder))
-        for point in curve[len(told) :]:
-            say(point)
-        told[:] = curve
-        return is_over(curve, task)
-
-    follow(train_command(task, run.seed, folder, *settings), folder / "log.txt", look)
-    look()
+        finish(train_command(task, run.seed, folder, *settings, script="profiler.py"), log)
+    with closing(follow(train_command(task, run.seed, folder, *settings, script=TURNS), log)) as looks:
+        for _ in looks:
+            points = curve_of(records_of(folder))[len(told) :]
+            for point in points:
+                say(run, point)
+            told += points
+            if points and (step := points[-1]["step"]):
+                try:
+                    if is_over(told, task):
+                        break
+                    yield
+                finally:
+                    go_on(folder, step)
     return told
 
 
@@ -249,16 +261,15 @@ def evaluated(model: Path, run: Asked, task: Task, folder: Path) -> dict[str, An
     """Return the evaluation of a model folder, as a run of train.py has it."""
     folder.mkdir(parents=True)
     command = train_command(task, run.seed, folder, "run.steps=0", f"model.path={model}")
-    command = [part for part in command if not part.startswith("--warm_start.")]
-    follow(command, folder / "log.txt", lambda: False)
+    finish([part for part in command if not part.startswith("--warm_start.")], folder / "log.txt")
     return records_of(folder)[0]["eval"]
 
 
-def play_trl(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> list[dict[str, Any]]:
-    """Train by TRL, which waits while its model is evaluated; return the curve."""
+def play_trl(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> Generator[None, None, list[dict[str, Any]]]:
+    """Train by TRL, a turn to each evaluation, for which it waits; return the curve."""
     start = folder / "start"
     start.mkdir()
-    follow(train_command(task, run.seed, start, "run.steps=0", *more), folder / "log.txt", lambda: False)
+    finish(train_command(task, run.seed, start, "run.steps=0", *more), folder / "log.txt")
     evals = {0: records_of(start)[0]["eval"]}
     own = [f"--{key}" for key in (f"warm_start.seed={run.seed}", *more)]
     config = load_config(Config, str(ROOT / task.config), own)
@@ -275,41 +286,60 @@ def play_trl(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> list[
         zero = {"step": 0, "eval": evals[0]}
         return curve_of([zero, *({**r, "samples": samples, "eval": evals.get(r["step"])} for r in records_of(folder))])
 
-    def look() -> bool:
-        step = max(evals) + EVERY
-        saved = folder / f"model-{step}"
-        if (saved / "ready").exists():
-            evals[step] = evaluated(saved, run, task, saved / "eval")
-            spent = sum(record["seconds"]["step"] for record in records_of(folder))  # of the last step unknown as yet
-            last = {"step": step, "seconds": spent, "score": evals[step]["avg@4"]}
-            say(last)
-            (saved / "answer.new").write_text("stop" if is_over([last], task) else "go on", encoding="utf-8")
-            (saved / "answer.new").rename(saved / "answer")
-        return False
-
-    say(curve()[0])
+    say(run, curve()[0])
     launch = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"
     command = [trl.trl_python(), *launch, trl.__file__, "--trl-worker", str(folder / "spec.json")]
-    follow(command, folder / "log.txt", look, HF_HUB_OFFLINE="1")
+    with closing(follow(command, folder / "log.txt", HF_HUB_OFFLINE="1")) as looks:
+        for _ in looks:
+            step = max(evals) + EVERY
+            saved = folder / f"model-{step}"
+            if (saved / "ready").exists():
+                evals[step] = evaluated(saved, run, task, saved / "eval")
+                spent = sum(record["seconds"]["step"] for record in records_of(folder))  # of the last step not yet
+                last = {"step": step, "seconds": spent, "score": evals[step]["avg@4"]}
+                say(run, last)
+                yield
+                (saved / "answer.new").write_text("stop" if is_over([last], task) else "go on", encoding="utf-8")
+                (saved / "answer.new").rename(saved / "answer")
     return curve()
 
 
-def play(run: Asked, task: Task, more: Sequence[str] = ()) -> dict[str, Any]:
-    """Train until the score or a limit; return what is kept of it."""
+def play(run: Asked, task: Task, more: Sequence[str] = ()) -> Generator[None, None, dict[str, Any]]:
+    """Train until the score or a limit, turn by turn; return what is kept of it."""
     folder = ROOT / "runs" / NAME / f"{run.task}-{run.entry.name}-{run.seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    begin, load = time.time(), machine()["load"]
-    curve = (play_trl if run.entry.program == "trl" else play_ours)(run, task, folder, more)
+    here = machine()
+    curve = yield from (play_trl if run.entry.program == "trl" else play_ours)(run, task, folder, more)
     reached = next((point for point in curve if point["step"] and point["score"] >= task.score), None)
     last = reached or curve[-1]
     return {
         **{"task": run.task, "entry": run.entry.name, "seed": run.seed, "score": task.score},
         **{"settings": list(run.entry.settings), "reached": reached is not None},
         **{name: last[name] for name in ("seconds", "samples", "step")},
-        **{"wall": round(time.time() - begin), "load": load, "window_wait": window_wait(records_of(folder))},
+        **{"load": here["load"], "cpu": here["cpu"]},
+        "window_wait": window_wait(records_of(folder)),
         "curve": curve,
     }
+
+
+def play_in_turns(runs: Mapping[Asked, Generator[None, None, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Give what is kept of each run as it ends, and its seconds. All share what the machine does to their speed."""
+    walls = dict.fromkeys(runs, 0.0)
+    try:
+        while walls:
+            for run in [*walls]:
+                begin, row = time.time(), None
+                try:
+                    next(runs[run])
+                except StopIteration as end:
+                    row = end.value
+                walls[run] += time.time() - begin
+                if row is not None:
+                    yield row | {"wall": round(walls.pop(run))}
+    finally:
+        for playing in runs.values():
+            playing.close()
 
 
 # ---- what is kept ------------------------------------------------------------------------------------------------
@@ -364,25 +394,29 @@ def keep(row: dict[str, Any], commit: str, measured: dict[str, str], entries: Ma
 # ---- the table ---------------------------------------------------------------------------------------------------
 
 
-def seconds_of(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the seconds to the score by seed; infinite for a run that did not reach it."""
-    return {row["seed"]: row["seconds"] if row["reached"] else math.inf for row in rows}
+def start_of(row: Mapping[str, Any]) -> Start:
+    return row["seed"], row["cpu"]
+
+
+def seconds_of(rows: Iterable[Mapping[str, Any]]) -> dict[Start, float]:
+    """Return the seconds to the score by seed and CPU; infinite for a run that did not reach it."""
+    return {start_of(row): row["seconds"] if row["reached"] else math.inf for row in rows}
 
 
 def finite(value: float, digits: int = 1) -> float | None:
     return round(value, digits) if math.isfinite(value) else None
 
 
-def spent(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the seconds by seed until the score, or the end of the run."""
-    return {row["seed"]: row["seconds"] for row in rows}
+def spent(rows: Iterable[Mapping[str, Any]]) -> dict[Start, float]:
+    """Return the seconds by seed and CPU until the score, or the end of the run."""
+    return {start_of(row): row["seconds"] for row in rows}
 
 
-def ratio(slow: Mapping[int, float], fast: Mapping[int, float]) -> float | None:
-    """Return the ratio of the medians over the seeds that both have; None where there is none."""
-    if not (seeds := slow.keys() & fast.keys()):
+def ratio(slow: Mapping[Start, float], fast: Mapping[Start, float]) -> float | None:
+    """Return the ratio of the medians over the seeds that both have on the same CPU; None where there is none."""
+    if not (starts := slow.keys() & fast.keys()):
         return None
-    above, below = (statistics.median(side[seed] for seed in seeds) for side in (slow, fast))
+    above, below = (statistics.median(side[start] for start in starts) for side in (slow, fast))
     return finite(above / below, 2) if math.isfinite(below) else None
 
 
@@ -403,6 +437,7 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
                 "faster": ratio(seconds_of(base), seconds),
                 "window_wait": f"{statistics.median(waited):.1%}" if waited else "",
                 "commits": ", ".join(sorted({row["commit"][:7] for row in mine})),
+                "cpus": ", ".join(sorted({row["cpu"] for row in mine})),
             }
         )
     order = [*TASKS]
@@ -411,7 +446,7 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
 
 def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], task: str) -> dict[str, Any]:
     """Return the best of our entries among those with the most seeds, and its ratios."""
-    runs: dict[str, dict[int, float]] = {}
+    runs: dict[str, dict[Start, float]] = {}
     for name in entries:
         if found := [row for row in rows if (row["task"], row["entry"]) == (task, name)]:
             runs[name] = seconds_of(found)
@@ -477,34 +512,31 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
     there = {(r["task"], r["entry"], r["seed"]) for r in load_store()["result"]["runs"] if is_current(r, entries)}
     todo = [run for run in asked if arguments.again or run.key not in there]
     print(f"{len(todo)} runs to do, {len(asked) - len(todo)} of {len(asked)} are there")
-    for i, run in enumerate(todo):
+    contests = [[*of] for _, of in groupby(todo, key=lambda run: (run.task, run.entry.program, run.seed))]
+    for i, contest in enumerate(contests):
         rows = load_store()["result"]["runs"]
-        seconds = [expected(other, rows, entries) for other in todo[i:]]
-        now = time.time() - begin
-        if arguments.limit_minutes and now + seconds[0] > 60 * arguments.limit_minutes:
-            print(
-                f"{run} would take about {seconds[0] / 60:.1f} min: over --limit-minutes; {len(seconds)} runs are left"
-            )
+        minutes = [sum(expected(run, rows, entries) for run in each) / 60 for each in contests[i:]]
+        print(f"{contest[0].task}, seed {contest[0].seed}, {len(contest)} runs in turns: about {minutes[0]:.0f} min, "
+              f"all that is left {sum(minutes):.0f} min", flush=True)  # fmt: skip
+        if arguments.limit_minutes and (time.time() - begin) / 60 + minutes[0] > arguments.limit_minutes:
+            print(f"that is over --limit-minutes; {sum(map(len, contests[i:]))} runs are left")
             break
-        left = f"about {seconds[0] / 60:.1f} min, all that is left {sum(seconds) / 60:.0f} min"
-        print(f"[{i + 1} of {len(todo)}] {run}: {left}", flush=True)
-        measured = fingerprints(NAME)
+        measured, task = fingerprints(NAME), TASKS[contest[0].task]
         commit = committed([*measured, *(str(path.relative_to(ROOT)) for path in ENTRIES.glob("*.toml"))])
-        task = TASKS[run.task]
-        row = play(run, replace(task, seconds=min(task.seconds, run.entry.seconds)))
-        if fingerprints(NAME) != measured:
-            raise RuntimeError("what it measures changed while it ran, nothing is kept of this run")
-        keep(row, commit, measured, entries)
-        print(f"    {'reached' if row['reached'] else 'not reached'}: {row['seconds']:.1f} s of steps, {row['wall']} s")
+        playing = {run: play(run, replace(task, seconds=min(task.seconds, run.entry.seconds))) for run in contest}
+        for row in play_in_turns(playing):
+            if fingerprints(NAME) != measured:
+                raise RuntimeError("what it measures changed while it ran, nothing is kept of this run")
+            keep(row, commit, measured, entries)
+            end = "reached" if row["reached"] else "not reached"
+            print(f"    {entries[row['entry']].title}: {end}, {row['seconds']:.1f} s of steps, {row['wall']} s in all")
 
 
 def play_quick(entries: dict[str, Entry]) -> dict[str, Any]:
     """Play two steps of each of our entries on the first task, with a score that any model has."""
     task = Task(TASKS["hailstone"].config, 0.0, 2, 60.0)
-    rows = []
-    for run in all_runs((e for e in entries.values() if e.program == "plainroll"), ["hailstone"], [0]):
-        print(run, flush=True)
-        rows.append(play(run, task, QUICK) | {"commit": "quick"})
+    runs = all_runs((e for e in entries.values() if e.program == "plainroll"), ["hailstone"], [0])
+    rows = [row | {"commit": "quick"} for row in play_in_turns({run: play(run, task, QUICK) for run in runs})]
     return summary(rows, entries)
 
 

@@ -11,7 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -250,7 +250,8 @@ def scored(entry: str, seed: int, seconds: float, reached: bool = True, wall: in
     """A run of the first task, as it is kept."""
     curve = [{"step": 0, "seconds": 0.0, "samples": 0, "score": 0.5}]
     own = {"task": "hailstone", "entry": entry, "seed": seed, "score": 0.8, "settings": [], "reached": reached}
-    return own | {"seconds": seconds, "samples": 2560, "step": 10, "wall": wall, "load": 0.0, "curve": curve}
+    own |= {"seconds": seconds, "samples": 2560, "step": 10, "wall": wall, "load": 0.0, "cpu": "a", "curve": curve}
+    return own
 
 
 def test_a_run_ends_at_the_first_evaluation_with_the_score(time_to_score: ModuleType) -> None:
@@ -284,6 +285,8 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     row = scored("trl", 0, 90.0, reached=False)
     early = time_to_score.best_of([row, scored("fast", 0, 5.0)], made, "hailstone")
     assert early["seconds_ratio_trl_over_best"] == 18.0 and early["trl_reached"] is False, "at least"
+    apart = time_to_score.best_of([row | {"cpu": "b"}, scored("fast", 0, 5.0)], made, "hailstone")
+    assert apart["seconds_ratio_trl_over_best"] is None, "another CPU"
     assert len(result["missing"]) == 4 and "hailstone, TRL, seed 1" in result["missing"]
     time_to_score.keep(scored("lame", 0, 10.0), "abc", {"a.py": "1"}, made)
     data = json.loads(time_to_score.STORE.read_text())
@@ -316,17 +319,30 @@ def test_entries_are_files(time_to_score: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_to_a_score_is_a_run_of_train_py(time_to_score: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_to_a_score_take_turns(time_to_score: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As runs of train.py, with the ranks forked: three imports of torch less."""
+    (script := tmp_path / "forked.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\nimport taking_turns, forked_ranks\n"
+        "taking_turns.take_turns()\nsys.exit(forked_ranks.main(sys.argv[1:]))\n"
+    )
+    monkeypatch.setattr(time_to_score, "TURNS", str(script))
     monkeypatch.setattr(time_to_score, "NAME", f"test_{os.getpid()}")
-    forked = partial(time_to_score.train_command, script="benchmarks/forked_ranks.py")  # three imports of torch less
-    monkeypatch.setattr(time_to_score, "train_command", forked)
     task = time_to_score.Task("configs/tiny.toml", 0.0, steps=4, seconds=1000.0)
-    run = time_to_score.Asked("hailstone", time_to_score.read_entries()["sync"], 0)
+    never = replace(task, score=2.0)
+    sync, ahead = (time_to_score.read_entries()[name] for name in ("sync", "async"))
+    runs = {time_to_score.Asked("hailstone", entry, 0): goal for entry, goal in ((sync, task), (ahead, never))}
     try:
-        row = time_to_score.play(run, task, time_to_score.QUICK)
+        playing = {run: time_to_score.play(run, goal, time_to_score.QUICK) for run, goal in runs.items()}
+        rows = {row["entry"]: row for row in time_to_score.play_in_turns(playing)}
+        folder = ROOT / "runs" / time_to_score.NAME
+        turns = {entry: (folder / f"hailstone-{entry}-0" / "turn").read_text() for entry in rows}
     finally:
         shutil.rmtree(ROOT / "runs" / time_to_score.NAME, ignore_errors=True)
-    assert row["reached"] and row["step"] == 2 and row["samples"] == 2 * 4 * 8 and 0 < row["seconds"] < row["wall"]
+    assert [*rows] == ["sync", "async"] and turns == {"sync": "2", "async": "4"}
+    assert [row["reached"] for row in rows.values()] == [True, False]
+    assert [point["step"] for point in rows["async"]["curve"]] == [0, 2, 4]
+    row = rows["sync"]
+    assert row["step"] == 2 and row["samples"] == 2 * 4 * 8 and 0 < row["seconds"] < row["wall"]
 
 
 # ---- results -----------------------------------------------------------------------------------------------------

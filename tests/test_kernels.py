@@ -319,7 +319,7 @@ def test_rope_and_write_equals_loops(case: tuple, normalised: bool, dtype: torch
 @pytest.mark.parametrize("vocab", [1, 3, 100, 9000])
 def test_a_race_draws_by_its_rule(vocab: int, temperature: float, dtype: torch.dtype, runner: str) -> None:
     """tests/test_sampling.py has the twin's distribution."""
-    rng, rows = Random(vocab), 40
+    rng, rows = Random(vocab), 16
     logits = randn(rng, rows, vocab, dtype=dtype) * 4
     logits[3, vocab // 2] = 60.0  # one token takes all
     logits[:5, : vocab // 2] = -torch.inf  # whole blocks are banned
@@ -338,7 +338,7 @@ def test_a_race_draws_by_its_rule(vocab: int, temperature: float, dtype: torch.d
 
 @pytest.mark.skipif("triton" not in RUNNERS, reason="the twin is the sort itself")
 @pytest.mark.parametrize(
-    "vocab, top_p", [(3, 0.5), (300, 0.01), (300, 0.95), (9000, 0.01), (9000, 0.5), (9000, 0.95), (9000, 0.999)]
+    "vocab, top_p", [(3, 0.5), (300, 0.01), (300, 0.95), (9000, 0.01), (9000, 0.95), (9000, 0.999)]
 )
 def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> None:
     rng = Random(f"{vocab} {top_p}")
@@ -367,7 +367,7 @@ def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> No
 def test_kernels_in_the_interpreter() -> None:
     engine = f"{Path(__file__).parent}/test_rollout.py::test_other_families_draw_the_same_tokens_by_fused_kernels"
     tests = ["-k", "triton or splits or qwen3-3-5", __file__, engine]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

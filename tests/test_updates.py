@@ -293,9 +293,10 @@ CHOICES = {
 
 
 def test_every_choice_trains_each_prompt_once(settings, run_ranks, tmp_path: Path) -> None:
-    run_ranks(2, train_runs, *(settings(name, **choice) for name, choice in CHOICES.items()))
+    make = partial(settings, run__steps=4)
+    run_ranks(2, train_runs, *(make(name, **choice) for name, choice in CHOICES.items()))
     for name in CHOICES:
-        check_each_once(tmp_path / name)
+        check_each_once(tmp_path / name, 4)
     records = {name: [r["round"] for r in steps_of(tmp_path / name)] for name in CHOICES}
     assert max(ages(tmp_path / "late groups dropped")) == 1 and any(
         r["dropped"] and r["wasted_tokens"] for r in records["late groups dropped"]
@@ -310,7 +311,7 @@ def test_every_choice_trains_each_prompt_once(settings, run_ranks, tmp_path: Pat
     like = tokens_of(tmp_path / "several updates a step")
     assert len(like[0]) == 8
     # The weights' layout changes nothing, and nor does their owner.
-    assert train.main(settings("whole")) == 0
+    assert train.main(make("whole")) == 0
     assert tokens_of(tmp_path / "sharded") == tokens_of(tmp_path / "whole")
 
 
