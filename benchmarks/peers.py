@@ -36,7 +36,8 @@ SHAPE: dict[str, Any] = dict(  # half of benchmarks/engine.py
     **dict(vocab_size=32000, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
     **dict(num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096),
 )
-ENVIRONMENT = {"OMP_NUM_THREADS": str(THREADS), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+# Of every process, as it is before benchmarks.engine is loaded, which has threads wait as ours do.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 DTYPES = "float32", "bfloat16"
 OURS, DRAFTS = "plainroll", "drafts"  # both are ours
 MOST_ROWS = 128
@@ -132,9 +133,7 @@ def trained_setting(quick: bool, environments: Path) -> Setting:
 def run(command: Sequence[str | Path], what: str) -> str:
     """Return what a command prints. Raises Missing with the last line of its error."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=INSTALL_SECONDS
-        )
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=INSTALL_SECONDS)
     except subprocess.TimeoutExpired:
         raise Missing(f"{what}: no end in {INSTALL_SECONDS:g} s") from None
     if done.returncode:
@@ -213,7 +212,7 @@ class Contender:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=os.environ | ENVIRONMENT,
+                env=ENVIRONMENT,
             )
 
     def read(self) -> dict[str, Any]:

@@ -39,7 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, OLD = Path("benchmarks/results"), Path("benchmarks/old_results.json")
 BLOCK = re.compile(r"<!-- results:(\S+)(.*?)-->(.*?)<!-- end -->", re.DOTALL)
 
-ENGINE = ("rollout.py", "engine/*.py", "engine/native.cpp", "attention.py", "sampling.py", "model.py")
+ENGINE = (
+    *("rollout.py", "engine/*.py", "engine/native.cpp", "attention.py", "sampling.py", "model.py"),
+    "process/threads.py",
+)
 ROUND = (*ENGINE, "rounds.py", "scheduler.py", "policies/placement.py", "parallel.py")
 TRAINING = ("buffer.py", "trainer.py", "loss.py", "learning.py", "weights/sharding.py", "weights/lora.py")
 REWARDS = ("reward.py", "rewards/*.py")
@@ -67,6 +70,7 @@ OF_FIGURES = {  # that are of other files than their kind
     "mux_memory": ("policies/memory_plan.py", "engine/pages.py"),
 }
 RUN = ("train.py", "job.py")
+DEFAULT_RUN = (*ROUND, *TRAINING, "policies/flow.py", "overlap/*.py", *RUN, "warm_start.py", "configs/rollflash.toml")
 END_TO_END = (
     *(*ROUND, *TRAINING, *REWARDS, *STREAM, *RUN, "policies/planner.py", "benchmarks/texts.py"),
     *("policies/drafts.py", "overlap/drafting.py"),
@@ -215,7 +219,7 @@ BENCHMARKS = {
     ),
     "peers": Benchmark(
         "benchmarks/peers.py",
-        (*ENGINE, "benchmarks/peers/contender.py"),
+        (*ENGINE, "policies/drafts.py", "benchmarks/engine.py", "benchmarks/peers/contender.py"),
         "a 0.5B shape in fp32, our tokens/s over OpenVINO GenAI's {ratio_openvino_equal:.2f}, "
         "{ratio_openvino_longtail:.2f}, {ratio_openvino_one:.2f} and over vLLM's {ratio_vllm_equal:.2f}, "
         "{ratio_vllm_longtail:.2f}, {ratio_vllm_one:.2f}, for equal lengths, long-tailed lengths and one row, with "
@@ -226,14 +230,14 @@ BENCHMARKS = {
         "benchmarks/training.py",
         ("trainer.py", "loss.py", "model.py", "attention.py", "sampling.py", "benchmarks/engine.py")
         + ("benchmarks/training_sides.py",)
-        + ("engine/gradients.py", "engine/native.py", "engine/native.cpp"),
+        + ("engine/gradients.py", "engine/native.py", "engine/native.cpp", "parallel.py", "process/threads.py"),
         "training step of a 0.5B shape with fewer layers, long-tailed lengths: {tokens_per_s:,} tokens/s, "
         "{training_roofline_fraction:.0%} of the measured roofline, {training_ratio_hf:.2f} x transformers on padded "
         "batches at its fastest, {training_ratio_hf_tiny:.2f} x with a tiny model ([table](#the-training-step))",
     ),
     "cold_start": Benchmark(
         "benchmarks/cold_start.py",
-        ("engine/native.py", "engine/native.cpp", "engine/gradients.py", "warm_start.py", "configs/rollflash.toml"),
+        DEFAULT_RUN,
         "the default run from an empty folder, compilation and warm start included: {seconds_compiled:.0f} s with "
         "compiled kernels, {seconds_plain:.0f} s without: {cold_start_speedup:.2f} x",
     ),
@@ -297,10 +301,7 @@ BENCHMARKS = {
         "bytes cross it; {speedup_2_2:.1f} x a flat broadcast with 2 -> 2 ranks, {speedup_1_3:.1f} x with 1 -> 3 "
         "([table](#new-weights-over-a-slow-link))",
     ),
-    "learning": Benchmark(
-        "figures/learning.py",
-        (*ROUND, *TRAINING, "policies/flow.py", "overlap/*.py", *RUN, "warm_start.py", "configs/rollflash.toml"),
-    ),
+    "learning": Benchmark("figures/learning.py", DEFAULT_RUN),
     "adapters": Benchmark(
         "figures/adapters.py",
         (*ROUND, *TRAINING, *RUN, "warm_start.py", "configs/tiny.toml", "configs/lora.toml"),
@@ -492,13 +493,11 @@ def fields(name: str) -> dict[str, Any]:
 
 
 def notes(names: Sequence[str]) -> str:
-    """Return a sentence for each reason why some of the results are old."""
-    old, because = reasons(), dict[str, list[str]]()
-    for name in names:
-        if name in old:
-            script, commit = BENCHMARKS[name].files[0], fields(name)["commit"]
-            because.setdefault(old[name], []).append(f"`{script}` at commit {commit}")
-    return " ".join(f"Measured before {reason}: {', '.join(of)}." for reason, of in because.items())
+    """Return a list of the results that are old: command, commit, and what has changed since."""
+    old = reasons()
+    lines = [f"- `{BENCHMARKS[n].command}`, {fields(n)['commit']}: {old[n]}" for n in names if n in old]
+    head = "Older than the code, each with its commit and what has changed since:", ""
+    return "\n".join(("", *head, *lines, "")) if lines else ""
 
 
 def fill(name: str, template: str, note: bool = False) -> str:

@@ -18,8 +18,9 @@ turns, 10 steps each, because the speed of a shared machine changes; TRL plays a
 
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
-the best of our entries is on the first task, by medians; `seconds_ratio_trl_over_best`: and as TRL, at least, if
-`trl_reached` is false: then TRL was ended before it had the score. Ratios are of runs on the same CPU.
+the best of our entries is on the first task, by medians. `seconds_ratio_trl_over_best`: how many times as fast as TRL;
+at least that, if `trl_reached` is false: then TRL was ended before it had the score. Ratios are of runs on the same
+CPU.
 `window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
 windows.
 """
@@ -222,6 +223,11 @@ def window_wait(records: Iterable[Mapping[str, Any]]) -> float | None:
     return round(sum(r["round"]["window_wait"] for r in steps) / rollout, 4) if rollout else None
 
 
+def limited(task: Task, entry: Entry) -> Task:
+    """Return a task that ends when the entry's runs end."""
+    return replace(task, seconds=min(task.seconds, entry.seconds))
+
+
 def is_over(curve: Sequence[Mapping[str, Any]], task: Task) -> bool:
     """Return whether a run has the score, or is at a limit."""
     last = curve[-1] if curve else {"step": 0, "seconds": 0.0, "score": -math.inf}
@@ -242,18 +248,19 @@ def play_ours(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> Gene
     if "planner.rule=predict" in settings:
         finish(train_command(task, run.seed, folder, *settings, script="profiler.py"), log)
     with closing(follow(train_command(task, run.seed, folder, *settings, script=TURNS), log)) as looks:
-        for _ in looks:
-            points = curve_of(records_of(folder))[len(told) :]
-            for point in points:
-                say(run, point)
-            told += points
-            if points and (step := points[-1]["step"]):
-                try:
+        try:
+            for _ in looks:
+                points = curve_of(records_of(folder))[len(told) :]
+                for point in points:
+                    say(run, point)
+                told += points
+                if points and (step := points[-1]["step"]):
                     if is_over(told, task):
                         break
                     yield
-                finally:
                     go_on(folder, step)
+        finally:
+            go_on(folder, task.steps)  # so that a run that waits, or is about to, hears that it is to end
     return told
 
 
@@ -351,7 +358,7 @@ def load_store() -> dict[str, Any]:
 
 
 def is_current(row: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
-    """Return whether a kept run is of the entry and the task as they are."""
+    """Return whether a kept run is of the entry and the task as they are, limits included."""
     entry, task = entries.get(row["entry"]), TASKS.get(row["task"])
     return bool(
         entry
@@ -359,6 +366,7 @@ def is_current(row: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
         and row["task"] in entry.tasks
         and row["settings"] == [*entry.settings]
         and row["score"] == task.score
+        and is_over(row["curve"], limited(task, entry))
     )
 
 
@@ -445,16 +453,19 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
 
 
 def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], task: str) -> dict[str, Any]:
-    """Return the best of our entries among those with the most seeds, and its ratios."""
+    """Return the best of our entries among those with the most seeds, and its ratios, on the CPU with most runs."""
+    rows = [row for row in rows if row["task"] == task]
+    cpu = statistics.mode(row["cpu"] for row in rows) if rows else ""
+    rows = [row for row in rows if row["cpu"] == cpu]
     runs: dict[str, dict[Start, float]] = {}
     for name in entries:
-        if found := [row for row in rows if (row["task"], row["entry"]) == (task, name)]:
+        if found := [row for row in rows if row["entry"] == name]:
             runs[name] = seconds_of(found)
     ours = {name: seconds for name, seconds in runs.items() if entries[name].program == "plainroll"}
     most = max(map(len, ours.values()), default=0)
     middle = {name: statistics.median(seconds.values()) for name, seconds in ours.items() if len(seconds) == most}
     best = min(middle, key=middle.__getitem__, default="")
-    trls = [row for row in rows if row["task"] == task and entries[row["entry"]].program == "trl"]
+    trls = [row for row in rows if entries[row["entry"]].program == "trl"]
     return {
         "best": entries[best].title if best else None,
         "seconds_ratio_best_over_sync": ratio(runs.get(BASE, {}), runs.get(best, {})),
@@ -523,7 +534,7 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
             break
         measured, task = fingerprints(NAME), TASKS[contest[0].task]
         commit = committed([*measured, *(str(path.relative_to(ROOT)) for path in ENTRIES.glob("*.toml"))])
-        playing = {run: play(run, replace(task, seconds=min(task.seconds, run.entry.seconds))) for run in contest}
+        playing = {run: play(run, limited(task, run.entry)) for run in contest}
         for row in play_in_turns(playing):
             if fingerprints(NAME) != measured:
                 raise RuntimeError("what it measures changed while it ran, nothing is kept of this run")

@@ -79,6 +79,14 @@ def operations(shape: ModelShape, samples: list[Example]) -> float:
 # ---- contenders: one step, each in a process of its own ------------------------------------------------------------
 
 
+def same_model(theirs: Qwen2ForCausalLM) -> Model:
+    """Return our model with the weights of theirs."""
+    model, weights = Model(parse_shape(theirs.config.to_dict(), "benchmark")), theirs.state_dict()
+    for key, view, _ in model.hf_tensors():
+        view.copy_(weights[key].view(view.shape))
+    return model
+
+
 def work(side: str, name: str, quick: bool) -> None:
     """Be a contender: for each budget that comes in, take a step and tell about it."""
     torch.set_num_threads(int(THREADS))
@@ -87,10 +95,8 @@ def work(side: str, name: str, quick: bool) -> None:
     torch.manual_seed(0)
     theirs, samples = Qwen2ForCausalLM(config_of(name, quick)).train(), examples_of(name, quick)
     if side == "ours":
-        model, weights = Model(parse_shape(theirs.config.to_dict(), "benchmark")), theirs.state_dict()
-        for key, view, _ in model.hf_tensors():
-            view.copy_(weights[key].view(view.shape))
-        step = make_ours(model, samples)
+        step = make_ours(same_model(theirs), samples)
+        del theirs  # it does not count as memory of ours
     else:
         step = make_transformers(theirs, samples, side == "compiled")
     for line in sys.stdin:
@@ -105,9 +111,12 @@ class Contender:
     """A process that takes steps."""
 
     def __init__(self, side: str, name: str, quick: bool):
-        command = [sys.executable, __file__, "--worker", side, "--shape", name, *["--quick"] * quick]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.command = [sys.executable, __file__, "--worker", side, "--shape", name, *["--quick"] * quick]
         self.budget, self.seconds = 0, list[float]()
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def step(self, budget: int = 0) -> dict[str, float]:
         """Raises RuntimeError when the process has failed."""
@@ -118,10 +127,13 @@ class Contender:
         return json.loads(line)
 
     def choose(self, budgets: tuple[int, ...]) -> dict[str, float]:
-        """Take the fastest budget; return the first step of all."""
+        """Take the fastest budget, in a new process, whose peak of memory is that budget's; return the first step."""
         first = self.step(budgets[0])
         tried = {budget: self.step(budget)["seconds"] for budget in budgets}
         self.budget = min(tried, key=tried.__getitem__)
+        self.stop()
+        self.start()
+        self.step()
         return first
 
     def stop(self) -> None:

@@ -248,10 +248,10 @@ def time_to_score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[M
 
 def scored(entry: str, seed: int, seconds: float, reached: bool = True, wall: int = 60) -> dict:
     """A run of the first task, as it is kept."""
-    curve = [{"step": 0, "seconds": 0.0, "samples": 0, "score": 0.5}]
+    end = {"step": 10 if reached else 300, "seconds": seconds, "samples": 2560}
+    curve = [{"step": 0, "seconds": 0.0, "samples": 0, "score": 0.5}, end | {"score": 0.8 if reached else 0.7}]
     own = {"task": "hailstone", "entry": entry, "seed": seed, "score": 0.8, "settings": [], "reached": reached}
-    own |= {"seconds": seconds, "samples": 2560, "step": 10, "wall": wall, "load": 0.0, "cpu": "a", "curve": curve}
-    return own
+    return own | end | {"wall": wall, "load": 0.0, "cpu": "a", "curve": curve}
 
 
 def test_a_run_ends_at_the_first_evaluation_with_the_score(time_to_score: ModuleType) -> None:
@@ -287,6 +287,8 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     assert early["seconds_ratio_trl_over_best"] == 18.0 and early["trl_reached"] is False, "at least"
     apart = time_to_score.best_of([row | {"cpu": "b"}, scored("fast", 0, 5.0)], made, "hailstone")
     assert apart["seconds_ratio_trl_over_best"] is None, "another CPU"
+    lucky = [scored("sync", 0, 9.0), scored("fast", 0, 5.0), scored("lame", 0, 1.0) | {"cpu": "b"}]
+    assert time_to_score.best_of(lucky, made, "hailstone")["best"] == "fast", "on the CPU of most runs"
     assert len(result["missing"]) == 4 and "hailstone, TRL, seed 1" in result["missing"]
     time_to_score.keep(scored("lame", 0, 10.0), "abc", {"a.py": "1"}, made)
     data = json.loads(time_to_score.STORE.read_text())
@@ -295,6 +297,12 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     assert "8 of 8 runs are of other code" in capsys.readouterr().out
     made["fast"] = time_to_score.Entry("fast", "fast", ("trainer.lr=1",), ("hailstone",), "plainroll")
     assert not any(time_to_score.is_current(r, made) for r in data["result"]["runs"] if r["entry"] == "fast")
+    made["trl"] = time_to_score.Entry("trl", "TRL", (), ("hailstone",), "trl", seconds=100.0)
+    early = scored("trl", 0, 90.0, reached=False)
+    early["curve"][-1]["step"] = 50
+    assert not time_to_score.is_current(early, made), "it ended before the limit that the entry has now"
+    early["curve"][-1]["seconds"] = 100.0
+    assert time_to_score.is_current(early, made)
     run = time_to_score.Asked("hailstone", made["fast"], 0)
     assert time_to_score.expected(run, [scored("sync", 0, 1.0, wall=7)], made) == 7
 
@@ -461,7 +469,7 @@ def test_code_makes_a_result_old_and_comments_do_not(house: ModuleType, tmp_path
     house.write()
     text, commit = (tmp_path / "README.md").read_text(), house.fields("one")["commit"]
     assert "{ratio} -->1.52<!-- end -->" in text and text.count("(Measured at commit ") == 1  # after the block of lines
-    assert f"-->Measured before the mend of X: `one.py` at commit {commit}.<!-- end -->" in text
+    assert f"what has changed since:\n\n- `one.py`, {commit}: the mend of X\n<!-- end -->" in text
     house.run("one", quick=False)  # measured anew: no reason is needed any more
     house.write()
     assert not house.reasons() and "before" not in (tmp_path / "README.md").read_text()

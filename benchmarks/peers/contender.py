@@ -24,6 +24,10 @@ def plainroll(
 ) -> tuple[str, Play]:
     """Our engine, as training uses it."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from process.threads import spin_briefly
+
+    spin_briefly()  # before torch is loaded
+
     import torch
 
     from checkpoint import load_model
