@@ -3,8 +3,8 @@
 python benchmarks/profile_decode.py [--quick]
 
 Names of compiled kernels begin with `native`. At the end: the matrix products of all layers of a step, in fp32 as the
-engine has them, and in int8 by torch (weights by row, rounded before; inputs rounded at each call), for the model of
-the default task, too. Medians of calls.
+engine has them, and by torch with int8 weights (by row, rounded before), inputs rounded at each call or left as they
+are, for the model of the default task, too. Medians of calls.
 """
 
 import argparse
@@ -71,10 +71,10 @@ def profile_steps(engine: Engine, rows: int, steps: int) -> tuple[str, float]:
     return "\n".join(lines), round(total / steps / 1000, 2)
 
 
-def products(width: int, inner: int, queries: int, key_values: int, layers: int, rows: int) -> tuple[float, float]:
-    """Return the milliseconds of the matrix products of all layers in fp32 and in int8."""
+def products(width: int, inner: int, queries: int, key_values: int, layers: int, rows: int) -> list[float]:
+    """Return the milliseconds of the matrix products of all layers: in fp32, in int8, with weights only in int8."""
     shapes = ((width, queries + 2 * key_values), (queries, width), (width, 2 * inner), (inner, width))
-    seconds = [0.0, 0.0]
+    seconds = [0.0, 0.0, 0.0]
     for size, outputs in shapes:
         x, weight = torch.randn(rows, size), torch.randn(outputs, size)
         scales, zeros = weight.abs().amax(1) / 127, torch.zeros(outputs, dtype=torch.long)
@@ -85,7 +85,9 @@ def products(width: int, inner: int, queries: int, key_values: int, layers: int,
         few = torch.ops.quantized.linear_prepack(rounded, None)
 
         fp32: list[Any] = [whole, (x, None)] if callable(whole) else [torch.nn.functional.linear, (x, weight)]
-        for i, (call, given) in enumerate((fp32, [torch.ops.quantized.linear_dynamic, (x, few)])):
+        int8: list[Any] = [torch.ops.quantized.linear_dynamic, (x, few)]
+        weights_only: list[Any] = [torch.ops.aten._weight_int8pack_mm, (x, rounded.int_repr(), scales)]
+        for i, (call, given) in enumerate((fp32, int8, weights_only)):
             call(*given)
             times = list[float]()
             for _ in range(TURNS if width < 512 else 5):
@@ -93,23 +95,24 @@ def products(width: int, inner: int, queries: int, key_values: int, layers: int,
                 call(*given)
                 times.append(time.perf_counter() - start)
             seconds[i] += layers * statistics.median(times)
-    return 1e3 * seconds[0], 1e3 * seconds[1]
+    return [1e3 * each for each in seconds]
 
 
 def print_products(quick: bool) -> dict[str, float]:
-    """Print the table of `products`; return fp32 over int8 by model and rows."""
+    """Print the table of `products`; return fp32 over the other two by model and rows."""
     w, found = WarmStartConfig(), dict[str, float]()
     shapes = {"default": (w.hidden_size, 4 * w.hidden_size, w.hidden_size, w.hidden_size // 2, w.num_layers)}
     for name in () if quick else ("tiny", "half"):
         s = bench.build(name)[0].shape
         sizes = s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         shapes[name] = (*sizes, s.num_layers)
-    tqdm.write(f"{'products of a step':<20} {'rows':>5} {'fp32, ms':>10} {'int8, ms':>10}")
+    tqdm.write(f"{'products of a step':<20} {'rows':>5} {'fp32, ms':>10} {'int8, ms':>10} {'weights only':>13}")
     for name, shape in shapes.items():
         for rows in PRODUCTS:
-            fp32, int8 = products(*shape, rows)
-            tqdm.write(f"{name:<20} {rows:>5} {fp32:>10.3f} {int8:>10.3f}")
+            fp32, int8, weights_only = products(*shape, rows)
+            tqdm.write(f"{name:<20} {rows:>5} {fp32:>10.3f} {int8:>10.3f} {weights_only:>13.3f}")
             found[f"fp32_over_int8_{name}_{rows}"] = round(fp32 / int8, 2)
+            found[f"fp32_over_int8_weights_{name}_{rows}"] = round(fp32 / weights_only, 2)
     return found
 
 

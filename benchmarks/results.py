@@ -235,6 +235,12 @@ BENCHMARKS = {
         "{training_roofline_fraction:.0%} of the measured roofline, {training_ratio_hf:.2f} x transformers on padded "
         "batches at its fastest, {training_ratio_hf_tiny:.2f} x with a tiny model ([table](#the-training-step))",
     ),
+    "waiting": Benchmark(
+        "benchmarks/waiting.py",
+        (*ENGINE, "trainer.py", "loss.py", "benchmarks/engine.py", "benchmarks/training_sides.py"),
+        "threads that spin briefly, against libgomp's default, beside a busy core: steps {busy_faster_least:.1f} to "
+        "{busy_faster_most:.1f} x as fast; alone at most {alone_slower_most:.0%} slower ([table](#beside-other-work))",
+    ),
     "cold_start": Benchmark(
         "benchmarks/cold_start.py",
         DEFAULT_RUN,

@@ -22,7 +22,7 @@ the best of our entries is on the first task, by medians. `seconds_ratio_trl_ove
 at least that, if `trl_reached` is false: then TRL was ended before it had the score. Ratios are of runs on the same
 CPU.
 `window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
-windows.
+windows. `idle`: the share of the steps that the rank that waits most has nothing to decode.
 """
 
 import argparse
@@ -223,6 +223,12 @@ def window_wait(records: Iterable[Mapping[str, Any]]) -> float | None:
     return round(sum(r["round"]["window_wait"] for r in steps) / rollout, 4) if rollout else None
 
 
+def idle(records: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the share of a run's steps that the rank that waits most has nothing to decode; None without steps."""
+    steps = [r["seconds"] for r in records if r["step"]]
+    return round(sum(s.get("idle", 0.0) for s in steps) / sum(s["step"] for s in steps), 4) if steps else None
+
+
 def limited(task: Task, entry: Entry) -> Task:
     """Return a task that ends when the entry's runs end."""
     return replace(task, seconds=min(task.seconds, entry.seconds))
@@ -326,6 +332,7 @@ def play(run: Asked, task: Task, more: Sequence[str] = ()) -> Generator[None, No
         **{name: last[name] for name in ("seconds", "samples", "step")},
         **{"load": here["load"], "cpu": here["cpu"]},
         "window_wait": window_wait(records_of(folder)),
+        "idle": idle(records_of(folder)) if run.entry.program == "plainroll" else None,
         "curve": curve,
     }
 
@@ -435,7 +442,7 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
         mine, base = ([row for row in rows if (row["task"], row["entry"]) == (task, each)] for each in (name, BASE))
         seconds, reached = seconds_of(mine), [row for row in mine if row["reached"]]
         middle = statistics.median(seconds.values())
-        waited = [share for row in mine if (share := row.get("window_wait")) is not None]
+        waits = {wait: [row[wait] for row in mine if row.get(wait) is not None] for wait in ("window_wait", "idle")}
         table.append(
             {
                 **{"task": task, "entry": name, "title": entries[name].title, "score": TASKS[task].score},
@@ -443,7 +450,7 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
                 **{"most": finite(max(seconds.values())), "reached": len(reached), "seeds": len(mine)},
                 "samples": round(statistics.median(r["samples"] for r in reached)) if math.isfinite(middle) else None,
                 "faster": ratio(seconds_of(base), seconds),
-                "window_wait": f"{statistics.median(waited):.1%}" if waited else "",
+                **{wait: f"{statistics.median(seen):.1%}" if seen else "" for wait, seen in waits.items()},
                 "commits": ", ".join(sorted({row["commit"][:7] for row in mine})),
                 "cpus": ", ".join(sorted({row["cpu"] for row in mine})),
             }
@@ -478,11 +485,13 @@ def summary(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> 
     """Return the result: table, ratios, what is missing, and the runs themselves."""
     there = {(row["task"], row["entry"], row["seed"]) for row in rows}
     waits = [row["window_wait"] for row in rows if row["task"] == FIRST and row.get("window_wait") is not None]
+    idles = [r["idle"] for r in rows if (r["task"], r["entry"]) == (FIRST, BASE) and r.get("idle") is not None]
     tasks = [{"task": task, "score": TASKS[task].score, **best_of(rows, entries, task)} for task in TASKS]
     return {
         "name": NAME,
         **{key: value for key, value in tasks[0].items() if key != "task"},
         "window_wait_fraction": max(waits, default=None),
+        "sync_idle": statistics.median(idles) if idles else None,
         "tasks": tasks,
         "board": board(rows, entries),
         "missing": [str(run) for run in all_runs(entries.values()) if run.key not in there],

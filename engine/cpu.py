@@ -282,7 +282,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Packed:
-    """A weight in oneDNN's own layout, for a CPU: 1.2 to 5 times faster than `F.linear`, but for small products.
+    """A weight in oneDNN's own layout, for a CPU: faster than `F.linear`, but for small products.
 
     A copy beside the weight, which still multiplies few rows. The operations are private to torch, hence the check
     of `can_pack`.
@@ -290,7 +290,7 @@ class Packed:
 
     MIN_WORK = 3 * 2**18  # multiplications, below which a call costs more than the layout gains
     SMALL = 2**18  # numbers of a weight, below which MKL's own products are faster on Intel's CPUs
-    MIN_ROWS = 4  # oneDNN's products of fewer rows take longer than of these: 6 % for one row, a fifth for two
+    MIN_ROWS = 4  # oneDNN's products of fewer rows take longer than of these
 
     def __init__(self, weight: Tensor):
         self.pack(weight)

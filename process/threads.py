@@ -10,8 +10,8 @@ def spin_briefly() -> None:
     """Have threads that wait give up their core soon, unless the user has said how they wait.
 
     Beside another process that wants a core, a thread that spins keeps the late one waiting, and a decode step takes
-    far longer. Alone, only models whose operations take a few microseconds lose a little. `busy_core_decode` and
-    `busy_core_training` of benchmarks/engine.py measure the former.
+    far longer. Alone, only models whose operations take a few microseconds lose a little. benchmarks/waiting.py
+    measures both.
     """
     if not any(name in os.environ for name in GIVEN):
         os.environ["GOMP_SPINCOUNT"] = SPINS
