@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from process.threads import GIVEN, SPINS
@@ -29,7 +31,7 @@ WAYS: dict[str, dict[str, str]] = {
     "PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
     "briefly": {"GOMP_SPINCOUNT": SPINS},
 }
-STEPS = {"decode, 0.5B": 8, "decode, small": 200, "training, small": 4}  # of one turn
+STEPS = {"decode, 0.5B": 4, "decode, small": 50, "training, small": 2}  # of one turn
 QUICK = {"decode, 0.5B": 2, "decode, small": 20, "training, small": 1}
 TURNS = 5
 ROWS = 4
@@ -51,8 +53,9 @@ def work() -> None:
 
         def play(steps: int) -> float:
             for i, ids in enumerate(bench.prompts(ROWS)):
-                engine.add(bench.Sequence(i, 0, 0, tuple(ids), i, steps + 2, ignore_eos=True))
-            engine.step()
+                engine.add(bench.Sequence(i, 0, 0, tuple(ids), i, steps + 3, ignore_eos=True))
+            for _ in range(2):  # prefill, and what others have driven out of the caches
+                engine.step()
             start = time.perf_counter()
             for _ in range(steps):
                 engine.step()
@@ -66,6 +69,7 @@ def work() -> None:
     step = make_ours(bench.build("tiny")[0], samples)
 
     def train(steps: int) -> float:
+        step(4096)
         start = time.perf_counter()
         for _ in range(steps):
             step(4096)
@@ -98,13 +102,12 @@ class Contender:
         return float(line)
 
 
-def race(contenders: dict[str, Contender], steps: dict[str, int], turns: int) -> dict[str, dict[str, float]]:
+def race(what: str, contenders: dict[str, Contender], steps: dict[str, int], turns: int) -> dict[str, dict[str, float]]:
     """Return the seconds of a step by kind and way, medians of turns."""
     found: dict[str, dict[str, list[float]]] = {kind: {way: [] for way in contenders} for kind in steps}
-    for _ in range(turns):
-        for kind, count in steps.items():
-            for way, contender in contenders.items():
-                found[kind][way].append(contender.play(kind, count))
+    for turn, kind in tqdm([(turn, kind) for turn in range(turns) for kind in steps], desc=what, disable=None):
+        for way in (*contenders,)[turn % len(contenders) :] + (*contenders,)[: turn % len(contenders)]:
+            found[kind][way].append(contenders[way].play(kind, steps[kind]))
     return {kind: {way: statistics.median(s) for way, s in ways.items()} for kind, ways in found.items()}
 
 
@@ -120,10 +123,10 @@ def main() -> None:
     steps, turns = (QUICK, 1) if options.quick else (STEPS, TURNS)
     contenders = {way: Contender(way) for way in WAYS}
     try:
-        race(contenders, dict.fromkeys(steps, 1), 1)
-        alone = race(contenders, steps, turns)
+        race("first steps", contenders, dict.fromkeys(steps, 1), 1)
+        alone = race("alone", contenders, steps, turns)
         with busy_core():
-            beside = race(contenders, steps, turns)
+            beside = race("beside a busy core", contenders, steps, turns)
     finally:
         for contender in contenders.values():
             contender.process.kill()
