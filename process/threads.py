@@ -2,7 +2,7 @@
 
 import os
 
-SPINS = "3000"  # looks at a barrier before a thread sleeps: tens of microseconds instead of milliseconds
+SPINS = "10000"  # looks at a barrier before a thread sleeps: a tenth of a millisecond instead of some
 GIVEN = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"
 
 
