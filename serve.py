@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from process.threads import spin_briefly
+from process.threads import before_torch
 
 if __name__ == "__main__":
-    spin_briefly()  # before torch is loaded
+    before_torch()
 
 import torch
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from process.threads import spin_briefly
+from process.threads import before_torch
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback until a handler is set
-    spin_briefly()  # before torch is loaded
+    before_torch()
 
 from config import ConfigError, describe
 from job import Job, open_job

@@ -36,9 +36,9 @@ THREADS = "2"
 os.environ["OMP_NUM_THREADS"] = THREADS  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from process.threads import spin_briefly  # isort: skip
+from process.threads import before_torch  # isort: skip
 
-spin_briefly()  # as ranks do
+before_torch()  # as ranks do
 
 import torch
 from tqdm import tqdm

@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from process.threads import spin_briefly
+from process.threads import before_torch
 
 if __name__ == "__main__":
-    spin_briefly()  # before torch is loaded
+    before_torch()
 
 import train
 from job import Job

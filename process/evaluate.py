@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(sys.path[0])  # not process/, where Python starts this file
 
-from process.threads import spin_briefly
+from process.threads import before_torch
 
 if __name__ == "__main__":
-    spin_briefly()  # before torch is loaded
+    before_torch()
 
 import checkpoint
 from config import ConfigError, flatten, load_config

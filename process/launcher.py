@@ -11,7 +11,7 @@ import sys
 import torch
 
 from config import ConfigError
-from process.threads import spin_briefly
+from process.threads import before_torch
 
 COUNT = r"[1-9]\d{0,8}"
 STREAMS = r"[0-3]|(\d+:[0-3],)*\d+:[0-3]", "a number from 0 to 3, or such numbers by rank, as 0:1,1:3"
@@ -78,7 +78,7 @@ def divide_cores(ranks: int) -> None:
 
     Their threads share cores with other processes, too.
     """
-    spin_briefly()
+    before_torch()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(torch.get_num_threads() // ranks, 1)))
 
 

@@ -31,7 +31,7 @@ from warm_start import WarmStartConfig, make_model
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)  # tests run side by side
-threads.spin_briefly()  # ranks, too
+threads.before_torch()  # ranks, too
 mp.set_forkserver_preload(["preload"])
 torch.set_flush_denormal(True)
 TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)

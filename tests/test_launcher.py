@@ -13,7 +13,7 @@ from conftest import ROOT
 import train
 from config import ConfigError
 from process import launcher
-from process.threads import GIVEN, SPINS
+from process.threads import GIVEN, HUGE_PAGES, SPINS
 
 
 def test_options_of_torchrun_are_kept_apart_from_settings(alone) -> None:
@@ -75,12 +75,21 @@ def test_threads_spin_briefly_unless_the_user_says_how_they_wait(alone, given: s
     )
 
 
+@pytest.mark.parametrize("given", ["", "0"])
+def test_tensors_lie_in_huge_pages_unless_the_user_says_otherwise(alone, given: str) -> None:
+    alone.delenv(HUGE_PAGES, raising=False)
+    if given:
+        alone.setenv(HUGE_PAGES, given)
+    launcher.divide_cores(2)
+    assert os.environ[HUGE_PAGES] == (given or "1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train.py", "serve.py", "process/evaluate.py"])
 def test_a_script_says_how_threads_wait_before_torch_reads_it(script: str) -> None:
     code = (
         "import runpy, sys\nfrom process import threads\n"
-        "threads.spin_briefly = lambda: print('early' if 'torch' not in sys.modules else 'late', flush=True)\n"
+        "threads.before_torch = lambda: print('early' if 'torch' not in sys.modules else 'late', flush=True)\n"
         f"sys.argv = [{str(ROOT / script)!r}, '--help']\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -24,9 +24,9 @@ def plainroll(
 ) -> tuple[str, Play]:
     """Our engine, as training uses it."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from process.threads import spin_briefly
+    from process.threads import before_torch
 
-    spin_briefly()  # before torch is loaded
+    before_torch()
 
     import torch
 
