@@ -498,7 +498,7 @@ def notes(names: Sequence[str]) -> str:
     """Return a list of the results that are old: command, commit, and what has changed since."""
     old = reasons()
     lines = [f"- `{BENCHMARKS[n].command}`, {fields(n)['commit']}: {old[n]}" for n in names if n in old]
-    head = "Older than the code, each with its commit and what has changed since:", ""
+    head = "Older than the code, and what has changed since:", ""
     return "\n".join(("", *head, *lines, "")) if lines else ""
 
 

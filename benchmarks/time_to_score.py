@@ -64,6 +64,7 @@ SEEDS, RANKS, EVERY = 3, 2, 10  # runs of an entry; ranks of a run; steps betwee
 BASE = "sync"
 TURNS = "benchmarks/taking_turns.py"
 LOOK_SECONDS = 0.2
+FIXED = {"run", "data", "model", "warm_start"}  # sections that no entry changes
 FIRST_GUESS = {"plainroll": 180.0, "trl": 1500.0}  # seconds of a run, before any is known
 QUICK = (
     *("run.eval_every=2", "data.eval_prompts=16", "warm_start.steps=20"),
@@ -134,14 +135,16 @@ def read_entry(path: Path) -> Entry:
         raise ConfigError(
             f"{path}: unknown key {min(unknown)}; an entry has title, tasks, program, seconds and sections"
         )
-    if not isinstance(told["seconds"], int | float):
-        raise ConfigError(f"{path}: seconds = {told['seconds']!r}; give a number, as seconds = 600")
-    if not isinstance(told.get("title"), str):
+    if type(told["seconds"]) not in (int, float) or not told["seconds"] > 0:
+        raise ConfigError(f"{path}: seconds = {told['seconds']!r}; give a number over 0, as seconds = 600")
+    if not isinstance(told.get("title"), str) or not told["title"]:
         raise ConfigError(f'{path}: an entry needs a title, as title = "eta on both"')
-    if told["program"] not in FIRST_GUESS:
+    if told["program"] not in [*FIRST_GUESS]:
         raise ConfigError(f"{path}: program = {told['program']!r}; possible: {', '.join(FIRST_GUESS)}")
-    if unknown := {*told["tasks"]} - TASKS.keys():
-        raise ConfigError(f"{path}: tasks has {min(unknown)!r}; there are {', '.join(TASKS)}")
+    if not isinstance(told["tasks"], list) or any(task not in [*TASKS] for task in told["tasks"]):
+        raise ConfigError(f"{path}: tasks = {told['tasks']!r}; give a list of some of {', '.join(TASKS)}")
+    if fixed := sections.keys() & FIXED:
+        raise ConfigError(f"{path}: section {min(fixed)} is the same for all entries; leave it out")
     keys = (
         f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
         for section, inner in sections.items()
@@ -562,7 +565,11 @@ def play_quick(entries: dict[str, Entry]) -> dict[str, Any]:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    entries = read_entries()
+    try:
+        entries = read_entries()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--entry", nargs="+", choices=entries, default=[*entries])
@@ -575,7 +582,7 @@ def main() -> int:
     now = code_of(fingerprints(NAME))
     try:
         if arguments.quick:
-            result = play_quick(entries)
+            result = play_quick({name: entries[name] for name in arguments.entry})
         else:
             if not arguments.list:
                 play_all(arguments, entries)
@@ -584,7 +591,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped: what has ended is kept; the same command goes on", file=sys.stderr)
+        kept = "nothing is kept" if arguments.quick else "what has ended is kept; the same command goes on"
+        print(f"\nstopped: {kept}", file=sys.stderr)
         return 130
     show(result, now)
     if STORE.exists() and not arguments.quick:

@@ -203,11 +203,8 @@ def race(name: str, quick: bool) -> dict[str, Any]:
 
 def beside_load(contenders: dict[str, Contender], turns: int) -> dict[str, float]:
     """Return each contender's seconds of a step while another process keeps one core busy."""
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        try:
-            found = [{side: c.step()["seconds"] for side, c in contenders.items()} for _ in range(turns)]
-        finally:
-            busy.kill()
+    with bench.busy_core():
+        found = [{side: c.step()["seconds"] for side, c in contenders.items()} for _ in range(turns)]
     return {side: statistics.median(turn[side] for turn in found) for side in contenders}
 
 

@@ -11,11 +11,13 @@ milliseconds (`as it is`), or sleep at once (`OMP_WAIT_POLICY=PASSIVE`); ours sp
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,8 @@ class Contender:
     def play(self, kind: str, steps: int) -> float:
         """Return the seconds of a step. Raises RuntimeError when the process has ended."""
         assert self.process.stdin and self.process.stdout
-        print(json.dumps([kind, steps]), file=self.process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # it has ended: there will be no line
+            print(json.dumps([kind, steps]), file=self.process.stdin, flush=True)
         if not (line := self.process.stdout.readline()):
             raise RuntimeError(f"a contender ended with exit code {self.process.wait()}")
         return float(line)
@@ -122,11 +125,16 @@ def main() -> None:
 
     steps, turns = (QUICK, 1) if options.quick else (STEPS, TURNS)
     contenders = {way: Contender(way) for way in WAYS}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         race("first steps", contenders, dict.fromkeys(steps, 1), 1)
         alone = race("alone", contenders, steps, turns)
         with busy_core():
             beside = race("beside a busy core", contenders, steps, turns)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except RuntimeError as error:
+        raise SystemExit(f"error: {error}") from None
     finally:
         for contender in contenders.values():
             contender.process.kill()

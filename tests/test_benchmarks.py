@@ -317,8 +317,13 @@ def test_entries_are_files(time_to_score: ModuleType, tmp_path: Path) -> None:
         "[trainer]\nlr = 1": "needs a title",
         "title = 'a'\nseeds = 2": "unknown key seeds",
         "title = 'a'\n[trainer]\nspeed = 2": "unknown key trainer.speed",
-        "title = 'a'\ntasks = ['chess']": "there are hailstone",
+        "title = 'a'\ntasks = ['chess']": "a list of some of hailstone",
+        "title = 'a'\ntasks = 'relay'": "a list of some of hailstone",
+        "title = 'a'\nprogram = ['trl']": "possible: plainroll, trl",
+        "title = ''": "needs a title",
         "title = 'a'\nseconds = 'few'": "seconds = 'few'; give a number",
+        "title = 'a'\nseconds = nan": "seconds = nan; give a number",
+        "title = 'a'\n[data]\neval_prompts = 1": "section data is the same for all entries",
         "title = ": "not valid TOML",
     }.items():
         (tmp_path / "own.toml").write_text(text)
@@ -346,7 +351,7 @@ def test_runs_to_a_score_take_turns(time_to_score: ModuleType, monkeypatch: pyte
         turns = {entry: (folder / f"hailstone-{entry}-0" / "turn").read_text() for entry in rows}
     finally:
         shutil.rmtree(ROOT / "runs" / time_to_score.NAME, ignore_errors=True)
-    assert [*rows] == ["sync", "async"] and turns == {"sync": "2", "async": "4"}
+    assert [*rows] == ["sync", "async"] and turns == {"sync": "4", "async": "4"}
     assert [row["reached"] for row in rows.values()] == [True, False]
     assert [point["step"] for point in rows["async"]["curve"]] == [0, 2, 4]
     row = rows["sync"]
