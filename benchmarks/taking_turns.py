@@ -2,6 +2,7 @@
 machines whose speed changes meanwhile. Who runs it calls `go_on`; without that it gives up after an hour.
 """
 
+import os
 import sys
 import time
 from functools import partial
@@ -21,6 +22,7 @@ from metrics import Record
 from process import command
 
 LOOK_SECONDS, PATIENCE_SECONDS = 0.2, 3600.0
+GIVER = "TURNS_GIVEN_BY"  # the process that calls `go_on`, an environment variable
 
 
 def go_on(folder: Path, step: int) -> None:
@@ -33,7 +35,10 @@ def go_on(folder: Path, step: int) -> None:
 def wait(job: Job, record: Record) -> None:
     """A callback. Raises TimeoutError where nobody lets the run go on."""
     file, end = job.folder / "turn", time.monotonic() + PATIENCE_SECONDS
+    giver = Path("/proc", os.environ.get(GIVER, "self"))
     while "eval" in record and not (file.exists() and int(file.read_text()) >= record["step"]):
+        if not giver.exists():
+            raise TimeoutError(f"the process that lets {job.folder} go on has ended")
         if time.monotonic() > end:
             raise TimeoutError(f"nobody has written {record['step']} to {file} for {PATIENCE_SECONDS:g} s")
         time.sleep(LOOK_SECONDS)

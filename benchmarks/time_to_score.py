@@ -49,7 +49,7 @@ sys.path.insert(0, str(ROOT))
 
 import trl
 from results import RESULTS, committed, fingerprints, machine, sealed
-from taking_turns import go_on
+from taking_turns import GIVER, go_on
 
 from checkpoint import load_tokenizer
 from config import ConfigError, load_config
@@ -184,7 +184,7 @@ def train_command(task: Task, seed: int, folder: Path, *settings: str, script: s
 
 def follow(command: list[str], log: Path, **environment: str) -> Generator[None]:
     """Run a command to its end and give way meanwhile; when closed, end it. Raises RuntimeError when it fails."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", GIVER: str(os.getpid()), **environment}
     with open(log, "a") as file, subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file) as process:
         try:
             while process.poll() is None:

@@ -358,6 +358,17 @@ def test_runs_to_a_score_take_turns(time_to_score: ModuleType, monkeypatch: pyte
     assert row["step"] == 2 and row["samples"] == 2 * 4 * 8 and 0 < row["seconds"] < row["wall"]
 
 
+def test_a_run_that_waits_for_its_turn_ends_with_who_gives_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for turns in load("taking_turns"):
+        monkeypatch.setenv(turns.GIVER, str(ended.pid))
+        with pytest.raises(TimeoutError, match="has ended"):
+            turns.wait(Namespace(folder=tmp_path), {"step": 2, "eval": {}})
+        turns.go_on(tmp_path, 2)
+        turns.wait(Namespace(folder=tmp_path), {"step": 2, "eval": {}})
+
+
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
