@@ -53,6 +53,7 @@ from transformers import (
 import checkpoint
 from attention import PackedAttention
 from core import SampleId
+from engine.cpu import keep_memory
 from engine.sequence import Sequence
 from model import Model, parse_shape
 from policies.drafts import DraftPolicy
@@ -101,11 +102,15 @@ def build(name: str) -> tuple[Model, Qwen2ForCausalLM]:
     config = Qwen2Config(**SHAPES[name], num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096)
     torch.manual_seed(0)
     theirs = Qwen2ForCausalLM(config).eval()
-    ours = Model(parse_shape(config.to_dict(), name))
-    weights = theirs.state_dict()
-    for key, view, _ in ours.hf_tensors():
+    return same_model(theirs), theirs
+
+
+def same_model(theirs: Qwen2ForCausalLM) -> Model:
+    """Return our model with the weights of theirs."""
+    model, weights = Model(parse_shape(theirs.config.to_dict(), "benchmark")), theirs.state_dict()
+    for key, view, _ in model.hf_tensors():
         view.copy_(weights[key].view(view.shape))
-    return ours, theirs
+    return model
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -414,6 +419,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter cases: under 2 minutes on 2 cores")
     quick = parser.parse_args().quick
     torch.set_num_threads(int(THREADS))
+    keep_memory()  # as train.py does
     torch.set_flush_denormal(True)
     metrics: dict[str, float | str] = {"name": "engine"}
     equal_ratios = []

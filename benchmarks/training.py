@@ -36,7 +36,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import engine as bench
 from core import Example, ModelShape
-from model import Model, parse_shape
+from model import parse_shape
 from parallel import keep_memory
 
 PROMPT, MEDIAN = 16, 60  # tokens
@@ -79,14 +79,6 @@ def operations(shape: ModelShape, samples: list[Example]) -> float:
 # ---- contenders: one step, each in a process of its own ------------------------------------------------------------
 
 
-def same_model(theirs: Qwen2ForCausalLM) -> Model:
-    """Return our model with the weights of theirs."""
-    model, weights = Model(parse_shape(theirs.config.to_dict(), "benchmark")), theirs.state_dict()
-    for key, view, _ in model.hf_tensors():
-        view.copy_(weights[key].view(view.shape))
-    return model
-
-
 def work(side: str, name: str, quick: bool) -> None:
     """Be a contender: for each budget that comes in, take a step and tell about it."""
     torch.set_num_threads(int(THREADS))
@@ -95,7 +87,7 @@ def work(side: str, name: str, quick: bool) -> None:
     torch.manual_seed(0)
     theirs, samples = Qwen2ForCausalLM(config_of(name, quick)).train(), examples_of(name, quick)
     if side == "ours":
-        step = make_ours(same_model(theirs), samples)
+        step = make_ours(bench.same_model(theirs), samples)
         del theirs  # it does not count as memory of ours
     else:
         step = make_transformers(theirs, samples, side == "compiled")

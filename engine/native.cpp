@@ -393,50 +393,81 @@ static void paged_decode_of(const T *q, const Pages *pages, const int32_t *table
   all(q, *pages, table, row_of_table, lengths, out, n, heads, groups, window);
 }
 
-// out [N, rows] = x [N, size] weight^T + bias, rows of the weight `row` numbers apart: it is read once, in the order of
-// memory, two rows at a time. What a row of x gets does not depend on the others.
+#ifdef __AVX512F__
+constexpr int64_t TOGETHER = 6;  // rows of x whose products with four rows of a weight are summed in registers
+#else
+constexpr int64_t TOGETHER = 2;
+#endif
+
+// sums [N, 4] += x [count / 16, N, 16] w^T, for four rows of the weight, `row` numbers apart. Of the four rows at
+// `next`, which are wanted after these, each of `groups` calls fetches a share; `turn` counts the calls.
 template <typename T, int N>
-static void multiply_of(const T *x, const T *weight, int64_t row, const T *bias, T *out, int64_t size, int64_t rows) {
-  constexpr int64_t AHEAD = 4096 / sizeof(T);  // numbers: where a page of memory ends, a CPU does not fetch ahead by itself
-  static thread_local std::vector<float> numbers;
-  numbers.assign(x, x + N * size);
-  const float *from = numbers.data();
-  // A thread that shares its core with others takes fewer of the parts; a small part leaves the memory idle in between.
-  const int64_t least = size < WORTH ? WORTH / size : 1, some = rows / 16 > least ? rows / 16 : least;
-#pragma omp parallel for schedule(dynamic, (some + 1) / 2) if (size * rows > WORTH)
-  for (int64_t o = 0; o < rows; o += 2) {
-    const T *w[2] = {weight + o * row, weight + (o + 1 < rows ? o + 1 : o) * row};
-    Lanes sums[2][N] = {};
-    int64_t i = 0;
-    for (; i + 16 <= size; i += 16) {
-      for (int r = 0; r < 2; r++) __builtin_prefetch(w[r] + i + AHEAD);
-      Lanes some[2] = {at(w[0] + i), at(w[1] + i)};
-      for (int j = 0; j < N; j++) {
-        Lanes own = at(from + j * size + i);
-        for (int r = 0; r < 2; r++) sums[r][j] += some[r] * own;
-      }
-    }
-    for (int r = 0; r < 2 && o + r < rows; r++)
-      for (int j = 0; j < N; j++) {
-        float sum = total(sums[r][j]);
-        for (int64_t k = i; k < size; k++) sum += (float)w[r][k] * from[j * size + k];
-        out[j * rows + o + r] = bias ? sum + (float)bias[o + r] : sum;
-      }
+static void add_products(const float *x, const T *w, int64_t row, int64_t count, bool is_first, Lanes *sums,
+                         const T *next, int64_t turn, int64_t groups) {
+  Lanes own[4][N];
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; r++)
+#pragma GCC unroll 6
+    for (int j = 0; j < N; j++) own[r][j] = is_first ? Lanes{} : sums[4 * j + r];
+  for (int64_t i = 0; i < count; i += 16, x += 16 * N) {
+    for (int64_t r = turn; r < 4; r += groups) __builtin_prefetch(next + r * row + i, 0, 2);
+    if (groups > 4) turn = turn ? turn - 1 : groups - 1;
+    Lanes four[4] = {at(w + i), at(w + row + i), at(w + 2 * row + i), at(w + 3 * row + i)};
+#pragma GCC unroll 6
+    for (int j = 0; j < N; j++)
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; r++) own[r][j] += four[r] * at(x + 16 * j);
   }
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; r++)
+#pragma GCC unroll 6
+    for (int j = 0; j < N; j++) sums[4 * j + r] = own[r][j];
 }
 
+// out [n, rows] = x [n, size] weight^T + bias, for n <= 48 and rows and size >= 16, rows of the weight `row` numbers
+// apart: it is read once, in the order of memory, and four of its rows are multiplied while the next come from memory.
+// What a row of x gets does not depend on the others.
 template <typename T>
 static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, const T *bias, T *out, int64_t size,
                          int64_t rows) {
-  auto some = n == 1   ? multiply_of<T, 1>
-              : n == 2 ? multiply_of<T, 2>
-              : n == 3 ? multiply_of<T, 3>
-              : n == 4 ? multiply_of<T, 4>
-              : n == 5 ? multiply_of<T, 5>
-              : n == 6 ? multiply_of<T, 6>
-              : n == 7 ? multiply_of<T, 7>
-                       : multiply_of<T, 8>;
-  some(x, weight, row, bias, out, size, rows);
+  constexpr int64_t PART = 1024;  // numbers of a row that stay in a core's nearest cache, beside those of x
+  static const auto add = {add_products<T, 1>, add_products<T, 2>, add_products<T, 3>,
+                           add_products<T, 4>, add_products<T, 5>, add_products<T, 6>};
+  static thread_local std::vector<float> numbers;
+  const int64_t groups = (n + TOGETHER - 1) / TOGETHER, whole = size / 16 * 16;
+  numbers.resize(n * whole + 16);
+  float *packed = (float *)(((uintptr_t)numbers.data() + 63) & -64);  // [group, whole / 16, row of it, 16]
+#pragma omp parallel for if (n * size > WORTH)
+  for (int64_t g = 0; g < groups; g++)
+    for (int64_t begin = g * n / groups, end = (g + 1) * n / groups, j = begin; j < end; j++)
+      for (int64_t k = 0; k < whole; k += 16)
+        *(Lanes *)(packed + begin * whole + (end - begin) * k + (j - begin) * 16) = at(x + j * size + k);
+  // A thread that shares its core with others takes fewer of the parts; a small part leaves the memory idle in between.
+  const int64_t least = size < WORTH ? WORTH / size : 1, fair = rows / 16 > least ? rows / 16 : least;
+#pragma omp parallel for schedule(dynamic, (fair + 3) / 4) if (size * rows > WORTH)
+  for (int64_t o = 0; o < rows; o += 4) {
+    Lanes sums[4 * 48];
+    const int64_t first = o + 4 < rows ? o : rows - 4;  // the last four overlap others, and write the same
+    for (int64_t k = 0; k < whole; k += PART) {
+      const int64_t count = whole - k < PART ? whole - k : PART;
+      const T *w = weight + first * row + k, *next = k + count < whole ? w + count : w - k + 4 * row;
+      for (int64_t g = 0; g < groups; g++) {
+        const int64_t begin = g * n / groups, many = (g + 1) * n / groups - begin;
+        add.begin()[many - 1](packed + begin * whole + many * k, w, row, count, k == 0, sums + 4 * begin, next, g,
+                              groups);
+      }
+    }
+    float offsets[4];
+    for (int r = 0; r < 4; r++) offsets[r] = bias ? (float)bias[first + r] : 0;
+    for (int64_t j = 0; j < n; j += 4) {
+      Lanes all = totals(sums + 4 * j);  // of four rows of x with four of the weight
+      for (int e = 0; e < 16 && whole < size; e++)
+        for (int64_t k = whole, i = j + e / 4; k < size && i < n; k++)
+          all[e] += (float)weight[(first + e % 4) * row + k] * (float)x[i * size + k];
+      for (int64_t i = 0; i < 4 && j + i < n; i++)
+        for (int r = 0; r < 4; r++) out[(j + i) * rows + first + r] = all[4 * i + r] + offsets[r];
+    }
+  }
 }
 
 struct Hash {

@@ -32,6 +32,7 @@ def plainroll(
 
     from checkpoint import load_model
     from core import SampleId
+    from engine.cpu import keep_memory
     from engine.sequence import Sequence
     from policies.drafts import DraftPolicy
     from rollout import Engine, RolloutConfig
@@ -39,6 +40,7 @@ def plainroll(
 
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
+    keep_memory()  # as parallel.py does
     model = load_model(folder, torch.device("cpu"), getattr(torch, dtype))
     limits = RolloutConfig(max_prompt_tokens=tokens, max_response_tokens=tokens, max_running=rows, kv_gib=1.0)
     engine = Engine(model, limits, SamplingConfig(temperature=temperature), [])
