@@ -284,8 +284,8 @@ def is_alive(pid: int) -> bool:
 class Packed:
     """A weight in oneDNN's own layout, for a CPU: faster than `F.linear`, but for small products.
 
-    A copy beside the weight, which still multiplies few rows. The operations are private to torch, hence the check
-    of `can_pack`.
+    A copy beside the weight, which itself multiplies few rows (MOST_ROWS in native.py). The operations are private to
+    torch, hence the check of `can_pack`.
     """
 
     MIN_WORK = 3 * 2**18  # multiplications, below which a call costs more than the layout gains

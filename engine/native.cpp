@@ -394,13 +394,13 @@ static void paged_decode_of(const T *q, const Pages *pages, const int32_t *table
 }
 
 #ifdef __AVX512F__
-constexpr int64_t TOGETHER = 6;  // rows of x whose products with four rows of a weight are summed in registers
+constexpr int64_t TOGETHER = 6;  // rows of x that are multiplied by four rows of a weight at a time
 #else
 constexpr int64_t TOGETHER = 2;
 #endif
 
-// sums [N, 4] += x [count / 16, N, 16] w^T, for four rows of the weight, `row` numbers apart. Of the four rows at
-// `next`, which are wanted after these, each of `groups` calls fetches a share; `turn` counts the calls.
+// sums [N, 4] += x [count / 16, N, 16] w^T, for four rows of the weight, `row` numbers apart. The four rows at `next`
+// come from memory meanwhile: each of `groups` calls fetches its share of them, by its number, `turn`.
 template <typename T, int N>
 static void add_products(const float *x, const T *w, int64_t row, int64_t count, bool is_first, Lanes *sums,
                          const T *next, int64_t turn, int64_t groups) {
@@ -424,20 +424,21 @@ static void add_products(const float *x, const T *w, int64_t row, int64_t count,
     for (int j = 0; j < N; j++) sums[4 * j + r] = own[r][j];
 }
 
-// out [n, rows] = x [n, size] weight^T + bias, for n <= 48 and rows and size >= 16, rows of the weight `row` numbers
-// apart: it is read once, in the order of memory, and four of its rows are multiplied while the next come from memory.
+// out [n, rows] = x [n, size] weight^T + bias, for n <= 48 and rows and size >= 16. Rows of the weight are `row` numbers
+// apart. It is read once, in the order of memory: four of its rows are multiplied while the next come from memory.
 // What a row of x gets does not depend on the others.
 template <typename T>
 static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, const T *bias, T *out, int64_t size,
                          int64_t rows) {
-  constexpr int64_t PART = 1024;  // numbers of a row that stay in a core's nearest cache, beside those of x
+  constexpr int64_t PART = 1024;  // numbers of a row, at most, that stay in a core's cache beside those of x
   static const auto add = {add_products<T, 1>, add_products<T, 2>, add_products<T, 3>,
                            add_products<T, 4>, add_products<T, 5>, add_products<T, 6>};
   static thread_local std::vector<float> numbers;
   const int64_t groups = (n + TOGETHER - 1) / TOGETHER, whole = size / 16 * 16;
-  numbers.resize(n * whole + 16);
+  const int64_t parts = (whole + PART - 1) / PART, part = (whole / 16 + parts - 1) / parts * 16;
+  if ((int64_t)numbers.size() < n * whole + 16) numbers.resize(n * whole + 16);
   float *packed = (float *)(((uintptr_t)numbers.data() + 63) & -64);  // [group, whole / 16, row of it, 16]
-#pragma omp parallel for if (n * size > WORTH)
+#pragma omp parallel for if (groups > 1 && n * size > WORTH)
   for (int64_t g = 0; g < groups; g++)
     for (int64_t begin = g * n / groups, end = (g + 1) * n / groups, j = begin; j < end; j++)
       for (int64_t k = 0; k < whole; k += 16)
@@ -447,16 +448,18 @@ static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, co
 #pragma omp parallel for schedule(dynamic, (fair + 3) / 4) if (size * rows > WORTH)
   for (int64_t o = 0; o < rows; o += 4) {
     Lanes sums[4 * 48];
-    const int64_t first = o + 4 < rows ? o : rows - 4;  // the last four overlap others, and write the same
-    for (int64_t k = 0; k < whole; k += PART) {
-      const int64_t count = whole - k < PART ? whole - k : PART;
-      const T *w = weight + first * row + k, *next = k + count < whole ? w + count : w - k + 4 * row;
+    const int64_t first = o + 4 < rows ? o : rows - 4;  // the last four overlap others, and write only their own
+    for (int64_t k = 0; k < whole; k += part) {
+      const int64_t count = whole - k < part ? whole - k : part;
+      const T *w = weight + first * row + k, *after = weight + (first + 8 <= rows ? first + 4 : rows - 4) * row;
+      const T *next = k + count < whole ? w + count : after;
       for (int64_t g = 0; g < groups; g++) {
         const int64_t begin = g * n / groups, many = (g + 1) * n / groups - begin;
         add.begin()[many - 1](packed + begin * whole + many * k, w, row, count, k == 0, sums + 4 * begin, next, g,
                               groups);
       }
     }
+    for (int64_t i = 4 * n; i % 16; i++) sums[i] = Lanes{};
     float offsets[4];
     for (int r = 0; r < 4; r++) offsets[r] = bias ? (float)bias[first + r] : 0;
     for (int64_t j = 0; j < n; j += 4) {
@@ -465,7 +468,7 @@ static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, co
         for (int64_t k = whole, i = j + e / 4; k < size && i < n; k++)
           all[e] += (float)weight[(first + e % 4) * row + k] * (float)x[i * size + k];
       for (int64_t i = 0; i < 4 && j + i < n; i++)
-        for (int r = 0; r < 4; r++) out[(j + i) * rows + first + r] = all[4 * i + r] + offsets[r];
+        for (int64_t r = o - first; r < 4; r++) out[(j + i) * rows + first + r] = all[4 * i + r] + offsets[r];
     }
   }
 }

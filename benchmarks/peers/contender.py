@@ -40,7 +40,7 @@ def plainroll(
 
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
-    keep_memory()  # as parallel.py does
+    keep_memory()  # as train.py does
     model = load_model(folder, torch.device("cpu"), getattr(torch, dtype))
     limits = RolloutConfig(max_prompt_tokens=tokens, max_response_tokens=tokens, max_running=rows, kv_gib=1.0)
     engine = Engine(model, limits, SamplingConfig(temperature=temperature), [])
