@@ -27,8 +27,10 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
-# Rows that `multiply` takes, at most (48, see native.cpp): on an Intel Xeon oneDNN's products of more are as fast.
+# Rows that `multiply` takes, at most (48, see native.cpp): on an Intel Xeon oneDNN's products of more are as fast. Of a
+# weight of fewer numbers than LARGE, which stays in the cache, it takes FEW_ROWS.
 MOST_ROWS = {torch.float32: 48 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2, torch.bfloat16: 3}
+FEW_ROWS, LARGE = 8, 2**19
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
 
@@ -273,7 +275,8 @@ def paged_decode(
 
 def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `multiply` takes a weight, or a part of its columns, for x [n, in]."""
-    is_few = 0 < len(x) <= MOST_ROWS.get(x.dtype, 0) and min(weight.shape) >= 16
+    most = MOST_ROWS.get(x.dtype, 0)
+    is_few = 0 < len(x) <= (most if weight.numel() >= LARGE else min(most, FEW_ROWS)) and min(weight.shape) >= 16
     return is_few and x.dtype == weight.dtype and weight.stride(1) == 1 and takes(x, bias)
 
 
