@@ -1,6 +1,7 @@
 """The CPU's compiled kernels: who takes what, the same tokens with and without them, no compiler at all."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
@@ -144,6 +145,11 @@ def test_few_rows_are_multiplied_by_weights_as_they_are(size: int, rows: int, dt
     assert not native.can_multiply(torch.randn(1, rows).to(dtype), weight.T, None), "not in the order of memory"
     for small in (weight[:15], weight[:, :15]):
         assert not native.can_multiply(x[:1, : small.shape[1]], small, None)
+
+
+def test_the_room_for_sums_is_that_of_the_most_rows() -> None:
+    rooms = re.findall(r"Lanes sums\[4 \* (\d+)\]", (ROOT / "engine" / "native.cpp").read_text())
+    assert [int(room) >= max(native.MOST_ROWS.values()) for room in rooms] == [True]
 
 
 @needs_compiler
