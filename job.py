@@ -238,6 +238,8 @@ class Job:
         advantages = group_advantages(rollout.groups, c.loss, c.reward, c.rollout.max_response_tokens)
         if self.trains:
             self._refuse_if_released()
+            if self.endless and self.graders.judge:  # else its queue was drained
+                self.graders.judge.give_back()
             with self.clock.span("train"):
                 put_groups(rollout.buffer, rollout.groups, advantages, c.loss, c.reward, c.rollout.max_response_tokens)
                 updates = learn(self.trainer, rollout.buffer, self.clock.move)
@@ -531,6 +533,8 @@ def next_plan(job: Job) -> RoundPlan | None:
 def check_queue(policy: RoundPolicy, state: dict, steps: int) -> None:
     """Raise ConfigError when a run of so many steps cannot train the prompts that wait in the state it resumes with."""
     size, step = policy.config.num_prompts, state["step"]
+    if steps < step:
+        raise ConfigError(f"run.steps = {steps}, but the newest checkpoint is of step {step}; take at least {step}")
     if "endless" in state:  # looked at on all ranks: those that only train have no copy of that policy
         check_steps(state["endless"]["flow"], size, steps)
     waiting, places = len(policy.queue), (steps - step) * size

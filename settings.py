@@ -405,7 +405,8 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
     tp, prompts = c.rollout.tensor_parallel, c.scheduler.num_prompts
     check_group_size(tp, world_size, own_node_size(world_size))
-    if (training := c.overlap.train_ranks or world_size) % c.trainer.shard:
+    training = c.overlap.train_ranks or world_size
+    if not isinstance(training, Auto) and training % c.trainer.shard:  # auto is decided, or refused below
         raise ConfigError(
             f"trainer.shard = {c.trainer.shard} does not divide the number of ranks that train, {training}; possible "
             f"here: {[n for n in range(1, training + 1) if training % n == 0]}"

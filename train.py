@@ -53,9 +53,10 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
                 job.checkpoints.check()
                 if (waits := ends or job.split.moves) or config.run.saves(job.step, job.checkpoints.best_step):
                     job.save(waits)
+        ends = ends or stop.agreed(world)  # a signal while ranks are about to change sides
+        job.recorder.finish(job.folder, job.step, config.run.steps) if ends else job.recorder.close()
     if ends:
-        return job.recorder.finish(job.folder, job.step, config.run.steps)
-    job.recorder.close()
+        return
     del job  # ranks change sides in another one, which needs its memory
     gc.collect()
     train(config, world, True, clock, callbacks)

@@ -326,8 +326,13 @@ class Judge:
         """Judge all pending responses and return their rewards; give the GPU's free memory back to the trainer."""
         while self._queue or self._flight:
             self._advance()
-        self.model.give_back()
+        self.give_back()
         return self._take_results()
+
+    def give_back(self) -> None:
+        """Give the GPU's free memory back to the trainer, after the forward under way; other responses still wait."""
+        self._land(wait=True)
+        self.model.give_back()
 
     def wait(self, keys: Iterable[Hashable]) -> list[Graded]:
         """Wait for the pending responses of `keys`; return their rewards and all others that are there by then."""

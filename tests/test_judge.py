@@ -7,6 +7,7 @@ import shutil
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import job
 import train
 from checkpoint import check_model, load_tokenizer
 from config import ConfigError
@@ -21,7 +23,7 @@ from metrics import read_records
 from model import FAMILIES
 from reward import RewardConfig
 from rewards.judge import AllGraders, Judge, JudgeConfig, JudgeModel, Reader, check_judge, open_graders, reward_of
-from rewards.offload import ThreadCopies, token_bytes
+from rewards.offload import OffloadedModel, ThreadCopies, token_bytes
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -456,6 +458,25 @@ def test_a_run_with_a_judge_on_two_ranks(settings, run_mains, tmp_path, writer):
         assert record["judge"]["texts"] >= judged > 0 and record["reward_errors"] == 0
         assert record["judge"]["mean_resident_layers"] < LAYERS and record["judge"]["streamed_gib"] > 0
         assert record["judge"]["batches"] >= 2 and 0 < record["judge"]["verdict_mass"] < 1
+
+
+def test_the_trainer_has_the_memory_of_a_judge_of_an_endless_rollout(settings, monkeypatch):
+    told, learn = [], job.learn
+    monkeypatch.setattr(OffloadedModel, "give_back", lambda _: told.append("judge"))
+    monkeypatch.setattr(job, "learn", lambda *args: (told.append("trainer"), learn(*args))[1])
+    endless = dict(overlap__depth=1, overlap__bound=2, loss__name="decoupled", run__steps=3, run__eval_every=0)
+    assert train.main(settings(judge__memory_gib=0, **endless)) == 0
+    assert [before for before, now in pairwise(told) if now == "trainer"] == ["judge"] * 3
+
+
+def test_memory_is_given_back_after_the_forward_under_way_and_texts_wait_on(writer, make_judge, monkeypatch):
+    judge = make_judge(writer, batch_tokens=128)
+    submit(judge, TEXTS[:2])
+    judge._launch()
+    judge.submit("late", "judge", TEXTS[0], ROW["answer"], ROW)
+    monkeypatch.setattr(OffloadedModel, "give_back", lambda _: judge._flight and pytest.fail("not idle"))
+    judge.give_back()
+    assert judge.num_pending == 3 and dict(judge.poll()).keys() == {0, 1} and dict(judge.drain()).keys() == {"late"}
 
 
 def test_a_run_refuses_a_judge_that_nobody_asks_for_and_a_task_without_a_judge(settings, tmp_path, capsys):

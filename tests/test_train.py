@@ -30,6 +30,7 @@ from job import Job
 from learning import group_advantages
 from loss import LossConfig
 from metrics import Recorder, read_records
+from overlap.phases import Phases
 from parallel import World
 from policies.planner import ParallelismPlanner
 from process.run_folder import write_settings
@@ -386,11 +387,23 @@ def test_nothing_grows_from_step_to_step(settings, monkeypatch):
     assert later - objects < 3 * 20 and late == early
 
 
+def test_records_are_closed_while_the_job_is_in_its_group(settings, monkeypatch):
+    """A package that takes long to finish its records would else be killed: see mux.LEAVE_SECONDS."""
+    told, close, leave = [], Recorder.close, Phases.__exit__
+    monkeypatch.setattr(Recorder, "close", lambda self: (told.append("closes"), close(self))[1])
+    monkeypatch.setattr(Phases, "__exit__", lambda *args: (told.append("leaves"), leave(*args))[1])
+    assert train.main(settings(run__steps=1)) == 0
+    assert told == ["closes", "leaves"]
+
+
 def test_a_run_cannot_be_cut_below_its_queue(settings, tmp_path, capsys):
     assert train.main(settings(**RACE | dict(run__steps=4, run__checkpoint_every=2, run__keep_checkpoints=9))) == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004")
     assert train.main([*settings(**RACE | dict(run__steps=2, run__keep_checkpoints=9)), "--resume"]) == 2
     assert "leaves 8 prompts of the long-prompt queue untrained; take at least 3" in capsys.readouterr().err
+    assert train.main([*settings(**RACE | dict(run__steps=1, run__keep_checkpoints=9)), "--resume"]) == 2
+    told = "error: run.steps = 1, but the newest checkpoint is of step 2; take at least 2\n"
+    assert capsys.readouterr().err == told
     assert train.main([*settings(**RACE | dict(run__steps=3, run__keep_checkpoints=9)), "--resume"]) == 0
     assert steps_of(tmp_path / "run")[-1]["round"]["queue"] == 0
 

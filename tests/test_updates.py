@@ -24,6 +24,7 @@ from checkpoint import list_checkpoints, load_state
 from config import ConfigError
 from core import Sample, Span, with_span
 from engine.sequence import Sequence
+from job import Job
 from metrics import Clock
 from model import Model
 from overlap.pools import Pools
@@ -402,6 +403,25 @@ def train_decoding_slowly(world: World, *runs: list[str], **more) -> None:
     train_runs(world, *runs, **more)
 
 
+def train_and_be_signalled_as_ranks_move(world: World, settings: list[str]) -> None:
+    save = Job.save
+
+    def save_signalled(job: Job, waits: bool) -> None:
+        save(job, waits)
+        if job.split.moves and world.is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Job.save = save_signalled
+    train_decoding_slowly(world, settings)
+
+
+def test_a_signal_while_ranks_change_sides_ends_the_run(settings, run_ranks, tmp_path: Path) -> None:
+    auto = settings("auto", **APART | dict(run__steps=5, rollout__stop="[]", overlap__train_ranks="auto"))
+    run_ranks(3, train_and_be_signalled_as_ranks_move, auto)
+    assert steps_of(tmp_path / "auto")[-1]["step"] == 3
+    assert list_checkpoints(tmp_path / "auto")[-1].name == "step_000003"
+
+
 def test_ranks_change_sides_by_measured_times(settings, run_ranks, tmp_path: Path) -> None:
     """Decoding takes much longer than training here, so two of three ranks should decode; at first one does."""
     make = partial(settings, **APART | dict(run__steps=5, rollout__stop="[]"))
@@ -528,6 +548,7 @@ REFUSED: list[tuple[int, dict, list[str]]] = [
     (1, ONE_TRAINS, ["overlap.train_ranks = 1 leaves none of 1 ranks to decode", "take fewer"]),
     (4, AUTO | dict(rollout__weights="sharded", trainer__shard=2), ["train_ranks = auto", "whole weights"]),
     (2, AUTO | OFF, ["overlap.train_ranks = auto", "they take turns", "give a number of ranks"]),
+    (4, AUTO | OFF | dict(trainer__shard=2), ["overlap.train_ranks = auto", "they take turns"]),
     (2, ROUNDS | dict(stream__policy="fixed"), ["stream.policy = fixed", *NO_PLACE_APART]),
     (2, ROUNDS | dict(planner__rule="paper"), ["planner.rule = paper", *NO_PLACE_APART]),
     (2, ROUNDS | dict(run__replay=ROOT), ["run.replay = ", *NO_PLACE_APART]),
