@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import torch
 
+from checkpoint import list_checkpoints, step_of
 from config import AUTO, ConfigError, describe, load_config, option
 from metrics import read_records
 from policies.admission import Asked, asked, recorded_phases
@@ -111,7 +112,8 @@ def make_job(c: MuxConfig, path: str, config: Config, place: Place, script: str)
     plans = memory_plan(typed, shape_of(config), ranks, ranks, torch.device("cpu"))  # no GPU is opened here
     host = sum(plans[0 if rank < training else -1].host for rank in range(ranks))
     command = [sys.executable, script, f"--ranks={ranks}", *flags]
-    env = environment(c, place, is_gpu)
+    # A step that a signal ends may wait for phases of all others; the server limits what each phase takes.
+    env = environment(c, place, is_gpu) | {launcher.SHUTDOWN: os.environ.get(launcher.SHUTDOWN, str(10**7))}
     return JobRun(name, path, place, Path(config.run.dir), config.run.steps, command, env, host, not training, c.slo)
 
 
@@ -222,6 +224,9 @@ class Mux:
         code = self.codes[job.name] = await job.run(resume)
         self.record("exits", job=job.name, code=code)
         step = job.newest_record().get("step", 0)
+        saved = max((step_of(path) or 0 for path in list_checkpoints(job.folder)), default=0)
+        if job.stopped and saved < step:
+            job.stopped, job.why = False, job.why or f"before its checkpoint; the newest is of step {saved}"
         if code and not job.stopped:
             how = job.why or (f"signal {-code} ended it" if code < 0 else f"exit code {code}: {job.last_words()}")
             others = "; the others go on" * any(other.runs for other in self.jobs.values())
@@ -246,8 +251,8 @@ class Mux:
     def end_abandoned(self) -> None:
         """End jobs of which a rank that asks for permits has gone: others may wait for it for run.timeout_seconds."""
         for pool, at in self.left.items():
-            if time.time() > at + LEAVE_SECONDS:
-                job = self.jobs[pool.rpartition("/")[0]]
+            job = self.jobs[pool.rpartition("/")[0]]
+            if job.runs and time.time() > at + LEAVE_SECONDS:
                 job.kill(f"the rank that asked for its permits has gone: {job.last_words()}")
 
     def end_job(self, name: str, why: str) -> None:

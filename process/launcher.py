@@ -27,6 +27,7 @@ OPTIONS = {  # torchrun's own: a pattern for each, and its meaning
     **dict.fromkeys("rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr local_addr log_dir".split(), TEXT),
 }
 CORES = "PLAINROLL_CORES"  # in the environment: cores of each rank of this machine, such as 0,1;2,3 (mux.py)
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # in the environment: seconds between SIGTERM and SIGKILL to ranks
 SIGNALLED = 128  # a shell's exit code of a process that a signal has ended, less the signal's number
 
 
@@ -103,7 +104,7 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
     ranks = int(flags.ranks or 1)
     divide_cores(ranks)
     # A signal waits for the step and its checkpoint. An option of this name came with torch 2.12.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    os.environ.setdefault(SHUTDOWN, "600")
     # With restarts, only torch's lines tell why a rank was started again.
     logging.disable(logging.WARNING if int(flags.max_restarts or 0) else logging.ERROR)
     try:

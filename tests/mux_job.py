@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from process.launcher import SHUTDOWN
 from process.permits import Client, GroupError
 
 
@@ -34,6 +35,8 @@ def play(name: str, steps: int, first: int, folder: Path, clients: dict[str, Cli
         clients["train"].release()
         time.sleep(0.3 if name == "slow" else 0.02 if steps > 100 else 0.0)  # a long job outlasts the slow one's start
         if stopped:
+            if name != "forgets":
+                (folder / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
             sys.exit(143)
 
 
@@ -60,7 +63,9 @@ def main() -> int:
     flags = vars(parser.parse_known_args()[0])
     settings = tomllib.loads(Path(flags["config"]).read_text())["run"]
     if flags["check"]:
-        print(f"fine for {flags['ranks']} ranks on cores {os.environ['PLAINROLL_CORES']}")
+        print(
+            f"fine for {flags['ranks']} ranks on cores {os.environ['PLAINROLL_CORES']}; {os.environ[SHUTDOWN]} s to end"
+        )
         return 0
     folder, name = Path(settings["dir"]), flags["group.job"]
     records = folder / "steps.jsonl"

@@ -151,6 +151,19 @@ def test_an_interrupt_ends_all_jobs_after_their_steps(files, begin) -> None:
     assert not any(Path(name, "console.log").read_text() for name in ("slow", "a"))
 
 
+def test_a_job_that_ends_before_its_checkpoint_is_an_error(files, begin) -> None:
+    arguments = files("forgets", "a", steps=600)
+    process = begin(arguments)
+    until(lambda: 2 in steps_of("a") and 2 in steps_of("forgets"))
+    assert mux.main(["cancel", "forgets", arguments[1]]) == 0
+    until(lambda: "forgets: ended" in Path("out").read_text())
+    how = r"forgets: ended after step \d+: before its checkpoint; the newest is of step 0; the others go on"
+    assert re.search(how, Path("out").read_text())
+    assert mux.main(["cancel", "a", arguments[1]]) == 0
+    process.join(60)
+    assert process.exitcode == 1 and "a: stopped after step" in Path("out").read_text()
+
+
 @pytest.mark.slow
 def test_a_job_that_is_killed_and_resumed_is_the_same_as_alone_and_so_are_the_others(
     files, begin, settings, run_ranks, capsys
@@ -270,7 +283,10 @@ def _command(pid: int) -> bytes:
 
 def test_check_looks_at_all_jobs(files, capfd) -> None:
     assert mux.main([*files("a", "b"), "--check"], JOB) == 0
-    assert capfd.readouterr().out.count("fine for 2 ranks on cores") == 2
+    told = capfd.readouterr().out.splitlines()[1::2]
+    assert len(told) == 2
+    for line in told:
+        assert re.fullmatch(r"fine for 2 ranks on cores \d+;\d+; 10000000 s to end", line), "others' phases take long"
     assert not Path("mux").exists()
 
 
