@@ -136,7 +136,7 @@ BENCHMARKS = {
         + ("benchmarks/taking_turns.py",),
         "seconds until the default task is learnt, to a held-out accuracy of {score:.2f}, medians of the seeds that "
         "have run: our best, {best}, is {seconds_ratio_best_over_sync:.2f} x as fast as our synchronous training, and "
-        "at least {seconds_ratio_trl_over_best:.0f} x as fast as TRL's GRPOTrainer, with one seed "
+        "at least {seconds_ratio_trl_over_best:.1f} x as fast as TRL's GRPOTrainer, with one seed "
         "([leaderboard](#time-to-a-score))",
         keeps=True,
     ),
@@ -331,10 +331,10 @@ BENCHMARKS = {
     "soak": Benchmark(
         "benchmarks/soak.py --steps 4000",
         (*RUN, "checkpoint.py", *ROUND, *TRAINING, *REWARDS, *STREAM),
-        "tail batching, stream training, sandbox and checkpoints: in 1,000 steps memory grows by {memory_slope:.1%} "
-        "in the worst process, open files by {files_slope:.1%}, step time by {step_time_slope:.1%}, processor time of"
-        " a step by {cpu_slope:.1%}; {processes_left} processes and {temporary_files_left} temporary files are left "
-        "([all of it](../benchmarks/results/soak_cpu.md))",
+        "tail batching, stream training, sandbox and checkpoints, on {cores} cores: in 1,000 steps memory grows by "
+        "{memory_slope:.1%} in the worst process, open files by {files_slope:.1%}, step time by {step_time_slope:.1%}, "
+        "processor time of a step by {cpu_slope:.1%}; {processes_left} processes and {temporary_files_left} temporary "
+        "files are left ([all of it](../benchmarks/results/soak_cpu.md))",
     ),
 }
 

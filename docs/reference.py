@@ -9,6 +9,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from config import toml_text
+from mux import MuxConfig
+from serve import ServeConfig
 from settings import FREE_TO_CHANGE, Config
 from simulate import SimulationConfig
 
@@ -28,6 +30,16 @@ Sections: {sections}
 SIMULATOR = """## The simulator
 
 [`simulate.py`](simulator.md) takes the sections {shared} of above, and these of its own.
+"""
+
+GROUP = """## A group of jobs
+
+[`mux.py`](mux.md) takes these, and each of its jobs the sections above.
+"""
+SERVER = """## A server
+
+[`serve.py`](serving.md) takes `rollout` and `sampling` of above, with 2048 tokens each for prompt and response, and
+these.
 """
 
 
@@ -65,6 +77,7 @@ def text() -> str:
     parts += [f"## {name}\n\n{table(name, getattr(run, name))}\n" for name in own]
     parts.append(SIMULATOR.format(shared=", ".join(f"`{name}`" for name in shared)))
     parts += [f"### {name}\n\n{table(name, getattr(simulation, name))}\n" for name in more]
+    parts += [f"{GROUP}\n{table('mux', MuxConfig())}\n", f"{SERVER}\n{table('serve', ServeConfig())}\n"]
     return "\n".join(parts)
 
 
