@@ -79,10 +79,16 @@ def entry(default: str, about: str, table: Mapping[str, object]) -> str:
     return option(default, f"{about} ({said})", choices=table)
 
 
-def load_config(cls: type[C], source: str | Mapping[str, object] | None, overrides: Sequence[str] = ()) -> C:
+def load_config(
+    cls: type[C],
+    source: str | Mapping[str, object] | None,
+    overrides: Sequence[str] = (),
+    without: Collection[str] = (),
+) -> C:
     """Return a frozen `cls` from its defaults, a source and `--section.key=value` overrides.
 
-    `source`: a TOML file, or a dict whose keys are sections or `section.key`.
+    `source`: a TOML file, or a dict whose keys are sections or `section.key`. `without`: sections and keys of the file
+    that are passed over.
     """
     config = cls()
     if isinstance(source, Mapping):
@@ -99,7 +105,7 @@ def load_config(cls: type[C], source: str | Mapping[str, object] | None, overrid
             raise ConfigError(f"{path}: cannot read it ({error.strerror}); configs/ has examples") from None
         except (ValueError, RecursionError) as error:  # TOML, encoding, a number of thousands of digits
             raise ConfigError(f"{path}: not valid TOML: {error}") from None
-        config = _merge(config, values, source=f"{path}: ")
+        config = _merge(config, _less(values, without), source=f"{path}: ")
     for override in overrides:
         key, equals, text = override.removeprefix("--").partition("=")
         if not override.startswith("--") or not equals or not all(key.split(".")):
@@ -108,6 +114,14 @@ def load_config(cls: type[C], source: str | Mapping[str, object] | None, overrid
             )
         config = _merge(config, _nested(key, _parse(text)), source="", raw=text)
     return config
+
+
+def _less(values: Mapping, without: Collection[str], prefix: str = "") -> dict:
+    kept = {name: value for name, value in values.items() if prefix + name not in without}
+    return {
+        name: _less(value, without, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in kept.items()
+    }
 
 
 def _nested(key: str, value: object) -> dict:

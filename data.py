@@ -323,7 +323,7 @@ def _row(row: dict, where: str, source: str, words: Words, config: DataConfig, g
         if own not in row:
             has = f"it has: {', '.join(row) or 'nothing'}"
             raise ConfigError(f"{where}: no {words.field} {own!r} ({has}); {words.missing}, or set data.{field}_field")
-        row[field] = row[own]
+    row |= {"prompt": row[config.prompt_field], "answer": row[config.answer_field]}  # either may have the other's name
     prompt = row["prompt"]
     is_chat = isinstance(prompt, list) and all(
         isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -162,7 +162,8 @@ class Recorder:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(str(run / "tensorboard"))
+            repeated = first_step + 1 if first_step else 0  # what a killed run has told of these steps is told again
+            self.tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=repeated)
         if config.wandb:
             import wandb
 
@@ -257,6 +258,9 @@ class Recorder:
             error, count = result["standard_error"], result["num_prompts"]
             turns = f" | turns P50 {n['p50']:g} P99 {n['p99']:g}" if (n := result.get("turns")) else ""
             self.say(f"eval {step:4d} | {scores} | standard error {error:.3f}, {count} held-out prompts{turns}")
+            if errors := result["reward_errors"]:
+                why = result["first_reward_error"]
+                self.say(f"WARNING: eval {step}: {errors} rewards failed and count 0: {why}")
 
     def close(self) -> None:
         self.bar.close()

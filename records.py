@@ -74,7 +74,6 @@ def step_record(
     lengths = [sample.num_sampled for sample in samples]
     stages = {name for r in reports for name in r.seconds}
     slowest = {name: max(r.seconds.get(name, 0.0) for r in reports) for name in sorted(stages)}
-    errors = [f"{g.prompt.where}: {r.error}" for g in groups for r in g.rewards if r.error]
     window_wait = sum(r.seconds.get("window_wait", 0.0) for r in reports) / len(reports)
     return {
         "step": step,
@@ -89,8 +88,7 @@ def step_record(
         **reward_by_source(groups),
         **reward_parts(groups),
         "rewards": grading_record([r.pool for r in reports], seconds),
-        "reward_errors": len(errors),
-        "first_reward_error": errors[0] if errors else "",
+        **failed_rewards(groups),
         "mixed_groups": sum(visits_of(groups).values()) / len(groups),
         "truncated": sum(s.is_truncated for s in samples) / len(samples),
         "length": quantiles(lengths),
@@ -285,11 +283,18 @@ def evaluation_record(groups: Sequence[Group], seconds: float) -> Record:
     return {
         **scores(groups),
         **reward_parts(groups),
+        **failed_rewards(groups),
         "seconds": seconds,
         **turns_record(groups),
         **_each("by_source", groups, lambda group: group.prompt.source),
         **_each("by_task", groups, lambda group: group.prompt.task),
     }
+
+
+def failed_rewards(groups: Sequence[Group]) -> Record:
+    """Return how many gradings failed, which count 0, and where and why the first did."""
+    errors = [f"{group.prompt.where}: {reward.error}" for group in groups for reward in group.rewards if reward.error]
+    return {"reward_errors": len(errors), "first_reward_error": errors[0] if errors else ""}
 
 
 def scores(groups: Sequence[Group]) -> Record:

@@ -61,6 +61,22 @@ def may_decide(plan: RoundPlan, num_prompts: int, live: Mapping[VisitId, int]) -
     return incomplete < len(live) or num_prompts - incomplete >= plan.keep_prompts
 
 
+def prefill_first(r: "Round", steps: int) -> list[Finished]:
+    """Prefill what waits and finds room, and the replies to turns that end with it; return the events.
+
+    With turns no step may be under way: a GPU tells a step late what has ended, but here at once, and which rank has a
+    reply to prefill would count.
+    """
+    events = list[Finished]()
+    while r.engine.batcher.waiting:
+        with r.clock.span("prefill"):
+            ended = r.engine.prefill()
+        events += r.finish(ended, steps)
+        if not ended:
+            break
+    return events
+
+
 class Round:
     """Generates and grades what a plan launches: `play`, then `collect`. Both are collective.
 
@@ -153,11 +169,11 @@ class Round:
         is_watched = feeds or (self.sizes is not None and self.sizes[0].due > 0)
         iterations, steps = window(self.config, self.plan.kind, self.placement.num_replicas, may_leave, is_watched), 0
         while steps < iterations and self._goes_on(iterations, steps, events):
-            if self.prefills_first and self.engine.batcher.waiting:
-                with self.clock.span("prefill"):
-                    events += self.finish(self.engine.prefill(), steps)
+            if self.prefills_first:
+                events += prefill_first(self, steps)
             steps += 1
-            events += self.finish(self._step(), steps)
+            ended = [*self._step(), *(self.engine.land() if self.prefills_first and self.episodes.names else ())]
+            events += self.finish(ended, steps)
             self.rewards.update(self.graders.poll())
         if lands or may_leave or self.config.migrate:
             events += self.finish(self.engine.land(), steps + 1)  # the step that would have returned them

@@ -34,9 +34,10 @@ from policies.planner import PlannerConfig, refuse_within_round
 from policies.scale_down import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.step_times import PROFILE_NAME, Profile, load_profile
 from reward import RewardConfig, by_grader
-from rewards.graders import TASK_OF_JUDGE, check_rewards
+from rewards.graders import GRADERS, TASK_OF_JUDGE, check_rewards
 from rewards.judge import JudgeConfig, check_judge
 from rewards.pool import try_graders
+from rewards.remote import is_address
 from rewards.teacher import DistillConfig, check_teacher, planned_bytes
 from rollout import RolloutConfig
 from sampling import SamplingConfig
@@ -501,8 +502,16 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
     check_environments(c, everything, tokenizer, plays)
     check_rewards(c.reward, everything)
     first.pop(TASK_OF_JUDGE, None)
-    if is_main:
-        try_graders(c.reward, first)
+    slow = {name: "remote" if is_address(name) else "timeout" for name in first if name not in GRADERS}
+    for name, limit in slow.items():
+        if (longest := getattr(c.reward, f"{limit}_seconds")) > c.run.timeout_seconds:
+            raise ConfigError(
+                f"reward.{limit}_seconds = {longest:g}: other ranks wait for a grading by {name!r} at most "
+                f"run.timeout_seconds = {c.run.timeout_seconds:g}; raise that"
+            )
+    if is_main:  # an episode whose first turn is cut off has no rewards of turns
+        more: dict[str, dict] = {name: {"turn_rewards": []} if row.env else {} for name, row in first.items()}
+        try_graders(c.reward, {name: replace(row, extra=row.extra | more[name]) for name, row in first.items()})
     if (found := len(prompts)) < c.scheduler.num_prompts:
         every, _ = load_prompts(replace(c.data, eval_prompts=0), tokenizer, c.rollout.max_prompt_tokens)
         left = len(every) - found

@@ -41,6 +41,7 @@ MODELS = {
     "7B": model_config(3584, 28, 28, 4, 18944, 152064, False),
 }
 Rows = Collection[tuple[Sequence, np.ndarray]]
+MIXTURE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True)
 SMALL = model_config(64, 2, 4, 2, 128, 300, True)  # stands in on a CPU
 GREEDY, PLAIN = SamplingConfig(temperature=0.0), SamplingConfig()
 CUT = SamplingConfig(temperature=0.8, top_k=50, top_p=0.9)
@@ -529,8 +530,10 @@ def check_families(s: Section, vocab: int) -> None:
         "qwen3": dict(head_dim=128),
         "llama": dict(head_dim=80, attention_bias=True),
         "qwen2": dict(head_dim=256),
+        "qwen3_moe": dict(head_dim=128, **MIXTURE),
     }
-    for family, more in families.items() if s.on_gpu else [("qwen3", dict(head_dim=16))]:
+    small = [("qwen3", dict(head_dim=16)), ("qwen3_moe", dict(head_dim=16, **MIXTURE))]
+    for family, more in families.items() if s.on_gpu else small:
         name = f"{family}, head size {more['head_dim']}, untied"
         with s.guard(name):
             c = model_config(256 if s.on_gpu else 32, 3, 4, 2, 256, vocab, False, model_type=family, **more)
@@ -540,6 +543,9 @@ def check_families(s: Section, vocab: int) -> None:
             tokens = torch.tensor([t for q in sequences for t in samples[q.prompt_index].token_ids], device=s.device)
             wrong = int((full_forward(model, sequences, samples, GREEDY)[0].argmax(-1) != tokens).sum())
             s.row(name, f"greedy: {wrong} of {len(tokens)} tokens differ from a full forward's", wrong == 0)
+        if s.on_gpu and model.shape.num_experts:
+            with s.guard("mixture, bf16"):
+                check_paths(s, "mixture", model.bfloat16(), PLAIN, 8)
 
 
 def check_memory(s: Section, model: Model) -> None:

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -332,9 +333,9 @@ BENCHMARKS = {
         "benchmarks/soak.py --steps 4000",
         (*RUN, "checkpoint.py", *ROUND, *TRAINING, *REWARDS, *STREAM),
         "tail batching, stream training, sandbox and checkpoints, on {cores} cores: in 1,000 steps memory grows by "
-        "{memory_slope:.1%} in the worst process, open files by {files_slope:.1%}, step time by {step_time_slope:.1%}, "
-        "processor time of a step by {cpu_slope:.1%}; {processes_left} processes and {temporary_files_left} temporary "
-        "files are left ([all of it](../benchmarks/results/soak_cpu.md))",
+        "{memory_slope:.1%} in the worst process, open files by {files_slope:.1%}; step time changes by "
+        "{step_time_slope:+.1%}, processor time of a step by {cpu_slope:+.1%}; {processes_left} processes and "
+        "{temporary_files_left} temporary files are left ([all of it](../benchmarks/results/soak_cpu.md))",
     ),
 }
 
@@ -495,9 +496,11 @@ def fields(name: str) -> dict[str, Any]:
 
 
 def notes(names: Sequence[str]) -> str:
-    """Return a list of the results that are old: command, commit, and what has changed since."""
-    old = reasons()
-    lines = [f"- `{BENCHMARKS[n].command}`, {fields(n)['commit']}: {old[n]}" for n in names if n in old]
+    """Return a list of the results that are old, by what has changed since: their commands and commits."""
+    old, alike = reasons(), defaultdict[str, list[str]](list)
+    for name in (name for name in names if name in old):
+        alike[old[name]].append(f"`{BENCHMARKS[name].command}` ({fields(name)['commit']})")
+    lines = [f"- {', '.join(results)}: {reason}" for reason, results in alike.items()]
     head = "Older than the code, and what has changed since:", ""
     return "\n".join(("", *head, *lines, "")) if lines else ""
 

@@ -59,6 +59,16 @@ def mix(
     return (parts * weights[:, :, None]).sum(1)
 
 
+def waits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `grouped` waits for the GPU, so that no CUDA graph can hold it.
+
+    torch 2.13 has a kernel that does not for bfloat16 on Hopper (9.0) and Blackwell's B200 (10.0) only.
+    """
+    if device.type != "cuda":
+        return False
+    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10)
+
+
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows ends[e - 1] .. ends[e] - 1 of x [n, in] by weight[e] [out, in]; rows after the last end give 0.
 

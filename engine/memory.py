@@ -150,7 +150,7 @@ class PageMemory:
         """Copy pages, (from, to) each. No copy reads what another writes."""
         if pairs := list(pairs):
             source, target = upload(pairs, self.device).T
-            kv = self.kv
-            kv[:, :, target] = kv[:, :, source]
+            for layer in self.kv.unbind():  # a copy of all layers at once is in no memory plan
+                layer[:, target] = layer[:, source]
             if self.experts is not None:
                 self.experts[target] = self.experts[source]

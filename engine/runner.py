@@ -10,7 +10,7 @@ from engine import native
 from engine.batcher import Batcher, Removed, Started
 from engine.cpu import BatchedPages, PageAttention, few_sizes
 from engine.drafts import Drafts
-from engine.experts import record, record_rows
+from engine.experts import record, record_rows, waits
 from engine.graphs import DecodeGraphs
 from engine.host import upload
 from engine.memory import PageMemory
@@ -48,6 +48,8 @@ class Runner:
         self.memory.shape(start, shard.kv_shape(pages.size, pages.page_size))
         if self.graphs:
             self.graphs.layout = shard.split.size
+            if shard.shape.num_experts and waits(shard.model.dtype, self.memory.device):
+                self.graphs.captures = False
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -108,6 +108,8 @@ def table(record: Record) -> str:
         values += [f"{length['mean']:.1f}", f"{length['p99']:.0f}", f"{length['max']:.0f}", f"{part['truncated']:.1%}"]
         lines.append(f"{name:<{width}}" + "".join(f"  {v:>{max(len(h), 8)}}" for h, v in zip(heads, values)))
     parts = (f"  {name} {value:.3f}" for name, value in record.get("reward_parts", {}).items())
+    if errors := record["reward_errors"]:
+        lines.append(f"WARNING: {errors} rewards failed and count 0: {record['first_reward_error']}")
     return "\n".join([*lines, *(["mean parts of the reward:", *parts] if "reward_parts" in record else [])])
 
 
@@ -139,7 +141,9 @@ def main(argv: list[str]) -> int:
                     f"--out={flags.out}: no file can be written there; name one in a folder that is there"
                 )
             model, own = model_of(Path(folders[0]))
-            given = load_config(Config, flags.config or (str(own) if own else None), overrides)
+            # A loss or a policy may be an entry of a script that is not here.
+            source, without = flags.config or (str(own) if own else None), (*TRAINING, "scheduler.policy")
+            given = load_config(Config, source, overrides, without)
             config = settled(given, model, scratch, size)
             refuse_without_effect(overrides, given, config)
             if not config.data.eval_prompts:

@@ -22,5 +22,9 @@ def raises(response: str, answer: str, row: dict) -> float:
     return 1.0
 
 
+def of_turns(response: str, answer: str, row: dict) -> float:
+    return sum(row["turn_rewards"])
+
+
 def parts(response: str, answer: str, row: dict) -> dict[str, float]:
     return {"length": min(len(response), 8) / 8, "ascii": float(response.isascii())}

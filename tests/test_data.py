@@ -478,6 +478,13 @@ def saved(pyarrow, folder: Path, *tables) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize("prompt, answer", [("text", "prompt"), ("answer", "prompt"), ("answer", "answer")])
+def test_prompt_and_answer_may_have_each_others_names(prompt: str, answer: str, plain, jsonl):
+    rows = [{"prompt": f"p{i}", "answer": f"a{i}", "text": f"t{i}"} for i in range(20)]
+    found = [p for part in load(plain, jsonl(*rows), prompt_field=prompt, answer_field=answer) for p in part]
+    assert sorted((p.text, p.answer) for p in found) == sorted((row[prompt], row[answer]) for row in rows)
+
+
 def test_a_table_has_the_prompts_that_lines_have(arrow, jsonl, plain, chat, tmp_path):
     import pyarrow.parquet
 

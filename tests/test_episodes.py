@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from conftest import ROOT, steps_of, train_runs
+from conftest import ALONE, ROOT, FusedEngine, steps_of, train_runs
 from test_updates import losses, tokens_of, train_and_be_killed, trained
 from torch.multiprocessing.spawn import ProcessException
 from worlds import chat
@@ -20,6 +20,7 @@ from engine.sequence import Sequence as EngineSequence
 from environments import EnvConfig, Episode, reply_tokens
 from envs.episodes import Episodes
 from overlap.phases import GroupConfig
+from parallel import World
 from process.workers import WorkerError
 from reward import RewardConfig
 from rollout import Engine, sequence_for
@@ -109,6 +110,30 @@ def test_ranks_change_no_token(settings, run_ranks, tmp_path: Path) -> None:
     versions = [len({s["version"] for s in x["spans"]}) for step in trained(tmp_path / "late") for row in step
                 for x in row["samples"]]  # fmt: skip
     assert max(versions) > 1, "an update interrupts episodes"
+
+
+def test_a_grader_may_take_the_rewards_of_turns(settings, tmp_path: Path) -> None:
+    mine = settings("mine", data__task=f"{ROOT}/tests/graders.py:of_turns", run__steps=1)
+    assert train.main([*mine, "--check"]) == train.main(mine) == 0
+    assert steps_of(tmp_path / "mine")[-1]["reward_errors"] == 0
+
+
+def train_fused(world: World, *runs: list[str], **more) -> None:
+    """Train as on a GPU, which returns what has ended one step late."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("job.Engine", FusedEngine)
+        train_runs(world, *runs, **more)
+
+
+def test_ranks_change_no_token_where_samples_are_returned_a_step_late(settings, run_ranks, tmp_path: Path) -> None:
+    surplus = dict(scheduler__eta_responses=1.5, scheduler__eta_prompts=1.5, scheduler__policy="tail_batching")
+    make = partial(settings, overlap__depth=1, overlap__bound=3, run__steps=6, **surplus)
+    train_fused(ALONE, make("one"))
+    run_ranks(2, train_fused, make("two"))
+    run_ranks(4, train_fused, make("four"))
+    assert train.main(make("cpu")) == 0
+    for name in ("two", "four", "cpu"):
+        assert tokens_of(tmp_path / name) == tokens_of(tmp_path / "one")
 
 
 def test_neither_speed_nor_place_of_environments_changes_a_token(settings, run_ranks, tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from conftest import ROOT, steps_of
 
 import train
 from checkpoint import list_checkpoints
+from loss import LOSSES
 from metrics import read_records
 from process import evaluate
+from scheduler import POLICIES
 
 pytestmark = pytest.mark.slow  # processes and whole runs
 
@@ -83,6 +85,19 @@ def test_the_best_checkpoint_is_kept_after_a_resume_and_named_to_the_end(setting
     out = tmp_path / "best.json"
     assert evaluate.main([str(run / "checkpoints" / "best"), f"--out={out}"]) == 0
     assert json.loads(out.read_text())["eval"]["avg@2"] == best["score"]
+
+
+def test_a_run_with_a_loss_and_a_grader_that_fails_is_evaluated(settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(LOSSES, "mine", LOSSES["ppo"])
+    monkeypatch.setitem(POLICIES, "own", POLICIES["synchronous"])
+    grader = f"{ROOT / 'tests' / 'graders.py'}:raises"
+    own = dict(loss__name="mine", scheduler__policy="own", data__task=grader, run__steps=1, run__eval_every=1)
+    assert train.main(settings(**own)) == 0
+    monkeypatch.undo()
+    told = f"{steps_of(tmp_path / 'run')[-1]['eval']['reward_errors']} rewards failed and count 0: "
+    assert "WARNING: eval 1: " + told in capsys.readouterr().out
+    assert evaluate.main([str(tmp_path / "run")]) == 0
+    assert "WARNING: " + told in (out := capsys.readouterr().out) and "no grade today" in out
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from attention import PackedAttention
 from checkpoint import list_checkpoints, load_model, save_model
 from core import Example, ModelShape
+from engine import experts
 from loss import LossConfig
 from model import Model, parse_shape
 from parallel import World
@@ -129,6 +130,14 @@ def only(gate, allowed: Tensor):
         return logits, weights, chosen
 
     return forward
+
+
+def test_graphs_hold_mixtures_only_where_their_products_do_not_wait(monkeypatch) -> None:
+    gpu, capability = torch.device("cuda"), [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: tuple(capability))
+    assert not experts.waits(torch.bfloat16, gpu) and experts.waits(torch.float32, gpu)
+    capability[:] = 8, 6
+    assert experts.waits(torch.bfloat16, gpu) and not experts.waits(torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("replays", [True, False])

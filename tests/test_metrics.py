@@ -43,7 +43,7 @@ def make_record(step: int, **changes) -> dict:
 
 
 def make_eval(score: float) -> dict:
-    length = {"length": quantiles([10, 20]), "truncated": 0.125}
+    length = {"length": quantiles([10, 20]), "truncated": 0.125, "reward_errors": 0}
     return {"avg@4": score, "pass@4": 2 * score, "standard_error": 0.01, "num_prompts": 512, **length}
 
 
@@ -333,6 +333,15 @@ def test_a_logger_that_is_not_installed_is_refused_by_name(monkeypatch, config: 
     check_loggers(LogConfig())
     monkeypatch.setitem(sys.modules, package, SimpleNamespace())
     check_loggers(config)
+
+
+@pytest.mark.parametrize(("first", "purged"), [(0, 0), (25, 26)])
+def test_tensorboard_forgets_the_steps_that_are_told_again(first: int, purged: int, tmp_path, monkeypatch) -> None:
+    told = []
+    writer = lambda _, purge_step: told.append(purge_step) or SimpleNamespace(close=lambda: None)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
+    make_recorder(tmp_path, first, config=LogConfig(tensorboard=True)).close()
+    assert told == [purged]
 
 
 def test_wandb_gets_every_number_under_a_flat_name(tmp_path, monkeypatch) -> None:

@@ -104,6 +104,14 @@ def test_a_prompt_passes_by_its_best_response() -> None:
     assert record["standard_error"] == pytest.approx(0.2886751 / 3**0.5)
 
 
+def test_an_evaluation_tells_of_rewards_that_failed() -> None:
+    good, bad = group(0, "a", 1.0, 0.0), group(1, "a", 0.0, 0.0)
+    bad = replace(bad, prompt=replace(bad.prompt, where="x.jsonl:2"), rewards=(Reward(0.0, error="no grade"),) * 2)
+    record = evaluation_record([good, bad], 1.0)
+    assert record["reward_errors"] == 2 and record["first_reward_error"] == "x.jsonl:2: no grade"
+    assert evaluation_record([good], 1.0)["reward_errors"] == 0
+
+
 def test_each_source_and_each_grader_has_its_scores_where_there_are_several() -> None:
     groups = [group(0, "a", 1.0, 0.0), group(1, "b", 0.5, 0.5), group(2, "a", 1.0, 1.0)]
     assert "by_task" not in evaluation_record(groups[::2], 1.0) and "by_source" not in evaluation_record(groups, 1.0)
