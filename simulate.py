@@ -32,6 +32,7 @@ from policies.replica import Replica, Response
 from policies.scale_down import Progress, ScaleDown, StreamConfig, StreamPolicy, refuse_dynamic_sampling
 from policies.split import SplitTimes, Work
 from policies.step_times import FittedTimes, Profile, SizeProfile, read_profile
+from process import command
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
 from scheduler import POLICIES, Race, RoundPolicy, SchedulerConfig, races, window
@@ -449,8 +450,7 @@ class Simulation:
         graded = reward_times(rollout, wanted, c.grading, self.timeouts, c.cluster.seed)
         self.newest, self.graded = rollout, graded
         end = rollout.seconds
-        size = len(plan.prompts[0].prompt.token_ids)
-        lengths = {id: rollout.lengths[id] + size for id in accepted}
+        lengths = {id: rollout.lengths[id] + len(rollout.prompts[id.visit].token_ids) for id in accepted}
         streamed, late = self._stream(rollout, lengths, graded)
         rest = [n for id, n in lengths.items() if id.visit not in streamed]
         self.token_seconds = self.costs.train(list(lengths.values()), c.cluster.gpus) / sum(lengths.values())
@@ -742,4 +742,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command.run(main)

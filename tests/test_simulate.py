@@ -549,12 +549,13 @@ def test_engine_and_simulator_have_the_same_pages(kv_heads: int) -> None:
 # ---- recorded runs, and the command line -------------------------------------------------------------------------
 
 
-def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, capsys) -> None:
-    rng, trained = Random(0), {}
+def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, capsys, monkeypatch) -> None:
+    rng, trained, train, seen = Random(0), {}, Costs.train, list[int]()
+    monkeypatch.setattr(Costs, "train", lambda self, n, gpus: (seen.append(sum(n)), train(self, n, gpus))[1])
     for step in range(3):
         groups = []
         for i in range(4):
-            prompt = Prompt(4 * step + i, (1, 2, 3), "", "", "match")
+            prompt = Prompt(4 * step + i, (1,) * (1 + i), "", "", "match")
             ids = [tuple(range(rng.randint(1, 60))) for _ in range(2)]
             samples = tuple(Sample(prompt.index, r, 0, ids[r], (), "stop", ()) for r in range(2))
             trained[0, prompt.index] = [len(n) for n in ids]
@@ -569,7 +570,8 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
     assert sorted(again[:2]) == sorted(trained[0, 5])
     assert main([f"--replay={tmp_path}", "--cluster.steps=3", "--cluster.gpus=1"]) == 0
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert sum(r["tokens"] for r in records) == sum(map(sum, trained.values()))
+    assert sum(r["tokens"] for r in records) == (tokens := sum(map(sum, trained.values())))
+    assert sum(seen) == 2 * (tokens + 3 * 2 * (1 + 2 + 3 + 4)), "all samples with their prompts, asked for twice"
     assert last["mean_step_seconds"] == pytest.approx(np.mean([r["seconds"]["step"] for r in records]))
     assert last["weights"] == "whole" and last["pages"]["whole"] == last["pages"]["sharded"] > 0  # at size 1
 
