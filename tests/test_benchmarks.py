@@ -485,7 +485,7 @@ def test_code_makes_a_result_old_and_comments_do_not(house: ModuleType, tmp_path
     house.write()
     text, commit = (tmp_path / "README.md").read_text(), house.fields("one")["commit"]
     assert "{ratio} -->1.52<!-- end -->" in text and text.count("(Measured at commit ") == 1  # after the block of lines
-    assert f"what has changed since:\n\n- `one.py`, {commit}: the mend of X\n<!-- end -->" in text
+    assert f"what has changed since:\n\n- `one.py` ({commit}): the mend of X\n<!-- end -->" in text
     house.run("one", quick=False)  # measured anew: no reason is needed any more
     house.write()
     assert not house.reasons() and "before" not in (tmp_path / "README.md").read_text()
