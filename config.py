@@ -117,10 +117,10 @@ def load_config(
 
 
 def _less(values: Mapping, without: Collection[str], prefix: str = "") -> dict:
-    kept = {name: value for name, value in values.items() if prefix + name not in without}
     return {
         name: _less(value, without, f"{prefix}{name}.") if isinstance(value, Mapping) else value
-        for name, value in kept.items()
+        for name, value in values.items()
+        if prefix + name not in without
     }
 
 

@@ -142,6 +142,11 @@ def kind_of(record: Record) -> str:
     return record.get("round", {}).get("kind", "replay")
 
 
+def of_failed(record: Record) -> str:
+    """Say how many rewards of a step or an evaluation failed, and why the first did."""
+    return f"{record['reward_errors']} rewards failed and count 0: {record['first_reward_error']}"
+
+
 class Recorder:
     """Writes the records of one run: on rank 0, where it is `active`. On other ranks it does nothing."""
 
@@ -208,8 +213,8 @@ class Recorder:
         played, warning = record.get("round"), f"WARNING: step {record['step']}: "
         if skipped := record["train"]["skipped"]:
             self.say(f"{warning}update skipped: {skipped}")
-        if errors := record["reward_errors"]:
-            self.say(f"{warning}{errors} rewards failed and count 0: {record['first_reward_error']}")
+        if record["reward_errors"]:
+            self.say(f"{warning}{of_failed(record)}")
         if played and played["padded"]:
             self.say(
                 f"{warning}dynamic sampling found {played['zero_variance']} of {played['prompts']} prompts with equal "
@@ -258,9 +263,8 @@ class Recorder:
             error, count = result["standard_error"], result["num_prompts"]
             turns = f" | turns P50 {n['p50']:g} P99 {n['p99']:g}" if (n := result.get("turns")) else ""
             self.say(f"eval {step:4d} | {scores} | standard error {error:.3f}, {count} held-out prompts{turns}")
-            if errors := result["reward_errors"]:
-                why = result["first_reward_error"]
-                self.say(f"WARNING: eval {step}: {errors} rewards failed and count 0: {why}")
+            if result["reward_errors"]:
+                self.say(f"WARNING: eval {step}: {of_failed(result)}")
 
     def close(self) -> None:
         self.bar.close()

@@ -64,8 +64,8 @@ def may_decide(plan: RoundPlan, num_prompts: int, live: Mapping[VisitId, int]) -
 def prefill_first(r: "Round", steps: int) -> list[Finished]:
     """Prefill what waits and finds room, and the replies to turns that end with it; return the events.
 
-    With turns no step may be under way: a GPU tells a step late what has ended, but here at once, and which rank has a
-    reply to prefill would count.
+    With `env.clock` = steps no step may be under way: a GPU tells a step late what has ended, but here at once, and
+    which rank has a reply to prefill would count.
     """
     events = list[Finished]()
     while r.engine.batcher.waiting:
@@ -172,7 +172,7 @@ class Round:
             if self.prefills_first:
                 events += prefill_first(self, steps)
             steps += 1
-            ended = [*self._step(), *(self.engine.land() if self.prefills_first and self.episodes.names else ())]
+            ended = [*self._step(), *(self.engine.land() if self.prefills_first and self.waits_for_replies else ())]
             events += self.finish(ended, steps)
             self.rewards.update(self.graders.poll())
         if lands or may_leave or self.config.migrate:

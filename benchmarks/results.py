@@ -498,7 +498,7 @@ def fields(name: str) -> dict[str, Any]:
 def notes(names: Sequence[str]) -> str:
     """Return a list of the results that are old, by what has changed since: their commands and commits."""
     old, alike = reasons(), defaultdict[str, list[str]](list)
-    for name in (name for name in names if name in old):
+    for name in filter(old.__contains__, names):
         alike[old[name]].append(f"`{BENCHMARKS[name].command}` ({fields(name)['commit']})")
     lines = [f"- {', '.join(results)}: {reason}" for reason, results in alike.items()]
     head = "Older than the code, and what has changed since:", ""

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import checkpoint
 from config import ConfigError, flatten, load_config
 from job import open_job
-from metrics import Clock, Record
+from metrics import Clock, Record, of_failed
 from parallel import World
 from process import command, ending, launcher
 from scheduler import SchedulerConfig
@@ -108,8 +108,8 @@ def table(record: Record) -> str:
         values += [f"{length['mean']:.1f}", f"{length['p99']:.0f}", f"{length['max']:.0f}", f"{part['truncated']:.1%}"]
         lines.append(f"{name:<{width}}" + "".join(f"  {v:>{max(len(h), 8)}}" for h, v in zip(heads, values)))
     parts = (f"  {name} {value:.3f}" for name, value in record.get("reward_parts", {}).items())
-    if errors := record["reward_errors"]:
-        lines.append(f"WARNING: {errors} rewards failed and count 0: {record['first_reward_error']}")
+    if record["reward_errors"]:
+        lines.append(f"WARNING: {of_failed(record)}")
     return "\n".join([*lines, *(["mean parts of the reward:", *parts] if "reward_parts" in record else [])])
 
 
