@@ -14,6 +14,11 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+from process.threads import before_torch
+
+if __name__ == "__main__":
+    before_torch()
+
 import torch
 from tqdm import tqdm
 

@@ -33,7 +33,8 @@ OWN = {"run.dir": "--out=FILE keeps the scores", "run.steps": "nothing is traine
 TRAINING = (
     "warm_start planner drafts overlap loss distill stream group log".split()
 )  # sections that change no evaluation
-IDLE = {"run.eval_every", "run.checkpoint_every", "run.keep_checkpoints", "data.curriculum"}  # and other such keys
+IDLE = set("run.eval_every run.checkpoint_every run.keep_checkpoints data.curriculum".split())  # and other such keys
+IDLE |= {"reward.weights", "reward.overlong_buffer"}
 
 
 def model_of(folder: Path) -> tuple[Path, Path | None]:

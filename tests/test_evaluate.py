@@ -113,6 +113,8 @@ def test_a_run_with_a_loss_and_a_grader_that_fails_is_evaluated(settings, tmp_pa
         (["{tiny}", "--loss.name=ppo"], ["loss.name has no place", "it changes nothing"]),
         (["{tiny}", "--trainer.lr=1"], ["trainer.lr has no place"]),
         (["{tiny}", "--data.curriculum=pass_rate"], ["data.curriculum has no place"]),
+        (["{tiny}", "--reward.weights=match=0.5"], ["reward.weights has no place"]),
+        (["{tiny}", "--reward.overlong_buffer=4"], ["reward.overlong_buffer has no place"]),
         (["{tiny}", "--run.steps=3"], ["run.steps has no place"]),
         (["{tiny}", "--model.path=x"], ["model.path has no place", "FOLDER"]),
         (["{tiny}", "--data.eval_prompts=0"], ["data.eval_prompts = 0", "raise it"]),

@@ -85,7 +85,7 @@ def test_tensors_lie_in_huge_pages_unless_the_user_says_otherwise(alone, given: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train.py", "serve.py", "process/evaluate.py"])
+@pytest.mark.parametrize("script", ["train.py", "serve.py", "profiler.py", "process/evaluate.py"])
 def test_a_script_says_how_threads_wait_before_torch_reads_it(script: str) -> None:
     code = (
         "import runpy, sys\nfrom process import threads\n"
