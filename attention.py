@@ -94,11 +94,11 @@ class VarlenAttention:
         if q.is_cuda and q.dtype != torch.float32:
             return _flash_varlen()(q, k, v, *self.bounds, *self.longest, window_size=(window - 1, 0))
         groups, parts = q.shape[1] // k.shape[1], []
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        for query, key, value in zip(q.split(self.lengths[0]), k.split(self.lengths[1]), v.split(self.lengths[1])):
-            mask = _causal_mask(len(query), len(key), window, q.device)
-            query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))  # heads first
-            parts.append(F.scaled_dot_product_attention(query, key, value, mask)[0].transpose(0, 1))
+        for query, *kv in zip(q.split(self.lengths[0]), k.split(self.lengths[1]), v.split(self.lengths[1])):
+            mask = _causal_mask(len(query), len(kv[0]), window, q.device)
+            key, value = (x.repeat_interleave(groups, 1).transpose(0, 1)[None] for x in kv)  # heads first
+            out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], key, value, mask)  # [1, H, queries, D]
+            parts.append(out[0].transpose(0, 1))
         return torch.cat(parts)
 
 

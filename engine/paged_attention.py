@@ -13,28 +13,41 @@ from engine import kernels
 from engine.cpu import PageAttention
 from engine.drafts import Drafts
 from engine.host import upload
+from engine.pages import GATHERED_TOKENS
 from engine.sequence import Chunk
 
 
 class ChunkAttention:
-    """Attention of one step's chunks: to themselves if all start their contexts, else to keys gathered from pages."""
+    """Attention of one step's chunks: to themselves if all start their contexts, else to keys gathered from pages.
+
+    A few chunks at a time, so that what is gathered stays small beside many short turns of long contexts.
+    """
 
     def __init__(self, chunks: list[Chunk], page: int, device: torch.device):
         pages = [np.asarray(chunk.prefill.leader.pages) for chunk in chunks]
         ends = [chunk.end for chunk in chunks]
 
-        def places(positions: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-            """Return pages and positions of some of each chunk's context."""
-            own = [of_chunk[p // page] for of_chunk, p in zip(pages, positions, strict=True)]
+        def places(positions: list[np.ndarray], first: int = 0) -> tuple[Tensor, Tensor]:
+            """Return pages and positions of some of the contexts of chunks, from the `first` on."""
+            own = [of_chunk[p // page] for of_chunk, p in zip(pages[first:], positions)]
             return upload(np.concatenate(own), device), upload(np.concatenate(positions), device)
 
         self.token_ids = upload([t for c in chunks for t in c.prefill.context[c.start : c.end]], device)
         self.write_pages, self.positions = places([np.arange(c.start, c.end) for c in chunks])
-        if continues := any(c.start for c in chunks):
-            self.key_pages, positions = places([np.arange(end) for end in ends])
-            self.key_offsets = positions % page
-            self.varlen = VarlenAttention([c.end - c.start for c in chunks], ends, device)
+        continues = any(c.start for c in chunks)
         self.packed = None if continues else PackedAttention(ends, device)
+        self.parts: list[tuple[slice, Tensor, Tensor, VarlenAttention]] = []  # rows, pages and offsets of keys
+        first = row = gathered = 0
+        for i, end in enumerate(ends if continues else ()):
+            gathered += end
+            if i + 1 < len(ends) and gathered + ends[i + 1] <= GATHERED_TOKENS:
+                continue
+            part = slice(first, i + 1)
+            lengths = [c.end - c.start for c in chunks[part]]
+            key_pages, positions = places([np.arange(end) for end in ends[part]], first)
+            varlen = VarlenAttention(lengths, ends[part], device)
+            self.parts.append((slice(row, row + sum(lengths)), key_pages, positions % page, varlen))
+            first, row, gathered = i + 1, row + sum(lengths), 0
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, k_pages: Tensor, v_pages: Tensor
@@ -42,8 +55,10 @@ class ChunkAttention:
         """q [T, H, D] and k, v [T, K, D] of the chunks' tokens, already written to their pages -> [T, H, D]"""
         if self.packed:
             return self.packed(layer, q, k, v, window)
-        key, value = (kv[self.key_pages, :, self.key_offsets] for kv in (k_pages, v_pages))
-        return self.varlen(q, key, value, window)
+        outputs = []
+        for rows, pages, offsets, varlen in self.parts:
+            outputs.append(varlen(q[rows], k_pages[pages, :, offsets], v_pages[pages, :, offsets], window))
+        return torch.cat(outputs)
 
 
 class DraftAttention:

@@ -310,10 +310,12 @@ def _updating(d: Demand) -> dict[str, Lines]:
 
 
 def _prefill(d: Demand) -> Lines:
-    """Return what a forward of the rollout holds: a layer's MLP, and what drawing takes of each row's logits."""
+    """Return what a forward of the rollout holds: a layer's MLP, its keys and values, what drawing takes of logits."""
     s, b = d.shape, d.itemsize
+    numbers = 2 * max(s.num_kv_heads // d.tensor_parallel, 1) * s.head_dim  # keys and values of a token in a layer
     return {
         f"activations of {d.step_tokens} tokens": 3 * (s.mlp_width + s.hidden_size) * b * d.step_tokens,
+        f"a layer's keys and values of {d.cache.gathered} tokens": numbers * b * d.cache.gathered,
         f"logits of {d.cache.max_running} rows": 20 * d.cache.max_running * s.vocab_size,
     }
 

@@ -151,8 +151,10 @@ def test_merging_pages_survives_scores_that_overflow_exp() -> None:
         check_decode([33, 5, 64, 1], 4, Random(seed), torch.float32, scale=300.0)
 
 
+@pytest.mark.parametrize("gathered", [1, 70, 2**16])
 @pytest.mark.parametrize("page", [1, 4, 32])
-def test_chunks_attend_to_what_came_before_them(page: int) -> None:
+def test_chunks_attend_to_what_came_before_them(monkeypatch: pytest.MonkeyPatch, page: int, gathered: int) -> None:
+    monkeypatch.setattr("engine.paged_attention.GATHERED_TOKENS", gathered)
     rng = Random(page)
     for lengths in ([1, 40], [2, 1], [31], [32, 7, 33], [90, 40], [8, 8]):
         (num_heads, num_kv), starts = rng.choice(HEADS), [rng.choice((0, rng.randrange(n))) for n in lengths]
@@ -164,6 +166,10 @@ def test_chunks_attend_to_what_came_before_them(page: int) -> None:
             leader.pages = own
             chunks.append(Chunk(Prefill(leader, leader.context), start, length))
         attention = ChunkAttention(chunks, page, CPU)
+        copied = [len(pages) for _, pages, *_ in attention.parts]
+        if any(starts):
+            assert sum(copied) == sum(lengths) and max(copied) <= max(gathered, *lengths), "few at a time"
+            assert len(copied) == {1: len(lengths), 2**16: 1}.get(gathered, len(copied))
         assert attention.positions.tolist() == [p for c in chunks for p in range(c.start, c.end)]
         sizes = [c.end - c.start for c in chunks]
         q = torch.randn(sum(sizes), num_heads, 8, dtype=torch.float64)

@@ -238,9 +238,9 @@ def test_ranks_that_only_train_or_decode_hold_their_own_part() -> None:
 def test_pools_that_cannot_work_are_refused_with_the_settings_that_would_help(advice) -> None:
     assert advice(*APART, "overlap.train_ranks=1").startswith("trainer.shard = 4 and overlap.train_ranks = 4, which")
     two = *APART, "overlap.train_ranks=2", "trainer.shard=2"
-    assert advice(*two).startswith("trainer.offload_optimizer = true, which leaves pages for 120.6")
+    assert advice(*two).startswith("trainer.offload_optimizer = true, which leaves pages for 120.4")
     few = *APART, "overlap.train_ranks=4", "trainer.shard=4", "rollout.kv_gib=61"
-    assert advice(*few).startswith("rollout.kv_gib = 0, which leaves pages for 120.6")
+    assert advice(*few).startswith("rollout.kv_gib = 0, which leaves pages for 120.4")
     assert not advice(*APART, "overlap.train_ranks=4", "trainer.shard=4")
 
 
