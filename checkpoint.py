@@ -456,7 +456,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not parallel.is_lost(error):
+        if error is None:
+            self.wait()
+        elif isinstance(error, Exception) and not parallel.is_lost(error):
             self.world = replace(self.world, timeout_seconds=min(self.world.timeout_seconds, LAST_WAIT))
             with suppress(Exception):  # the first error is the one to tell
                 self.wait()

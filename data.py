@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar, get_args, get_origin
 import numpy as np
 
 from config import ConfigError, Dataclass, option, regular
-from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, Tokenizer, Visit, VisitId, turns_of
+from core import FINISH_REASONS, Group, ModelShape, Prompt, Reward, Sample, Span, Tokenizer, Visit, VisitId, turns_of
 from environments import check_environment
 from envs.games import ENVIRONMENTS
 from policies.curriculum import Curriculum
@@ -602,7 +602,7 @@ def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Tokenizer,
     path.write_text("\n".join(parts), encoding="utf-8")
 
 
-def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:
+def load_groups(folder: Path, step: int, shape: ModelShape) -> list[Group]:
     """Read a step that `dump_groups` wrote. Raises ConfigError if it is missing, damaged or of another model."""
     path = folder / DUMP.format(step)
     try:
@@ -616,7 +616,7 @@ def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:
     if not rows:
         raise ConfigError(f"run.replay: {path} is empty; dump the step again, or lower run.steps")
     try:
-        groups = [_group(row, vocabulary) for row in rows]
+        groups = [_group(row, shape) for row in rows]
         if len(sizes := {len(group.samples) for group in groups}) > 1:
             raise ValueError(f"groups of {min(sizes)} and of {max(sizes)} samples")
         if (twice := Counter(sample.id for group in groups for sample in group.samples).most_common(1)[0])[1] > 1:
@@ -627,7 +627,7 @@ def load_groups(folder: Path, step: int, vocabulary: int) -> list[Group]:
         raise ConfigError(f"run.replay: {path} holds no groups of this model ({said}); dump the step again") from None
 
 
-def _group(row: dict, vocabulary: int) -> Group:
+def _group(row: dict, shape: ModelShape) -> Group:
     samples = tuple(_read(Sample, s | {"spans": [_read(Span, x) for x in s["spans"]]}) for s in row["samples"])
     rewards = tuple(_read(Reward, r) for r in row["rewards"])
     prompt = _read(Prompt, row["prompt"])
@@ -635,9 +635,14 @@ def _group(row: dict, vocabulary: int) -> Group:
     if not group.samples or len(group.samples) != len(group.rewards):
         raise ValueError(f"{len(group.samples)} samples with {len(group.rewards)} rewards")
     for ids in (prompt.token_ids, *(sample.token_ids for sample in samples)):
-        if not ids or max(ids) >= vocabulary:
-            raise ValueError(f"token_ids = {ids!r:.60} must be tokens below {vocabulary}")
+        if not ids or max(ids) >= shape.vocab_size:
+            raise ValueError(f"token_ids = {ids!r:.60} must be tokens below {shape.vocab_size}")
     for sample in group.samples:
+        if (length := len(prompt.token_ids) + len(sample.token_ids)) > shape.max_positions:
+            raise ValueError(f"{length} tokens, of at most {shape.max_positions}")
+        choices = (length - 1) * shape.num_layers * shape.experts_per_token
+        if sample.experts and (len(sample.experts) != choices or max(sample.experts) >= shape.num_experts):
+            raise ValueError(f"{len(sample.experts)} choices among experts, not {choices} below {shape.num_experts}")
         if len(sample.logprobs) != len(sample.token_ids):
             raise ValueError(f"{len(sample.logprobs)} logprobs of {len(sample.token_ids)} tokens")
         places = [*(place for span in sample.spans for place in (span.start, span.end)), len(sample.token_ids)]

@@ -15,10 +15,10 @@ import checkpoint
 import parallel
 from buffer import SampleBuffer
 from config import Auto, ConfigError, flatten
-from core import Group, RoundPlan, Tokenizer, Visit
+from core import Group, RoundPlan, Tokenizer, Visit, VisitId
 from data import dump_groups, load_groups, load_prompts, open_cursor, write_transcripts
 from envs.episodes import Episodes
-from learning import group_advantages, learn, put_groups, told_advantages
+from learning import group_advantages, learn, put_groups, told_advantages, visits_of
 from metrics import Clock, Record, Recorder, peak_memory
 from model import Model, ModelShape, empty_model
 from overlap.ahead import Ahead
@@ -40,7 +40,6 @@ from records import (
     lag_record,
     planner_record,
     preemptions,
-    visits_of,
     work_of,
 )
 from rewards import sandbox
@@ -170,7 +169,7 @@ class Job:
         streamed = self.streaming.begin(plan, buffer) if self.streaming else None
         groups, played = self.play(plan, self.policy, self.clock, streamed)
         lengths, accepted = self.policy.race.tokens | played.aborted, self.policy.accepted_ids()
-        seen = self.cursor.observe(visits_of(groups) | dict.fromkeys(self.policy.race.zero_variance, False))
+        seen = self.cursor.observe(_visits(self.config, groups) | dict.fromkeys(self.policy.race.zero_variance, False))
         record = asdict(self.policy.close(played.aborted)) | played.record | seen
         if plan.audit:
             record["audited"] = audit_report(accepted, played.audited, self.config.loss)
@@ -209,7 +208,7 @@ class Job:
         assert self.endless
         with self.clock.span("rollout"):
             groups, record = self.endless.next_batch()
-        record |= {"lag": lag_record(groups, self.step)} | self.cursor.observe(visits_of(groups))
+        record |= {"lag": lag_record(groups, self.step)} | self.cursor.observe(_visits(self.config, groups))
         return Rollout(groups, SampleBuffer(len(groups)), record={"round": record})
 
     def hand_over(self, rollout: Rollout | None) -> Rollout:
@@ -224,9 +223,9 @@ class Job:
 
     def replay(self) -> Rollout:
         """Return the groups that the run of `run.replay` trained in this step."""
-        folder, vocab_size = Path(self.config.run.replay), self.trainer.model.shape.vocab_size
+        folder, shape = Path(self.config.run.replay), self.trainer.model.shape
         with self.clock.span("rollout"):
-            groups = load_groups(folder, self.step + 1, vocab_size)
+            groups = load_groups(folder, self.step + 1, shape)
             return Rollout(groups, SampleBuffer(len(groups)))
 
     def learn(self, rollout: Rollout) -> tuple[torch.Tensor, list[dict]]:
@@ -573,6 +572,11 @@ def build_trainer(
         checkpoint.fill(trainer.model, checkpoint.check_model(newest)[1])
         trainer.start_from_model()
     return trainer
+
+
+def _visits(c: Config, groups: Sequence[Group]) -> dict[VisitId, bool]:
+    """Return the visits of these groups, and whether they teach anything."""
+    return visits_of(groups, c.loss, c.reward, c.rollout.max_response_tokens)
 
 
 def bring_to_main(world: World, groups: Sequence[Group]) -> list[Group]:

@@ -8,7 +8,7 @@ import torch
 
 import parallel
 from buffer import SampleBuffer
-from core import Example, Group, Prompt, Sample, SampleId, turns_of
+from core import Example, Group, Prompt, Sample, SampleId, VisitId, turns_of
 from loss import ADVANTAGES, LossConfig
 from reward import RewardConfig, by_grader, shaped_reward
 from trainer import Trainer
@@ -37,18 +37,35 @@ def turn_advantages(
     """
     found: dict[SampleId, tuple[float, ...]] = {}
     for group in groups:
-        returns = []
-        for sample, graded, total in zip(group.samples, group.rewards, _shaped(group, reward, limit), strict=True):
-            earned = itertools.accumulate(itertools.chain(graded.turns, itertools.repeat(0.0)), initial=0.0)
-            returns.append([total - before for _, before in zip(turns_of(sample.spans), earned)])
-        own: list[list[float]] = [[] for _ in returns]
-        for turn in range(max(map(len, returns))):
-            alive = [i for i, values in enumerate(returns) if turn < len(values)]
-            [row] = advantages_of([[returns[i][turn] for i in alive]], [group.prompt.task], loss, reward).tolist()
-            for i, advantage in zip(alive, row, strict=True):
+        own: list[list[float]] = [[] for _ in group.samples]
+        for returns in _returns(group, reward, limit):
+            [row] = advantages_of([[*returns.values()]], [group.prompt.task], loss, reward).tolist()
+            for i, advantage in zip(returns, row, strict=True):
                 own[i].append(advantage)
         found |= {sample.id: tuple(values) for sample, values in zip(group.samples, own, strict=True)}
     return found
+
+
+def _returns(group: Group, reward: RewardConfig, limit: int) -> list[dict[int, float]]:
+    """Return, for each turn, the returns of the samples that have so many turns, by their place in the group."""
+    turns: list[dict[int, float]] = []
+    for i, (sample, graded, total) in enumerate(zip(group.samples, group.rewards, _shaped(group, reward, limit))):
+        earned = itertools.accumulate(itertools.chain(graded.turns, itertools.repeat(0.0)), initial=0.0)
+        for turn, (_, before) in enumerate(zip(turns_of(sample.spans), earned)):
+            turns += [{}] * (turn == len(turns))
+            turns[turn] = turns[turn] | {i: total - before}
+    return turns
+
+
+def visits_of(groups: Sequence[Group], loss: LossConfig, reward: RewardConfig, limit: int) -> dict[VisitId, bool]:
+    """Return the visits of these groups, and whether what advantages are made of differs within the group."""
+
+    def varies(group: Group) -> bool:
+        if loss.credit == "turn":
+            return any(len({*returns.values()}) > 1 for returns in _returns(group, reward, limit))
+        return len({*_shaped(group, reward, limit)}) > 1
+
+    return {group.visit: varies(group) for group in groups}
 
 
 def advantages_of(
@@ -100,8 +117,9 @@ def put_groups(
     limit: int,
 ) -> None:
     """Feed a buffer with the groups of a round, or of a recorded one, and their advantages [P, R]."""
-    by_turn = turn_advantages(groups, loss, reward, limit) if loss.credit == "turn" else {}
-    for group, row in zip(groups, advantages.tolist(), strict=True):
+    told = told_advantages(groups, advantages, loss, reward, limit)
+    for group, row, own in zip(groups, advantages.tolist(), told, strict=True):
+        by_turn = {s.id: a for s, a in zip(group.samples, own, strict=True) if isinstance(a, tuple)}
         examples = examples_of(group.prompt, group.samples, row, loss.mask_truncated)
         buffer.put(group.visit, [replace(e, turn_advantages=by_turn.get(e.id, ())) for e in examples])
 

@@ -28,7 +28,8 @@ def grpo(rewards: Tensor) -> Tensor:
 
 def dr_grpo(rewards: Tensor) -> Tensor:
     """r - mean of the group: no bias towards easy and hard prompts. (Dr. GRPO, arXiv 2503.20783, section 3)"""
-    return rewards - rewards.mean(-1, keepdim=True)
+    centred = rewards - rewards[..., :1]  # equal rewards give zeros, not what their mean is rounded by
+    return centred - centred.mean(-1, keepdim=True)
 
 
 def rloo(rewards: Tensor) -> Tensor:

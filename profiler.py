@@ -118,7 +118,7 @@ class Point:
     def __init__(self, engine: Engine, batch: int, context: int):
         c, self.engine, self.batch, self.nominal = engine.config, engine, batch, context
         self.steps = min(max(c.max_response_tokens // (2 * BLOCKS), 1), 8)  # of decoding in a block
-        chunk = max(c.step_tokens - batch, c.page_size)
+        chunk = max(c.step_tokens - batch, 1)
         # The first sequences decode while the last are prefilled, and none may end before the blocks do.
         self.new_tokens = BLOCKS * self.steps + 3 + batch * context // chunk
         longest = c.max_prompt_tokens + c.max_response_tokens
@@ -140,6 +140,7 @@ class Point:
         parallel.barrier(world)
         start = time.perf_counter()
         while len(engine.batcher.running) < self.batch:
+            assert not engine.is_idle, "the first have ended before the last began"
             engine.step()
         prefill = (_now(world) - start) / (self.batch * self.context)
         blocks = []

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from core import Group, SampleId, VisitId, turns_of
+from core import Group, SampleId, turns_of
 from engine.sequence import EngineStats
 from envs.episodes import EpisodeStats
 from loss import ADVANTAGES, LossConfig
@@ -37,11 +37,6 @@ class RankReport:
 def of_replicas(reports: Sequence[RankReport]) -> Sequence[RankReport]:
     """Return the report of the first rank of each replica."""
     return reports[:: reports[0].tensor_parallel]
-
-
-def visits_of(groups: Sequence[Group]) -> dict[VisitId, bool]:
-    """Return the visits of these groups, and whether the rewards of their responses differ."""
-    return {group.visit: len({reward.value for reward in group.rewards}) > 1 for group in groups}
 
 
 def preemptions(reports: Sequence[RankReport]) -> int:
@@ -89,7 +84,7 @@ def step_record(
         **reward_parts(groups),
         "rewards": grading_record([r.pool for r in reports], seconds),
         **failed_rewards(groups),
-        "mixed_groups": sum(visits_of(groups).values()) / len(groups),
+        "mixed_groups": sum(len({reward.value for reward in group.rewards}) > 1 for group in groups) / len(groups),
         "truncated": sum(s.is_truncated for s in samples) / len(samples),
         "length": quantiles(lengths),
         **episodes_record(groups, reports),

@@ -205,7 +205,7 @@ class Engine:
         """Queue a sequence: new, exported, or `continued` after a turn. Raises ValueError when it cannot fit."""
         self._check(sequence)
         sequence.is_taken = True
-        self.batcher.waiting.append(sequence)
+        self.batcher.wait(sequence)
 
     def _check(self, sequence: Sequence) -> None:
         c, shape = self.config, self.model.shape
@@ -259,7 +259,7 @@ class Engine:
         self._refresh()
         batcher, runner = self.batcher, self.runner
         while True:
-            runner.start(batcher.admit())
+            runner.start(batcher.admit(takes_late=False))
             if not batcher.prefills:
                 return self.land()
             runner.forward(batcher, batcher.plan_chunks(), decodes=False)

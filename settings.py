@@ -441,6 +441,11 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
         )
     if c.sampling.temperature == 0 and c.run.steps:
         raise ConfigError("sampling.temperature = 0 draws equal responses, which teach nothing; take 1.0")
+    if c.scheduler.dynamic_sampling and c.loss.credit == "turn":
+        raise ConfigError(
+            "scheduler.dynamic_sampling drops groups whose responses earn alike, but with loss.credit = turn they may "
+            "teach, if turns differ; take loss.credit = episode, or scheduler.dynamic_sampling = false"
+        )
     if c.reward.overlong_buffer > c.rollout.max_response_tokens:
         raise ConfigError(
             f"reward.overlong_buffer = {c.reward.overlong_buffer} is over rollout.max_response_tokens = "
@@ -800,9 +805,10 @@ def with_split(c: Config, num_ranks: int, chosen: int = 0) -> Config:
 
 
 # `--resume` takes other values of these: they change no trajectory; only run.steps does, in the last batches of an
-# endless rollout. (Rows stay, whatever names data.graders adds.) The last three lines and group.tail_share change it by
-# rounding only; as another number of ranks does, those of the rollout may decide who waits where rows or pages are
-# short, and so which samples a race trains.
+# endless rollout and the last rounds of tail batching, which draw no more prompts than they will train. (Rows stay,
+# whatever names data.graders adds.) The last three lines and group.tail_share change it by rounding only; as another
+# number of ranks does, those of the rollout may decide who waits where rows or pages are short, and so which samples a
+# race trains.
 FREE_TO_CHANGE = (
     *(f"run.{key}" for key in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "keep_best")),
     *("run.device_gib", "run.timeout_seconds", "run.dump_rollouts", "run.dir", "data.graders"),

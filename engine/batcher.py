@@ -84,25 +84,35 @@ class Batcher:
 
     # ---- before a step ---------------------------------------------------------------------------------------
 
-    def admit(self) -> Started:
-        """Give waiting sequences their pages. Those whose prompt is in the cache already begin to decode at once."""
+    def wait(self, sequence: Sequence) -> None:
+        """Have a sequence wait for its pages. What is parked of another transcript of it is of no use any more."""
+        if (parked := self.parked.get(sequence.id)) and not parked.begins(sequence):
+            self.forget([sequence.id])
+        self.waiting.append(sequence)
+
+    def admit(self, takes_late: bool = True) -> Started:
+        """Give waiting sequences their pages. Those whose prompt is in the cache already begin to decode at once.
+
+        `takes_late`: if not, they compute it as others do.
+        """
         late = Started(is_late=True)
         if self.parked:
             parked_pages = sum(len(parked.pages) for parked in self.parked.values())
             self.stats.peak_parked_pages = max(self.stats.peak_parked_pages, parked_pages)
-        self._admit(late)
+        self._admit(late, takes_late)
         while self.waiting and self.parked and len(self.admitted) + len(late.sequences) < self.max_running:
             others = [id for id in self.parked if id != self.waiting[0].id]
             if not others:
                 break
             self.forget(others[:1])  # nobody waits for pages that are only kept
-            self._admit(late)
+            self._admit(late, takes_late)
         self.seat(late)
         self.stats.peak_pages = max(self.stats.peak_pages, self.pages.used)
         return late
 
-    def _admit(self, late: Started) -> None:
-        state, donors = (len(self.admitted) + len(late.sequences), self.pages.free), (self._computing, self._cached)
+    def _admit(self, late: Started, takes_late: bool) -> None:
+        state = len(self.admitted) + len(late.sequences), self.pages.free
+        donors = self._computing, self._cached if takes_late else lambda _: None
         kept = self._parked_pages
         for sequence, donor, is_late, shared, own in self.admission.admit(self.waiting, *state, *donors, kept):
             if parked := None if donor else self._parked(sequence):
@@ -258,6 +268,8 @@ class Batcher:
     def park(self, sequence: Sequence, parked: Parked) -> None:
         """Keep the pages of a sequence whose turn has ended; it is to be removed after this."""
         self.parked[sequence.id] = parked
+        if self.pages.shares:  # a draft may have filled more, behind a stop text
+            self.pages.release([sequence], [pages_needed(parked.num_tokens, self.pages.page_size)])
         self.pages.park(sequence, parked)
 
     def forget(self, ids: Iterable[SampleId]) -> None:

@@ -13,8 +13,8 @@ from engine import kernels
 from engine.cpu import PageAttention
 from engine.drafts import Drafts
 from engine.host import upload
-from engine.pages import GATHERED_TOKENS
 from engine.sequence import Chunk
+from policies.memory_plan import GATHERED_TOKENS
 
 
 class ChunkAttention:

@@ -30,7 +30,6 @@ class Entrant(Protocol):
 
 N = TypeVar("N", int, np.ndarray)
 S = TypeVar("S", bound=Entrant)
-GATHERED_TOKENS = 2**16  # most tokens whose keys and values are copied from pages at once, if more than one context
 LAYOUTS = ("whole", "sharded")  # of the rollout's weights: all on every rank of a replica, or spread over them
 
 
@@ -49,11 +48,6 @@ class Cache:
     @property
     def pages_of_longest(self) -> int:
         return pages_needed(self.longest, self.page_size)
-
-    @property
-    def gathered(self) -> int:
-        """Most tokens whose keys and values of one layer are copied from pages at once."""
-        return max(self.longest, min(GATHERED_TOKENS, self.longest * self.max_running))
 
     def page_bytes(self, tensor_parallel: int) -> int:
         """Bytes of one page on one rank: with fewer KV heads than ranks each rank has a copy of one."""

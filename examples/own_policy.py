@@ -19,7 +19,8 @@ class LongestFirst(Synchronous):
 
     def plan(self, take: Take, steps_left: int) -> RoundPlan:
         plan = super().plan(take, steps_left)
-        return replace(plan, prompts=tuple(sorted(plan.prompts, key=lambda visit: -len(visit.prompt.token_ids))))
+        prompts = sorted(plan.prompts, key=lambda visit: -len(visit.prompt.token_ids))
+        return replace(plan, prompts=tuple(prompts), expected=())  # `expected` is in the order of before
 
 
 POLICIES["longest_first"] = LongestFirst

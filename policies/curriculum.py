@@ -1,8 +1,8 @@
 """Which prompts rest: those whose responses all earn alike, for ever more epochs. Pure, no torch.
 
-Where all responses to a prompt get one reward, group-relative advantages are 0: with rewards of 0 and 1, where its pass
-rate is 0 or 1. Such a prompt has taught nothing, and will hardly teach more in the next epoch. But it may later, as the
-policy changes: so it comes back, and no epoch is left with less than a share of its prompts.
+Where all responses to a prompt get one reward, penalties included, group-relative advantages are 0: with rewards of 0
+and 1, where its pass rate is 0 or 1. Such a prompt has taught nothing, and will hardly teach more in the next epoch.
+But it may later, as the policy changes: so it comes back, and no epoch is left with less than a share of its prompts.
 """
 
 from dataclasses import dataclass, field

@@ -21,6 +21,7 @@ FREE = 0.03  # share of a GPU that stays free: blocks of freed memory do not fit
 BUCKET = 64 * 2**20  # of gradients that are summed over ranks, or weights that are sent, at a time
 KV_SHARE = 0.25  # of a GPU's memory, for KV pages: with less beside whole weights, `auto` shards them
 PARTS = "parts of the weights to train with"  # where adapters are trained, and weights lie over several ranks
+GATHERED_TOKENS = 2**16  # most whose keys and values of a layer are copied from pages at once, if of several contexts
 ENOUGH = 32  # of the longest sequences, in the pages of a replica: with fewer a decode step is as slow, for less
 
 
@@ -312,10 +313,12 @@ def _updating(d: Demand) -> dict[str, Lines]:
 def _prefill(d: Demand) -> Lines:
     """Return what a forward of the rollout holds: a layer's MLP, its keys and values, what drawing takes of logits."""
     s, b = d.shape, d.itemsize
+    tokens = max(d.step_tokens, d.cache.max_running)  # of one forward
+    gathered = max(d.cache.longest, min(GATHERED_TOKENS, d.cache.longest * d.cache.max_running))
     numbers = 2 * max(s.num_kv_heads // d.tensor_parallel, 1) * s.head_dim  # keys and values of a token in a layer
     return {
-        f"activations of {d.step_tokens} tokens": 3 * (s.mlp_width + s.hidden_size) * b * d.step_tokens,
-        f"a layer's keys and values of {d.cache.gathered} tokens": numbers * b * d.cache.gathered,
+        f"activations of {tokens} tokens": 3 * (s.mlp_width + s.hidden_size) * b * tokens,
+        f"a layer's keys and values of {gathered} tokens": numbers * b * gathered,
         f"logits of {d.cache.max_running} rows": 20 * d.cache.max_running * s.vocab_size,
     }
 

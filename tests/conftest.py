@@ -21,6 +21,7 @@ import parallel
 import train
 from checkpoint import load_model
 from config import load_config
+from core import ModelShape
 from engine import native
 from metrics import read_records
 from model import Model
@@ -199,6 +200,12 @@ def settings(tiny_folder: Path, tmp_path: Path):
         return [f"--{key.replace('__', '.')}={value}" for key, value in (values | overrides).items()]
 
     return make
+
+
+def any_shape(vocabulary: int = 512, longest: int = 4096, experts: int = 0) -> ModelShape:
+    """Return the shape of a model of two layers. `experts`: of a mixture, of which a token takes two."""
+    told = {"num_experts": experts, "experts_per_token": 2 * bool(experts)}
+    return ModelShape(vocabulary, 8, 8, 2, 1, 1, 8, longest, 1e-6, {}, True, False, False, False, False, **told)
 
 
 def steps_of(folder: Path) -> list[dict]:

@@ -124,6 +124,7 @@ COMMANDS = {
     "profile that is none": ["--planner.rule=paper", "--planner.profile=data.jsonl"],
     "a size within rounds without times": ["--planner.within_round=true"],
     "audit without race": ["--scheduler.audit=0.1", "--scheduler.policy=synchronous"],
+    "turns and whole rewards": ["--scheduler.dynamic_sampling=true", "--loss.credit=turn"],
     "draws under eta": ["--scheduler.dynamic_sampling=true", "--scheduler.eta_prompts=4", "--scheduler.max_draws=2"],
     "grader for a built-in task": ["--data.train=hailstone", "--data.task=grader.py:good"],
     "judge without task": ["--judge.path=model"],

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -422,6 +423,18 @@ def test_a_checkpoint_is_of_the_moment_of_its_save_and_seen_when_whole(
     with pytest.raises(ValueError), checkpoints:
         raise ValueError
     assert [load_state(folder) for folder in list_checkpoints(tmp_path)] == [{"step": 1}, {"step": 2}]
+
+
+def test_a_block_ends_with_a_whole_checkpoint_or_an_error(tiny_model, tiny_folder, tmp_path, monkeypatch):
+    write, told = _Writer.write_data, OSError(28, "no space")
+    monkeypatch.setattr(_Writer, "write_data", lambda *args: time.sleep(0.3) or write(*args))
+    with Checkpoints(tmp_path, tiny_folder, 9, ALONE) as checkpoints:
+        checkpoints.save(1, tiny_model, {}, {})
+    assert len(list_checkpoints(tmp_path)) == 1
+    monkeypatch.setattr(_Writer, "write_data", Mock(side_effect=told))
+    with pytest.raises(OSError, match="cannot write .*no space"), Checkpoints(tmp_path, tiny_folder, 9, ALONE) as block:
+        block.save(2, tiny_model, {}, {})
+    assert len(list_checkpoints(tmp_path)) == 1
 
 
 def test_a_write_that_does_not_end_is_given_up(tiny_model, tiny_folder, tmp_path, monkeypatch):

@@ -7,11 +7,13 @@ import sys
 import time
 from array import array
 from collections import Counter
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from conftest import any_shape
 
 import data
 from config import ConfigError
@@ -24,7 +26,6 @@ CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-DEEPMATH = Path(__file__).parent.parent.parent / "shared" / "data" / "deepmath.jsonl"
 
 
 @pytest.fixture
@@ -161,13 +162,6 @@ def test_every_field_of_a_row_reaches_the_grader(jsonl, plain):
     fields = {"id": 7, "tags": ["x", {"y": None}], "where": "here", "held_out": False, "number": 1.5, "index": 3}
     [prompt], _ = load(plain, jsonl({"prompt": "a", "answer": "b", "task": "match", **fields}))
     assert prompt.extra == {"prompt": "a", "answer": "b", "task": "match", **fields}
-
-
-@pytest.mark.skipif(not DEEPMATH.exists(), reason="shared data is not here")
-def test_deepmath_loads(plain):
-    prompts, held_out = load(plain, str(DEEPMATH), max_prompt_tokens=10_000, eval_prompts=100)
-    assert len(held_out) == 100 and len(prompts) == 1880
-    assert {p.task for p in prompts} == {"math"} and prompts[0].extra["source"] == "DeepMath-103K"
 
 
 # ---- bad rows
@@ -344,6 +338,7 @@ SAMPLE = {
     "finish_reason": "stop",
     "spans": [{"start": 0, "end": 2, "version": 0}],
 }
+LONG = SAMPLE | {"logprobs": [-0.5] * 4, "spans": [{"start": 0, "end": 4, "version": 0}]}
 DAMAGE = {
     "no prompt": ("prompt", {}),
     "a huge token of a prompt": ("prompt", "token_ids", [10**9]),
@@ -367,6 +362,8 @@ DAMAGE = {
     "tokens that are texts": ("samples", 0, "token_ids", ["1", "2"]),
     "tokens that are one text": ("samples", 0, "token_ids", "12"),
     "tokens that are fractions": ("samples", 0, "token_ids", [1.0, 2.0]),
+    "a context that no position is left for": ("samples", 0, {**LONG, "token_ids": [1, 2, 3, 4]}),
+    "experts of a mixture": ("samples", 0, "experts", [0, 1, 0, 1]),
     "no tokens": ("samples", 0, {**SAMPLE, "token_ids": [], "logprobs": []}),
     "short logprobs": ("samples", 0, "logprobs", [-0.5]),
     "logprobs that are texts": ("samples", 0, "logprobs", ["-0.5", "-1"]),
@@ -394,7 +391,7 @@ def test_a_dump_is_read_back_as_it_was(tmp_path):
     )
     groups = [Group(prompt, 2, samples, rewards)]
     dump_groups(tmp_path, 7, groups, [[0.0, 0.0]])
-    assert load_groups(tmp_path, 7, vocabulary=50) == groups
+    assert load_groups(tmp_path, 7, any_shape(50)) == groups
 
 
 def test_transcripts_show_some_prompts_with_reward_and_cause_of_failure(plain, tmp_path):
@@ -447,15 +444,21 @@ def test_a_dump_that_is_none_is_refused_by_name(tmp_path):
     for name, text in texts.items():
         path.write_text(text + "\n" * bool(text))
         with pytest.raises(ConfigError, match=r"^run.replay: .*step_000001.jsonl .*dump the step again") as caught:
-            load_groups(tmp_path, 1, vocabulary=50)
+            load_groups(tmp_path, 1, any_shape(50, 4))
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400, name
     path.write_text(json.dumps(row))
-    [group] = load_groups(tmp_path, 1, vocabulary=50)
+    [group] = load_groups(tmp_path, 1, any_shape(50, 4))
+    mixture, choices = any_shape(50, 4, experts=3), [0, 1, 2, 1, 0, 2, 1, 0]  # of 2 of 3 tokens, in 2 layers
+    for experts, problem in ((choices, ""), (choices[:-1], "7 choices"), ([*choices[:-1], 3], "not 8 below 3")):
+        path.write_text(json.dumps(row | {"samples": [{**SAMPLE, "experts": experts}]}))
+        with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+            load_groups(tmp_path, 1, mixture)
+    path.write_text(json.dumps(row))
     assert group.rewards[0].value == 0.5 and list(group.samples[0].token_ids) == [1, 2]
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="not a regular file"):
-        load_groups(tmp_path, 1, vocabulary=50)
+        load_groups(tmp_path, 1, any_shape(50, 4))
 
 
 # ---- tables

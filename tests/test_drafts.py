@@ -15,6 +15,7 @@ from test_turns import make as make_player
 from test_turns import make_episodes, play
 
 from core import Sample, SampleId
+from engine.pages import pages_needed
 from engine.sequence import Sequence, continued
 from rollout import Engine
 from sampling import SamplingConfig
@@ -233,6 +234,8 @@ def test_a_turn_that_a_stop_text_cuts_inside_a_draft_parks_no_more_than_itself(m
         engine.tokenizer = engine.flights.tokenizer = READS
         engine.drafter = drafter
         [turn] = play_turn(engine, copy.deepcopy(first))
+        parked = engine.batcher.parked[first.id]
+        assert len(parked.pages) == engine.pages.used == pages_needed(parked.num_tokens, engine.pages.page_size)
         engine.drafter = None
         seconds += play_turn(engine, replace(continued(copy.deepcopy(first), turn, [5]), stop=()))
         assert engine.stats.resumed_tokens > 0

@@ -182,6 +182,6 @@ def test_jobs_that_take_turns_train_as_they_do_alone(settings, tmp_path: Path) -
                 job.sync_weights()
                 job.release()
                 alone = tmp_path / f"{name} alone"
-                groups = load_groups(alone / "rollouts", step, job.trainer.model.shape.vocab_size)
+                groups = load_groups(alone / "rollouts", step, job.trainer.model.shape)
                 assert [g.samples for g in rollouts[name].groups] == [g.samples for g in groups]
                 assert update["loss"] == steps_of(alone)[step - 1]["train"]["loss"]

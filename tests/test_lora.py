@@ -146,6 +146,23 @@ def test_only_targets_change_and_nothing_drifts(tiny_model, dtype: torch.dtype) 
     assert all(torch.equal(model.export()[name], weight) for name, weight in start.items())
 
 
+def test_small_updates_are_in_the_weights_of_bfloat16_on_the_average(tiny_model) -> None:
+    model = tiny_model.to(torch.bfloat16)
+    start = {id(weight): weight.detach().float() for weight in model.parameters()}
+    trainer, pairs = make_trainer(model), list[tuple[Tensor, Tensor]]()
+    for name, tensor in trainer.adapters.tensors.items():
+        tensor.data.mul_(1.0 if "lora_A" in name else 1e-3)  # most of B A is far less than half a step
+    merged(trainer)
+    for adapted in trainer.adapters.adapted:
+        base = start[id(adapted.weight)]
+        exact = replace(adapted, weight=torch.empty_like(base), base=base)
+        exact.merge()
+        pairs.append(((exact.weight - base).flatten(), (adapted.weight.detach().float() - base).flatten()))
+    wanted, real = map(torch.cat, zip(*pairs))
+    assert (real == 0).float().mean() > 0.8, "else rounding to nearest would do"
+    assert (wanted @ real / (wanted @ wanted)).item() == pytest.approx(1.0, abs=0.1)
+
+
 def test_a_reference_serves_as_the_weights_without_adapters(tiny_folder, tiny_model) -> None:
     found = []
     for reference in (None, load_model(tiny_folder, CPU, torch.float32).requires_grad_(False)):

@@ -74,9 +74,9 @@ def test_equal_rewards_teach_nothing(name: str) -> None:
     for value in (0.0, 1.0, 0.1, 1 / 3, -7.7):
         for num_responses in (2, 3, 7, 8):
             ours = ADVANTAGES[name](tensor([[value] * num_responses] * 3))
-            assert ours.abs().max() < 1e-8
+            assert not ours.any(), "not what their mean is rounded by"
     mixed = ADVANTAGES[name](tensor([[0.1, 0.1, 0.1], [0, 1, 0]]))
-    assert mixed[0].abs().max() < 1e-8 < mixed[1].abs().min()
+    assert not mixed[0].any() and mixed[1].all()
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

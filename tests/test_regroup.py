@@ -382,6 +382,16 @@ def test_points_that_the_pages_cannot_hold_are_left_out(tiny_model) -> None:
     assert all(batch * context <= profile.pages * 4 for batch, context, _ in profile.decode)
 
 
+def test_all_sequences_of_a_point_begin_before_the_first_ends(tiny_model) -> None:
+    """With chunks of one token beside so many decoding rows."""
+    limits = replace(CONFIG, max_response_tokens=240, max_running=16, step_tokens=16, kv_gib=0.05)
+    engine = Engine(tiny_model, limits, SamplingConfig(), [])
+    points = [profiler.Point(engine, 16, context) for context in (4, 12, 48)]
+    assert [point.fits for point in points] == [True, True, False]
+    world = World(0, 1, torch.device("cpu"), node_size=1)
+    assert all(seconds > 0 for point in points[:2] for seconds in point.measure(world))
+
+
 @pytest.mark.parametrize("kind", [Engine, FusedEngine])
 def test_a_point_is_measured_once_and_graphs_are_captured_ahead_of_all(tiny_model, monkeypatch, kind) -> None:
     measured: list[profiler.Point] = []

@@ -526,6 +526,22 @@ def test_old_logprobs_of_the_trainer_make_the_ratio_one(tiny_model, examples, na
     assert exact.update()["logprob_diff_max"] < 1e-5
 
 
+def test_old_logprobs_are_of_the_micro_batches_that_get_gradients(tiny_model, examples, monkeypatch) -> None:
+    """In bfloat16 others round otherwise, by more than the bounds of GSPO, and the first ratio would not be 1."""
+    mixed = [replace(e, advantage=e.advantage * (i % 2)) for i, e in enumerate(examples)]
+    trainer, scored, score = make_trainer(tiny_model, tokens_per_microbatch=64), [], Trainer._score
+
+    def note(self, model, batch, *args, **options):
+        scored.append([(e.prompt_ids, e.token_ids, e.advantage) for e in batch])
+        return score(self, model, batch, *args, **options)
+
+    monkeypatch.setattr(Trainer, "_score", note)
+    trainer.accumulate(trainer.with_old_logprobs(mixed))
+    count = len(scored) // 2
+    assert scored[:count] == scored[count:] and count > 2
+    assert {len({bool(advantage) for *_, advantage in batch}) for batch in scored} == {1}
+
+
 @pytest.mark.parametrize(
     "name, in_bf16, in_fp32",
     [("ppo", "trainer", "rollout"), ("decoupled", "trainer", "trainer"), ("tis", "rollout", "rollout")],

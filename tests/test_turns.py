@@ -24,7 +24,7 @@ from engine.cpu import BatchedPages
 from engine.rows import Rows
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import continued
-from learning import examples_of, group_advantages, put_groups, told_advantages
+from learning import examples_of, group_advantages, put_groups, told_advantages, visits_of
 from loss import LOSSES, LossConfig
 from model import Model
 from overlap.endless import _packed, _unpacked
@@ -266,6 +266,42 @@ def test_pages_of_another_transcript_are_not_resumed(model: Model, kind: type[En
         assert not engine.batcher.parked and engine.stats.resumed_tokens == 0
         engine.abort([s.id])
     assert engine.pages.used == 0
+
+
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+def test_a_visit_varies_where_an_advantage_is_not_zero(credit: str) -> None:
+    """Penalties and, with credit for turns, what each has earned count; so prompts rest only if they taught nothing."""
+    rng, found, limit, reward = Random(0), Counter[bool](), 12, RewardConfig(overlong_buffer=4)
+    loss = LossConfig(advantage="dr_grpo", credit=credit)
+    for i in range(300):
+        samples, rewards = [], []
+        for k in range(rng.randint(2, 3)):
+            ends = sorted(rng.sample(range(1, 13), rng.choice((1, 2))))
+            spans = tuple(Span(start, end, 0) for start, end in zip([0, *(e + 1 for e in ends)], ends) if start < end)
+            samples.append(Sample(i, k, 0, (5,) * ends[-1], (0.0,) * ends[-1], "stop", spans))
+            turns = tuple(rng.choice((0.0, 1.0)) for _ in range(2)) if rng.random() < 0.5 else ()
+            rewards.append(Reward(1.0, turns=turns))
+        group = Group(Prompt(i, (9,), "", "", "env"), 0, tuple(samples), tuple(rewards))
+        [told] = told_advantages([group], group_advantages([group], loss, reward, limit), loss, reward, limit)
+        teaches = any(a for own in told for a in (own if isinstance(own, tuple) else (own,)))
+        assert visits_of([group], loss, reward, limit) == {group.visit: teaches}
+        found[teaches] += 1
+    assert min(found.values()) > 20
+
+
+@kinds
+def test_an_episode_that_starts_over_frees_what_was_parked_of_it(model: Model, kind: type[Engine]) -> None:
+    limits = dict(max_prompt_tokens=16, max_response_tokens=16, num_pages=9)
+    engine = make_engine(model, eos=range(258), kind=kind, **limits)  # every token ends a turn
+    s = EngineSequence(0, 0, 0, tuple(range(2, 18)), key=3, max_new_tokens=16, has_turns=True)
+    engine.add(s)
+    [first] = [sample for _ in range(4) for sample in engine.step()]
+    engine.add(continued(s, first, [5] * 7))
+    [second] = [sample for _ in range(4) for sample in engine.step()]
+    assert len(second.token_ids) == 9 and engine.pages.free == 3, "fewer than its prompt needs"
+    engine.add(replace(s, is_taken=False))
+    assert not engine.batcher.parked
+    assert [sample.id for _ in range(5) for sample in engine.step()] == [s.id]
 
 
 def play_together(world: World, folder: Path) -> None:

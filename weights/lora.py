@@ -1,8 +1,10 @@
 """LoRA: small adapters of a model's projections are trained, and merged into the weights that it computes with.
 
 W = W0 + alpha / rank * B A (Hu et al., arXiv 2106.09685). Rollout and training compute with the same merged W, so LoRA
-adds no difference between them. Each merge starts from a copy of W0: nothing drifts. The backward pass takes the
-gradients of A and B from those of the projection's input and output, and never makes a gradient as large as W.
+adds no difference between them. Each merge starts from a copy of W0: nothing drifts. In bfloat16 most of B A is less
+than half a step between numbers: rounded to nearest, W would stay W0 for many updates, so each place has a threshold
+of its own (`round_up_at`). The backward pass takes the gradients of A and B from those of the projection's input and
+output, and never makes a gradient as large as W.
 """
 
 import json
@@ -43,6 +45,7 @@ class Adapted:
     scale: float
     adapters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # A [rank, in], B [out, rank]; fp32
     base: Tensor | None = None  # the weight without them; this rank's part
+    thresholds: tuple[Tensor, Tensor] | None = None  # [out, 1], [1, in] int32, of which each place has the xor
 
     def projections(self) -> list[tuple[str, int]]:
         """Return name and rows of each projection that is a target."""
@@ -76,7 +79,21 @@ class Adapted:
             view.copy_(b.view(view.shape))
         mine = sharding.own_rows(self.weight, left)
         product = mine @ torch.cat([a for a, _ in self.adapters.values()])
-        own.copy_(product.mul_(self.scale).add_(self.base))
+        merged = product.mul_(self.scale).add_(self.base)
+        if own.dtype == torch.bfloat16:
+            assert self.thresholds
+            rows, columns = self.thresholds
+            for at, part in zip(sharding.own_rows(self.weight, rows).split(256), merged.split(256), strict=True):
+                round_up_at(at ^ columns, part)  # some rows at a time: no thresholds as large as W
+        own.copy_(merged)
+
+
+def round_up_at(thresholds: Tensor, values: Tensor) -> None:
+    """Round fp32 to bfloat16, in place: away from 0 where the bits that are cut off and a threshold overflow.
+
+    With thresholds of 0 to 2^16 - 1, each as likely, the mean error is 0. What bfloat16 has stays as it is.
+    """
+    values.view(torch.int32).add_(thresholds).bitwise_and_(-(2**16))
 
 
 class _Merged(torch.autograd.Function):
@@ -112,10 +129,14 @@ class Adapters:
         self.copies: list[Tensor] = []
         self.adapted: list[Adapted] = []
         self.tensors: dict[str, Tensor] = {}  # by PEFT's name
+        places = torch.Generator().manual_seed(config.seed)
         for layer, place, adapted in _places(model, config):
             layer.adapted[place] = adapted
             self.adapted.append(adapted)
-            device, (_, columns) = adapted.weight.device, adapted.weight.shape
+            device, (rows, columns) = adapted.weight.device, adapted.weight.shape
+            sides = (torch.randint(2**16, size, generator=places) for size in ((rows, 1), (1, columns)))
+            of_rows, of_columns = (side.to(device, torch.int32) for side in sides)
+            adapted.thresholds = of_rows, of_columns
             for name, rows in adapted.projections():
                 bound = columns**-0.5  # Kaiming's of a leaky ReLU of slope sqrt(5), as PEFT takes it
                 a = torch.empty(config.rank, columns).uniform_(-bound, bound, generator=generator).to(device)

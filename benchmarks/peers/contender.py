@@ -1,8 +1,9 @@
 """One engine of benchmarks/peers.py in a process of its own: reads a contest a line, writes what it took.
 
-    PYTHON contender.py {plainroll,drafts,openvino,vllm} FOLDER THREADS {float32,bfloat16} ROWS TOKENS TEMPERATURE
+    PYTHON contender.py ENGINE FOLDER THREADS {float32,bfloat16} ROWS TOKENS TEMPERATURE
 
-PYTHON is of an environment that has the engine; `drafts` is ours with drafts. FOLDER has the model, for OpenVINO as
+PYTHON is of an environment that has the engine: plainroll, drafts (ours with drafts), openvino, openvino_lookup (with
+its drafts) or vllm. FOLDER has the model, for OpenVINO as
 converted. No context is longer than TOKENS; at TEMPERATURE 0 tokens are the likeliest, else they are sampled.
 A contest is {"prompts": [[ids]], "lengths": [n]}; its answer {"seconds": s, "tokens": [[ids]]}. The first line of all
 is {"version": v}, once the model is loaded.
@@ -65,8 +66,13 @@ def plainroll(
     return f"torch {torch.__version__}", play
 
 
-def openvino(folder: str, threads: int, dtype: str, rows: int, tokens: int, temperature: float) -> tuple[str, Play]:
-    """OpenVINO GenAI's continuous batching, with keys and values as exact as the rest."""
+def openvino(
+    folder: str, threads: int, dtype: str, rows: int, tokens: int, temperature: float, lookup: bool = False
+) -> tuple[str, Play]:
+    """OpenVINO GenAI's continuous batching, with keys and values as exact as the rest.
+
+    `lookup`: with drafts from the context of the response itself (prompt lookup), in sizes that its samples have.
+    """
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -76,13 +82,15 @@ def openvino(folder: str, threads: int, dtype: str, rows: int, tokens: int, temp
     limits.max_num_batched_tokens = max(limits.max_num_batched_tokens, rows * tokens)
     exact = {"float32": "f32", "bfloat16": "bf16"}[dtype]
     properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": exact, "KV_CACHE_PRECISION": exact}
+    properties |= {"prompt_lookup": True} if lookup else {}
+    drafts = {"num_assistant_tokens": 5, "max_ngram_size": 3} if lookup else {}
     pipeline = genai.ContinuousBatchingPipeline(folder, limits, "CPU", properties)
     draw = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
 
     def play(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
         handles = []
         for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
-            config = genai.GenerationConfig(max_new_tokens=length, ignore_eos=True, **draw)
+            config = genai.GenerationConfig(max_new_tokens=length, ignore_eos=True, **draw, **drafts)
             handles.append(pipeline.add_request(i, ov.Tensor(np.array([ids])), config))
         while pipeline.has_non_finished_requests():
             pipeline.step()
@@ -125,6 +133,7 @@ def main() -> None:
     drafts = partial(plainroll, sources=("siblings", "own"))
     engines: dict[str, Callable[..., tuple[str, Play]]]
     engines = {"plainroll": plainroll, "drafts": drafts, "openvino": openvino, "vllm": vllm}
+    engines["openvino_lookup"] = partial(openvino, lookup=True)
     version, play = engines[name](folder, int(threads), dtype, int(rows), int(tokens), float(temperature))
     print(json.dumps({"version": version}), file=answers, flush=True)
     for line in sys.stdin:
