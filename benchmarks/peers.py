@@ -326,12 +326,11 @@ def report(rows: Sequence[dict[str, Any]], versions: dict[str, str]) -> None:
     for row in rows:
         suffix = row["contest"] + ("" if row["dtype"] == "float32" else "_bf16")
         rounded: dict[str, Any] = {key: row[key] for key in ("dtype", "contest")}
-        ours = {"": OURS} | ({"drafts_": DRAFTS} if DRAFTS in row else {})
-        for name in (OURS, DRAFTS, *PEERS):
-            speed = row.get(name)
-            rounded[name] = speed and round(speed, 1)
-            for kind, mine in ours.items() if name in PEERS else ():
-                ratio = speed and round(row[mine] / speed, 2)
+        rounded |= {name: row.get(name) and round(row[name], 1) for name in (OURS, DRAFTS, *PEERS)}
+        for name in INSTALLS:  # ours with drafts is over what is faster of theirs, without drafts or with them
+            best = max((row[peer] for peer in PEERS if PEERS[peer] == name and row.get(peer)), default=None)
+            for kind, mine, speed in (("", OURS, row.get(name)), ("drafts_", DRAFTS, best)):
+                ratio = round(row[mine] / speed, 2) if speed and row.get(mine) else None
                 rounded[f"{kind}over_{name}"] = metrics[f"ratio_{kind}{name}_{suffix}"] = ratio
         metrics["rows"].append(rounded)
     print(json.dumps(metrics))

@@ -219,7 +219,7 @@ BENCHMARKS = {
         "benchmarks/peers.py",
         (*ENGINE, "policies/drafts.py", "benchmarks/engine.py", "benchmarks/peers/contender.py"),
         "a 0.5B shape in fp32, our tokens/s over OpenVINO GenAI's, for equal lengths, long-tailed ones and one row: "
-        "{ratio_openvino_equal:.2f}, {ratio_openvino_longtail:.2f}, {ratio_openvino_one:.2f}, with drafts "
+        "{ratio_openvino_equal:.2f}, {ratio_openvino_longtail:.2f}, {ratio_openvino_one:.2f}, both with drafts "
         "{ratio_drafts_openvino_equal:.2f}, {ratio_drafts_openvino_longtail:.2f}, {ratio_drafts_openvino_one:.2f}; "
         "over vLLM's {ratio_vllm_equal:.2f}, {ratio_vllm_longtail:.2f}, {ratio_vllm_one:.2f} ([table](#other-engines))",
     ),

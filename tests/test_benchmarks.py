@@ -562,6 +562,10 @@ def test_a_peer_that_cannot_be_installed_is_left_out(
     metrics = json.loads(capsys.readouterr().out)
     assert metrics["ratio_openvino_equal"] is metrics["ratio_drafts_openvino_one"] is None
     assert metrics["rows"][1]["plainroll"] > 0
+    speeds = {"plainroll": 10.0, "drafts": 30.0, "openvino": 10.0, "openvino_lookup": 20.0}
+    peers.report([{"dtype": "float32", "contest": "one", **speeds}], versions)
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics["ratio_openvino_one"] == 1.0 and metrics["ratio_drafts_openvino_one"] == 1.5, "both with drafts"
 
 
 def test_an_engine_that_ends_says_why_and_one_that_answers_otherwise_is_an_error(
