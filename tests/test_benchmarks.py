@@ -568,6 +568,7 @@ def test_a_peer_that_cannot_be_installed_is_left_out(
     assert metrics["ratio_openvino_one"] == 1.0 and metrics["ratio_drafts_openvino_one"] == 1.5, "both with drafts"
 
 
+@pytest.mark.slow
 def test_an_engine_that_ends_says_why_and_one_that_answers_otherwise_is_an_error(
     peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

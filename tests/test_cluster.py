@@ -135,6 +135,7 @@ def test_a_higher_quantile_costs_more_and_keeps_more_slos():
     assert low.dollars < high.dollars and low.slo_attainment + 0.05 < high.slo_attainment
 
 
+@pytest.mark.slow
 def test_drift_breaks_slos_and_regrouping_keeps_them_for_less():
     jobs = drifting(arrivals(MIXES["Mixed"], 80, 2, span=160.0), 0, -0.35, 0.5)
     static, ours = (Cluster(RULES["rollmux"], PRICES, regrouping=r).run(jobs) for r in (None, Regrouping(0.25)))

@@ -368,6 +368,7 @@ def test_a_transcript_for_a_warm_start_says_what_is_to_be_learned(name: str) -> 
     assert len({str(transcript(name, n, seed, 0.5)) for seed in range(20)}) > 1
 
 
+@pytest.mark.slow
 @EVERY
 def test_the_config_of_a_game_lets_every_problem_be_solved(name: str, tmp_path) -> None:
     config = load_config(Config, str(ROOT / "configs" / f"{name}.toml"), [f"--run.dir={tmp_path / 'run'}"])

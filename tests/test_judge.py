@@ -83,6 +83,7 @@ def ids_of(model: JudgeModel, texts=TEXTS) -> list[list[int]]:
 # ---- the forward is that of transformers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()

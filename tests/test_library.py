@@ -204,6 +204,7 @@ def test_the_wheel_has_every_folder() -> None:
     assert packages == ["plainroll", "plainroll._flat", *(f"plainroll._flat.{folder}" for folder in FOLDERS)]
 
 
+@pytest.mark.slow
 def test_callbacks_get_each_record_and_end_the_run(settings, capfd) -> None:
     seen = list[tuple[int, int, bool]]()
 

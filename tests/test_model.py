@@ -299,6 +299,7 @@ MIXED_KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXED_KEYS)
 @torch.no_grad()
 def test_rope_keys_that_compete_mean_what_transformers_takes_them_for(name, tmp_path):

@@ -54,6 +54,7 @@ def events() -> list[dict]:
     return [json.loads(line) for line in Path("mux/mux.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_jobs_take_turns_to_their_ends(files, capsys) -> None:
     assert mux.main(files("a", "b"), JOB) == 0
     assert steps_of("a") == steps_of("b") == [1, 2, 3, 4]
@@ -281,6 +282,7 @@ def _command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.slow
 def test_check_looks_at_all_jobs(files, capfd) -> None:
     assert mux.main([*files("a", "b"), "--check"], JOB) == 0
     told = capfd.readouterr().out.splitlines()[1::2]

@@ -348,6 +348,7 @@ def test_an_engine_regroups_only_to_what_it_was_made_for(tiny_model) -> None:
         engine.regroup(other)
 
 
+@pytest.mark.slow
 def test_the_simulator_counts_the_preemptions_of_the_engine(tiny_model) -> None:
     lengths = [int(x) for x in torch.randint(5, 90, (40,), generator=torch.Generator().manual_seed(0))]
     page_bytes = cache_of(CONFIG, tiny_model.shape, torch.float32).page_bytes(1)

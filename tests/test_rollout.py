@@ -457,6 +457,7 @@ def test_a_late_sibling_takes_the_prompt_over_and_prefills_nothing(model, oracle
         assert samples[s.id].token_ids == oracle(s.prompt_ids, s.key, SamplingConfig(), s.max_new_tokens)
 
 
+@pytest.mark.slow
 def test_a_late_response_is_not_stopped_by_what_its_row_held_before(model, tiny_folder) -> None:
     prompt, texts = tuple(range(20, 27)), (*map(chr, range(33, 127)), "\0", "\ufffd")
     sizes = {"max_prompt_tokens": 7, "max_response_tokens": 12, "max_running": 8}

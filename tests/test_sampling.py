@@ -181,6 +181,7 @@ def test_the_drawn_token_wins_a_race_of_the_blocks_and_one_inside_the_block(conf
         assert arrivals[token % size] <= min(arrivals) * (1 + 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 255, 256, 8191, 20_000])
 def test_frequencies_in_a_larger_vocabulary_follow_the_distribution(size):
     """Of the likeliest tokens, of all blocks, and of all places inside a block."""

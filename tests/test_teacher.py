@@ -272,6 +272,7 @@ def test_turns_and_older_weights(settings, run_ranks, tmp_path: Path, folder: Pa
     assert all(r["train"]["grad_norm"] > 0 for r in steps_of(tmp_path / "ahead"))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_is_replayed(settings, tmp_path: Path) -> None:
     options = dict(run__steps=3, run__checkpoint_every=2, run__keep_checkpoints=9, trainer__updates_per_step=2)
     train_runs(ALONE, settings("straight", **options))
@@ -284,6 +285,7 @@ def test_a_run_resumes_and_is_replayed(settings, tmp_path: Path) -> None:
     assert trained[0] == trained[1] == trained[2] and len(trained[0]) == 3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_teacher_of_before_wherever_it_lies(settings, folder, tmp_path: Path, capsys) -> None:
     teacher = shutil.copytree(folder, tmp_path / "teacher")
     assert train.main(settings("run", distill__teacher=teacher, run__steps=1)) == 0

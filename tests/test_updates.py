@@ -324,6 +324,7 @@ def test_kept_kv_moves_the_trajectory_and_computes_nothing_again(settings, run_r
     assert prefilled[0] < prefilled[1] and tokens_of(tmp_path / "kept") != tokens_of(tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_released_job_goes_on(settings, tmp_path: Path, monkeypatch) -> None:
     assert train.main(settings("straight")) == 0
     take_step = train.take_step
