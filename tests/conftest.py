@@ -39,12 +39,6 @@ TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_k
 ALONE = parallel.World(0, 1, torch.device("cpu"))
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return half as many again as there are cores: tests wait for processes much of their time."""
-    cores = len(os.sched_getaffinity(0))
-    return cores + cores // 2
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts ranks as slow: `make test-fast` leaves it out."""
     for item in items:
