@@ -426,6 +426,7 @@ def test_weights_that_are_not_finite_are_refused_before_the_first_step(value, ca
     assert said.startswith("error: model/model.safetensors") and name in said and said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_cache_trains_and_no_file_but_the_models_goes_into_checkpoints(capsys, base) -> None:
     """Its files are links to blobs, as huggingface_hub lays them out; what else lies there is left alone."""
     snapshot, blobs = Path("hub/models--a--b/snapshots/0f"), Path("hub/models--a--b/blobs")
@@ -512,6 +513,7 @@ def test_a_run_folder_with_damage_is_refused_by_name(capsys, base) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(capsys, base, monkeypatch) -> None:
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.0)
     args = [f"--{key}={value}" for key, value in base.items()]

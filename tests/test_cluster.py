@@ -129,6 +129,7 @@ def test_phases_are_read_from_the_records_of_a_run():
     assert recorded_phases([]) == ([], [])
 
 
+@pytest.mark.slow
 def test_a_higher_quantile_costs_more_and_keeps_more_slos():
     jobs = varied(arrivals(MIXES["Mixed"], 120, 0, span=240.0), 0)
     low, high = (Cluster(RULES["rollmux"], PRICES, plan=by_quantile(q)).run(jobs) for q in (0.1, 0.7))

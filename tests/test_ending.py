@@ -134,6 +134,7 @@ def test_only_ranks_of_torchrun_wait_for_the_first_to_say_why(starter, waits, mo
 # ---- NCCL, by recorded calls -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_keeps_an_engine_after_its_run(settings, monkeypatch) -> None:
     engines, dump = [], Job.dump
     monkeypatch.setattr(Job, "dump", lambda job, *a: engines.append(weakref.ref(job.engine)) or dump(job, *a))

@@ -456,6 +456,7 @@ def test_a_person_is_told_what_the_environment_does(capsys, monkeypatch) -> None
     assert "reward  | 0.0833333" in turns and end.endswith("after 12 turns (stop)")
 
 
+@pytest.mark.slow
 def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(own, capsys) -> None:
     assert main([*own("fine"), "--check"]) == 0
     said = capsys.readouterr().out

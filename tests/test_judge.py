@@ -103,6 +103,7 @@ def test_verdicts_are_the_logprobs_of_transformers(family, tied, tiny_folder, tm
     assert tokenizer.decode(texts[1]) == "2+3=5|55 55?"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()

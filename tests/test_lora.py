@@ -320,6 +320,7 @@ def test_a_run_goes_on_with_its_adapters_only(settings, capsys) -> None:
     assert "trainer.lora.rank is 8 now and was 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, dict(trainer__lora__rank=0, trainer__lora__alpha=32.0, loss__kl_coef=0.1)])
 def test_a_run_goes_on_from_the_same_weights_only(settings, tiny_folder, tmp_path, capsys, given: dict) -> None:
     shutil.copytree(tiny_folder, tmp_path / "base")
@@ -335,6 +336,7 @@ def test_a_run_goes_on_from_the_same_weights_only(settings, tiny_folder, tmp_pat
     assert text.count("\n") == 1 and "base' has other weights than when" in text, text
 
 
+@pytest.mark.slow
 def test_the_warm_start_trains_everything_before_the_adapters_begin(settings, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("job.MODELS", tmp_path)
     small = dict(model__path="", data__train="hailstone", data__task="", run__steps=1)

@@ -215,6 +215,7 @@ def test_a_grader_file_imports_its_neighbours(user, tmp_path):
         assert grade_one(pool, "mine/two.py:f").value == 0.5
 
 
+@pytest.mark.slow
 def test_each_grader_has_its_own_neighbours_when_it_is_loaded_and_when_it_is_called(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "import config, helper\ndef f(response, answer, row):\n    import pack, late, core\n"

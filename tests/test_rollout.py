@@ -753,6 +753,7 @@ def test_a_layout_captures_its_graphs_when_it_is_first_used_and_the_largest_firs
     assert len(captured) == 18 and len(row_counts(256)) == 23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sharing_pages_changes_no_token(model, oracle, name: str) -> None:
     prompts = [Prompt(i, s.prompt_ids, "", "", "match") for i, s in enumerate(make_sequences(4))]

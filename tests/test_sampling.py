@@ -254,6 +254,7 @@ def test_every_token_can_be_drawn_to_the_ends_of_a_vocabulary(size):
         assert tokens.tolist() == [token] * 4 and logprobs.tolist() == [0.0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size, spread, floor", [(258, 5.0, 2.0), (258, 0.5, 5.0), (20_000, 5.0, 3.0), (20_000, 0.5, 10.0)]
 )

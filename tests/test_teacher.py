@@ -134,6 +134,7 @@ def test_logprobs_are_those_of_transformers(folder, tiny_model, examples, reside
 # ---- gradients
 
 
+@pytest.mark.slow
 def test_the_sampled_loss_has_the_gradient_of_the_reverse_kl_in_expectation(folder, tiny_folder, tiny_model) -> None:
     """All tokens of the vocabulary as the one that was drawn, each weighted by its probability."""
     prompt = (5, 7, 11)

@@ -109,6 +109,7 @@ def test_it_is_taught_true_solutions_of_numbers_that_are_not_held_out(tmp_path, 
         assert tokenizer.decode(solution) == task.solution(n) and end == tokenizer.eos_token_id
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_training_lowers_the_surprise_at_held_out_solutions(tmp_path):
     task, surprise = TASKS["hailstone"], []
