@@ -52,8 +52,9 @@ def _returns(group: Group, reward: RewardConfig, limit: int) -> list[dict[int, f
     for i, (sample, graded, total) in enumerate(zip(group.samples, group.rewards, _shaped(group, reward, limit))):
         earned = itertools.accumulate(itertools.chain(graded.turns, itertools.repeat(0.0)), initial=0.0)
         for turn, (_, before) in enumerate(zip(turns_of(sample.spans), earned)):
-            turns += [{}] * (turn == len(turns))
-            turns[turn] = turns[turn] | {i: total - before}
+            if turn == len(turns):
+                turns.append({})
+            turns[turn][i] = total - before
     return turns
 
 
