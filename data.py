@@ -1,6 +1,7 @@
 """Prompts: files and built-in tasks, tokenised and checked before work starts; the cursor over them."""
 
 import json
+import pickle
 import signal
 import threading
 import time
@@ -155,8 +156,16 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         )
     if empty := weights.keys() - {row.source for row in train} if len(weights) > 1 else ():
         raise ConfigError(f"data.mix: {min(empty)} has no row to train; leave it out")
-    encoder = _Encoder(config, tokenizer, max_prompt_tokens)
-    return encoder.prompts(train), encoder.prompts(held_out)
+    told = train, held_out, config, max_prompt_tokens, pickle.dumps(tokenizer)
+    if not _encoded or _encoded[0][0] != told:
+        encoder = _Encoder(config, tokenizer, max_prompt_tokens)
+        _encoded[:] = [(told, (encoder.prompts(train), encoder.prompts(held_out)))]
+    prompts, others = _encoded[0][1]
+    return [*prompts], [*others]
+
+
+# What prompts were last made of, and they: the check of a run, the run and ranks that change sides want the same.
+_encoded: list[tuple[object, tuple[list[Prompt], list[Prompt]]]] = []
 
 
 def _divided(name: str, config: DataConfig, count: int) -> tuple[list[_Row], list[_Row]]:

@@ -112,6 +112,23 @@ def test_text_becomes_a_user_message_of_the_chat_template(jsonl, chat):
     assert raw.text == "[1 + 1 =]"
 
 
+def test_prompts_are_encoded_once_for_a_run_and_anew_where_anything_differs(jsonl, chat, monkeypatch):
+    written = []
+    monkeypatch.setattr(data, "converse", lambda *a, write=data.converse: written.append(a) or write(*a))
+    path = jsonl(*rows(30))
+    first, others = load(chat, path, eval_prompts=3)
+    again, held_out = load(chat, path, eval_prompts=3)
+    assert len(written) == 30 and again == first and held_out == others
+    assert all(a is b for a, b in zip(first + others, again + held_out, strict=True)) and again is not first
+    chat.chat_template = chat.chat_template + "!"
+    assert load(chat, path, eval_prompts=3)[0][0].text == first[0].text + "!"
+    jsonl(*rows(31))
+    assert len(load(chat, path, eval_prompts=0)[0]) == 31
+    with pytest.raises(ConfigError, match="raise it, or remove the row"):
+        load(chat, path, max_prompt_tokens=2, eval_prompts=0)
+    assert len(load(chat, path, eval_prompts=0)[0]) == 31
+
+
 @pytest.mark.parametrize("as_text", [True, False])
 def test_messages_go_through_the_chat_template_as_they_are(jsonl, chat, as_text):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1 ="}]
