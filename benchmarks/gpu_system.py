@@ -182,7 +182,7 @@ RUN: dict[str, Any] = {
     "scheduler.num_responses": 4,
     "scheduler.window_iterations": 2,
     "rollout.max_prompt_tokens": 64,
-    "rollout.max_response_tokens": 96,
+    "rollout.max_response_tokens": 64,
     "rollout.page_size": 16,
     "rollout.stop": json.dumps([*"ABCD"]),  # a random model ends most responses by one of them, so there is a tail
     "rollout.max_running": 32,

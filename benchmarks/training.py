@@ -40,7 +40,8 @@ from model import parse_shape
 from parallel import keep_memory
 
 PROMPT, MEDIAN = 16, 60  # tokens
-BUDGETS = {  # tokens of a micro-batch that are tried; `half` has 2,400 in all
+BUDGETS: dict[str, dict[str, tuple[int, ...]]] = {  # tokens of a micro-batch that are tried; `half` has 2,400 in all
+    "nano": {"ours": (8192,), "transformers": (2048,)},
     "tiny": {"ours": (4096, 8192), "transformers": (1024, 2048, 4096, 8192)},
     "half": {"ours": (1024, 4096), "transformers": (512, 1024, 2048)},
 }
@@ -63,8 +64,8 @@ def examples_of(name: str, quick: bool) -> list[Example]:
 
 
 def budgets_of(name: str, kind: str, quick: bool) -> tuple[int, ...]:
-    budgets = BUDGETS.get(name, BUDGETS["tiny"])[kind]
-    return budgets[1:3] if quick else budgets
+    budgets = BUDGETS[name][kind]
+    return budgets[1:3] or budgets if quick else budgets
 
 
 def operations(shape: ModelShape, samples: list[Example]) -> float:
@@ -121,6 +122,9 @@ class Contender:
     def choose(self, budgets: tuple[int, ...]) -> dict[str, float]:
         """Take the fastest budget, in a new process, whose peak of memory is that budget's; return the first step."""
         first = self.step(budgets[0])
+        if len(budgets) == 1:
+            self.budget = budgets[0]
+            return first
         tried = {budget: self.step(budget)["seconds"] for budget in budgets}
         self.budget = min(tried, key=tried.__getitem__)
         self.stop()

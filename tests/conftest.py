@@ -1,6 +1,7 @@
 """Fixtures that several rooms' tests share: tiny models, and processes that talk to each other."""
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -35,6 +36,7 @@ torch.set_num_threads(1)  # tests run side by side
 threads.before_torch()  # ranks, too
 mp.set_forkserver_preload(["preload"])
 torch.set_flush_denormal(True)
+thaw, gc.unfreeze = gc.unfreeze, lambda: None  # else every run looks at a million objects that were here before it
 TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
 ALONE = parallel.World(0, 1, torch.device("cpu"))
 

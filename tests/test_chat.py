@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 from conftest import ROOT, steps_of
-from test_model import make_oracle
+from test_model import MIXTURE, make_oracle
 from test_turns import note_draws, note_trained
 from test_updates import trained
 from transformers import PreTrainedTokenizerFast
@@ -136,6 +136,7 @@ def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, 
             "max_position_embeddings": 1024,
             "head_dim": 8,
         }
+        ids |= MIXTURE if family == "qwen3_moe" else {}  # its own is 128 experts
         make_oracle({"model_type": family, **ids}, tmp_path / "model")
         rows = [{"prompt": f"What is {i} times 7?", "answer": f"{7 * i}"} for i in range(8)]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

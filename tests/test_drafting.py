@@ -36,7 +36,7 @@ def settings(settings, tmp_path: Path) -> Callable[..., list[str]]:
     def make(folder: str, sources: tuple[str, ...] = (), **overrides) -> list[str]:
         values = {
             "run__steps": STEPS,
-            "run__eval_every": 4,
+            "run__eval_every": STEPS,
             "run__dump_rollouts": "true",
             "data__train": tmp_path / "prompts.jsonl",
             "data__eval": tmp_path / "prompts.jsonl",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALONE, ROOT
+from conftest import ALONE, ROOT, thaw
 
 import parallel
 import train
@@ -142,6 +142,7 @@ def test_nothing_keeps_an_engine_after_its_run(settings, monkeypatch) -> None:
     config = load_config(Config, None, [a for a in arguments if not a.startswith("--data.task")])
     Path(config.run.dir).mkdir()
     train.train(config, ALONE, resume=False)
+    thaw()
     gc.collect()
     assert [engine() for engine in engines] == [None], "its CUDA graphs would hold NCCL's communicators"
 

@@ -337,9 +337,7 @@ def test_a_race_draws_by_its_rule(vocab: int, temperature: float, dtype: torch.d
 
 
 @pytest.mark.skipif("triton" not in RUNNERS, reason="the twin is the sort itself")
-@pytest.mark.parametrize(
-    "vocab, top_p", [(3, 0.5), (300, 0.01), (300, 0.95), (9000, 0.01), (9000, 0.95), (9000, 0.999)]
-)
+@pytest.mark.parametrize("vocab, top_p", [(3, 0.5), (300, 0.01), (300, 0.999), (9000, 0.95)])
 def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> None:
     rng = Random(f"{vocab} {top_p}")
     logits = randn(rng, 20, vocab) * torch.tensor([0.1, 1.0, 4.0, 20.0], device=DEVICE).repeat(5)[:, None]
