@@ -44,8 +44,8 @@ from warm_start import WarmStartConfig, make_model  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 RANKS = str(HERE / "forked_ranks.py")
-STEPS = {"a": 200, "b": 200, "c": 200}  # of each job
-QUICK = {"a": 60, "b": 60, "c": 60}
+STEPS = dict.fromkeys("abc", 600)  # of each job: none may end before its last fault
+QUICK = dict.fromkeys("abc", 60)
 LIMIT = 120.0  # seconds after which something hangs
 GRADER = "def digits(response, answer, row):\n    return min(sum(c.isdigit() for c in response) / 32, 1.0)\n"
 JOB = """
