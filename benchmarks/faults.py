@@ -466,7 +466,7 @@ def settings(base: Path, folder: Path, *more: str) -> list[str]:
         "--rollout.kv_gib=0.01",
         "--trainer.lr=3e-3",
         "--reward.num_workers=1",
-        f"--reward.timeout_seconds={PATIENCE}",
+        f"--reward.timeout_seconds={TIMEOUT}",
         *(argument.format(base=base) for argument in more),
         "--resume",
     ]

@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+from config import load_config
 from metrics import Period, Trace
 from parallel import World
+from settings import Config, check_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -139,6 +141,16 @@ def test_faults_come_at_functions_that_are_there(monkeypatch: pytest.MonkeyPatch
         assert all(len({f.step for f in run}) == len(run) and len({f.way for f in run}) == 1 for run in runs)
     quick = faults.all_faults(2)[:: faults.SHARE]
     assert {f.way for f in quick} == {*faults.WAYS} and {f.rank for f in quick if f.way == "pools"} == {0, 1}
+
+
+def test_runs_that_are_broken_could_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for faults in load("faults"):
+        faults.prepare(tmp_path)
+        for name, way in faults.WAYS.items():
+            own = faults.settings(tmp_path, tmp_path / name, *way.settings, f"--run.timeout_seconds={faults.TIMEOUT}")
+            own.remove("--resume")
+            check_run(load_config(Config, None, own), 2, resume=False, is_main=False)
 
 
 def test_lengths_are_shaped_like_the_papers(tail_batching: ModuleType) -> None:
