@@ -353,8 +353,9 @@ class Job:
         """Let another job have the device: between two steps, or between a step's rollout and its update.
 
         Weights, gradient sums and optimizer state wait in host memory; KV memory, CUDA graphs and copies of weights are
-        given up and made again. The trajectory is the same as without. What stays on the device: the state of decoding
-        rows, tables of positions, a judge, a teacher. No collective. Until `take_back`, work there raises RuntimeError.
+        given up and made again. The trajectory is the same as without, but with `overlap.flight = keep`: KV of old
+        weights goes, too. What stays on the device: the state of decoding rows, tables of positions, a judge and a
+        teacher. No collective. Until `take_back`, work there raises RuntimeError.
         """
         self._refuse_if_released()
         if self.endless:

@@ -41,7 +41,7 @@ from rewards.remote import is_address
 from rewards.teacher import DistillConfig, check_teacher, planned_bytes
 from rollout import RolloutConfig
 from sampling import SamplingConfig
-from scheduler import POLICIES, SchedulerConfig
+from scheduler import POLICIES, SchedulerConfig, TailBatching
 from trainer import TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
 from weights.lora import check_lora, count
@@ -666,11 +666,16 @@ def check_stream(c: Config, num_ranks: int) -> None:
 
 def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
     """Refuse combinations that have no place in an endless rollout or on ranks apart."""
-    scheduler = POLICIES[c.scheduler.policy](c.scheduler).config
-    check_overlap(c.overlap, scheduler, c.stream.policy, c.planner.rule, c.run.replay)
+    policy = POLICIES[c.scheduler.policy](c.scheduler)
+    check_overlap(c.overlap, policy.config, c.stream.policy, c.planner.rule, c.run.replay)
     check_pools(c, world_size)
     if not c.overlap.depth:
         return
+    if type(policy).plan is not TailBatching.plan:
+        raise ConfigError(
+            f"scheduler.policy = {c.scheduler.policy} plans rounds, and an endless rollout (overlap.depth = "
+            f"{c.overlap.depth:g}) has none: nobody would ask its plan; take a policy of scheduler.py, or depth = 0"
+        )
     if c.loss.name != "decoupled" and c.loss.for_dtype(dtype).old_logprobs == "trainer":
         raise ConfigError(
             f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "

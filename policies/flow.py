@@ -38,8 +38,9 @@ class OverlapConfig:
     flight: str = option(
         "recompute",
         "sequences under way at an update: recompute (go on with their tokens, KV is computed again), keep (go on with "
-        "the KV of older weights) or finish (no update before they have ended, so each has one version; unless sync = "
-        "with_batch nothing decodes beside training then, and depth gains no time)",
+        "the KV of older weights, which a checkpoint has not: a run that is stopped elsewhere draws other tokens) or "
+        "finish (no update before they have ended, so each has one version; unless sync = with_batch nothing decodes "
+        "beside training then, and depth gains no time)",
         choices=("recompute", "keep", "finish"),
     )
     clock: str = option(
@@ -353,6 +354,15 @@ def _refuse_without_place(
             {endless: "a batch takes the oldest groups, all alike"},
         ),
         (f"scheduler.audit = {scheduler.audit}", scheduler.audit, {endless: "no round ends"}),
+        (
+            "scheduler.migrate = true",
+            scheduler.migrate and config.clock == "steps",
+            {
+                f"{endless} with overlap.clock = steps"
+                * bool(endless): "a response that moves draws one token more in "
+                "that step, so the run would depend on the number of ranks"
+            },
+        ),
         (f"run.replay = {replay!r}", replay, dict.fromkeys((endless, apart), "recorded groups are not rolled out")),
     ):
         for where, reason in reasons.items():

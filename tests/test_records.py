@@ -142,7 +142,12 @@ def test_what_graders_did_is_added_up_over_ranks():
 
 def test_the_work_of_a_step_is_that_of_all_ranks() -> None:
     """Ranks 0 and 1 train; 2 and 3, a replica, decode for 5 and 6 seconds."""
-    seconds = [{"train": 3.0}, {"train": 4.0}, {"prefill": 1.0, "decode": 4.0}, {"prefill": 1.0, "decode": 5.0}]
+    seconds = [
+        {"train": 3.0},
+        {"train": 4.0},
+        {"prefill": 1.0, "decode": 4.0},
+        {"prefill": 1.0, "decode": 2.0, "verify": 3.0},
+    ]
     reports = [replace(report(0, 0.0), engine=EngineStats(), seconds=each) for each in seconds]
     reports[2] = replace(reports[2], engine=EngineStats(decode_steps=20, decoded_tokens=70))
     assert work_of([group(0, "a", 1.0, 0.0)], 14, reports) == Work(1, 2, 17, 2.0, 70, 11.0, 7.0, 20, 6.0)

@@ -33,6 +33,7 @@ from policies.split import SplitTimes
 from rollout import Engine
 from rounds import Round
 from sampling import SamplingConfig, score
+from scheduler import POLICIES, Synchronous
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
 CPU = torch.device("cpu")
@@ -532,6 +533,7 @@ REFUSED: list[tuple[int, dict, list[str]]] = [
     (2, dict(scheduler__dynamic_sampling="true"), ["scheduler.dynamic_sampling = true", *NO_PLACE]),
     (2, dict(scheduler__policy="tail_batching", scheduler__audit=1), ["scheduler.audit = 1", *NO_PLACE]),
     (2, dict(run__replay=ROOT), ["run.replay = ", *NO_PLACE]),
+    (2, dict(scheduler__migrate="true"), ["migrate = true has no place in", "clock = steps", "number of ranks"]),
     *((2, OFF | {f"overlap__{key}": value}, [f"overlap.{key} = {value} ", *WITHOUT]) for key, value in OTHERS.items()),
     (2, dict(overlap__update_iterations=8), ["overlap.update_iterations = 8 has no effect", "train_ranks = 0"]),
     (
@@ -588,6 +590,17 @@ def test_combinations_without_a_place_are_refused_in_one_line(
     assert train.main([*settings("refused", **overrides), "--check", f"--ranks={ranks}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and all(part in line for part in parts), line
+
+
+def test_a_policy_that_nobody_would_ask_is_refused(settings, alone, monkeypatch, capsys) -> None:
+    class Own(Synchronous):
+        def plan(self, take, steps_left):
+            raise AssertionError("asked")
+
+    monkeypatch.setitem(POLICIES, "own", Own)
+    assert train.main([*settings("refused", scheduler__policy="own"), "--check"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: scheduler.policy = own plans rounds") and "overlap.depth = 1" in line
 
 
 def test_a_run_cannot_be_cut_below_what_is_under_way(settings, run_ranks, tmp_path: Path, capsys) -> None:
