@@ -340,7 +340,8 @@ def _export(
     own = _stored(own, model.shape)
     weights = {file: {name: own[name] for name in names} for file, names in files.items()}
     config = read_config(source)
-    config.pop("torch_dtype", None)
+    for key in ("torch_dtype", "auto_map"):  # an old name; Python files, which are not copied
+        config.pop(key, None)
     config["tie_word_embeddings"] = model.shape.tied
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     others = {"config.json": json.dumps(config, indent=2).encode()}
@@ -535,6 +536,8 @@ class _Writer(HuggingFaceStorageWriter):
         saved = list_checkpoints(self.folder.parent.parent)
         if self.best in saved:
             _link(self.folder.with_name(BEST), self.best.name)
+        else:  # it was the best, or will be gone
+            self.folder.with_name(BEST).unlink(missing_ok=True)
         for old in saved[: -self.keep]:
             if old != self.best:
                 _remove(old)

@@ -322,8 +322,8 @@ class Trace:
     def __init__(self, path: Path, first_step: int):
         kept = []
         if path.exists() and first_step:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            events = [(line, json.loads(line[:-1])) for line in lines if line.endswith("},")]
+            lines = _whole(path.read_text(encoding="utf-8").splitlines()[1:])  # without the bracket
+            events = [(line, event) for line, event in lines if line.endswith(",")]
             kept = [line for line, event in events if event.get("step", math.inf) <= first_step]  # not the last names
         path.write_text("".join(f"{line}\n" for line in ("[", *kept)), encoding="utf-8")
         self.file, self.named = open(path, "a", encoding="utf-8"), 0
@@ -382,13 +382,16 @@ def _drop_after(path: Path, first_step: int) -> list[Record]:
 
 def read_records(path: str | Path) -> list[Record]:
     """Return the whole lines of a `steps.jsonl`."""
-    records = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    return [record for _, record in _whole(Path(path).read_text(encoding="utf-8").splitlines())]
+
+
+def _whole(lines: Sequence[str]) -> Iterator[tuple[str, Record]]:
+    """Yield lines and what they hold, up to one that a kill has cut; a comma may end each."""
+    for line in lines:
         try:
-            records.append(json.loads(line))
+            yield line, json.loads(line.removesuffix(","))
         except json.JSONDecodeError:
-            break
-    return records
+            return
 
 
 def _finite(value: object) -> object:

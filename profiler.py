@@ -6,6 +6,7 @@ folder: seconds of prefill and decode by tensor-parallel size, sequences and con
 
 import argparse
 import os
+import signal
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -17,6 +18,7 @@ from statistics import median
 from process.threads import before_torch
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback until a handler is set
     before_torch()
 
 import torch

@@ -19,6 +19,7 @@ from pathlib import Path
 from process.threads import before_torch
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback until a handler is set
     before_torch()
 
 import torch

@@ -504,6 +504,11 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         raise ConfigError(
             f"judge.path = {c.judge.path!r}, but no data row has the task {TASK_OF_JUDGE}; take it as data.task"
         )
+    elif c.judge != JudgeConfig():
+        raise ConfigError(
+            "[judge] has no effect without judge.path; give a local Hugging Face folder and rows with the task "
+            f"{TASK_OF_JUDGE}, or leave [judge] out"
+        )
     check_environments(c, everything, tokenizer, plays)
     check_rewards(c.reward, everything)
     first.pop(TASK_OF_JUDGE, None)

@@ -7,9 +7,11 @@ a checkpoint draws the very responses that its run drew there.
 import argparse
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 
 if __name__ == "__main__":
@@ -18,6 +20,7 @@ if __name__ == "__main__":
 from process.threads import before_torch
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback until a handler is set
     before_torch()
 
 import checkpoint
@@ -156,7 +159,10 @@ def main(argv: list[str]) -> int:
             return ending.refuse(error)
 
         def work(world: World) -> None:
-            record, texts = evaluate(config, world, int(flags.samples))
+            try:
+                record, texts = evaluate(config, world, int(flags.samples))
+            finally:
+                rmtree(scratch, ignore_errors=True)  # a rank that fails among others ends without cleaning up
             if world.is_main:
                 report(config, record, texts, flags.out)
 

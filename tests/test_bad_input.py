@@ -128,6 +128,7 @@ COMMANDS = {
     "draws under eta": ["--scheduler.dynamic_sampling=true", "--scheduler.eta_prompts=4", "--scheduler.max_draws=2"],
     "grader for a built-in task": ["--data.train=hailstone", "--data.task=grader.py:good"],
     "judge without task": ["--judge.path=model"],
+    "a judge's settings without a judge": ["--judge.template=no place for the response"],
     "grader over the wait of ranks": ["--data.task=grader.py:good", "--reward.timeout_seconds=601"],
     "service over the wait of ranks": ["--data.task=http://localhost:1/", "--reward.remote_seconds=601"],
     "task judge without judge": ["--data.task=judge"],

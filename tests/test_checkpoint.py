@@ -232,7 +232,10 @@ def test_weights_that_are_away_from_the_device_are_written_from_host_memory(tiny
 def test_tokenizer_and_generation_files_travel_with_the_export(tiny_model, folder, tmp_path):
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
     (folder / "merges.txt").write_text("a b\n")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration_x.Config"}}))
     save_model(tmp_path / "out", tiny_model, folder)
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text()), "its files are not there"
     copied = [path.name for path in folder.iterdir() if path.name not in ("config.json", WEIGHTS)]
     assert {"generation_config.json", "merges.txt", "tokenizer.json"} <= set(copied)
     for name in copied:
@@ -373,6 +376,10 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_and_linked(tiny_model, ti
         checkpoints.wait()
         assert [load_state(folder)["step"] for folder in list_checkpoints(tmp_path)] == kept
         assert load_state(link)["step"] == best if best else not link.exists()
+    assert checkpoints.rated(9, {"avg@4": 0.9, "pass@4": 0.9})["best"]["step"] == 9, "it is not saved"
+    checkpoints.save(10, tiny_model, {"moments": torch.ones(2)}, {"step": 10})
+    checkpoints.wait()
+    assert not os.path.lexists(link), "step 6 is not the best any more"
     assert Checkpoints(tmp_path, tiny_folder, 2, ALONE).rated(9, {"avg@4": 0.1}) == {"avg@4": 0.1}
 
 

@@ -1,6 +1,7 @@
 """The command that scores a folder: the very responses that a run drew, for a checkpoint, a run or any model."""
 
 import json
+import tempfile
 from functools import partial
 
 import pytest
@@ -146,3 +147,16 @@ def test_ranks_score_as_one_does(settings, tiny_folder, tmp_path, run_mains):
     assert [rank.code for rank in ended] == [0, 0], ended
     one, two = (scores(json.loads(path.read_text())["eval"]) for path in out)
     assert one == two
+
+
+def test_ranks_that_fail_leave_no_folder(tiny_folder, tmp_path, run_mains):
+    (scratch := tmp_path / "scratch").mkdir()
+    (tmp_path / "few.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{i}"}}\n' for i in range(5)))
+    told = [str(tiny_folder), f"--data.train={tmp_path / 'few.jsonl'}", "--run.device=cpu"]
+    ended = run_mains(2, evaluate_in, str(scratch), told)
+    assert [rank.code for rank in ended] == [2, 2] and not [*scratch.iterdir()], ended
+
+
+def evaluate_in(scratch: str, arguments: list[str]) -> int:
+    tempfile.tempdir = scratch
+    return evaluate.main(arguments)

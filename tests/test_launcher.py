@@ -136,9 +136,11 @@ def start(folder, how: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
 
 
-def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path) -> None:
+@pytest.mark.parametrize("script", ["train.py", "serve.py", "profiler.py", "process/evaluate.py"])
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, script: str) -> None:
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
-    code = f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); runpy.run_path('train.py', run_name='__main__')"
+    code = f"import runpy, sys; sys.path[:0] = ['process', {str(tmp_path)!r}, '.']"
+    code += f"; runpy.run_path({script!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 

@@ -147,6 +147,19 @@ def test_a_trace_is_json_with_one_track_a_replica_and_a_resumed_run_goes_on_in_i
     assert sum(e["ph"] == "X" for e in json.loads((tmp_path / "trace.json").read_text())) == 8
 
 
+def test_a_trace_that_a_kill_has_cut_anywhere_goes_on(tmp_path) -> None:
+    path = tmp_path / "trace.json"
+    trace = Trace(path, 0)
+    for step in (1, 2):
+        trace.write(step, [([Period("rollout", step, step + 0.5)], [Count(step + 0.5, {"running": 8})])], "short")
+    text = path.read_text()
+    for end in range(text.index("\n", len(text) // 2), len(text)):
+        path.write_text(text[:end])
+        Trace(path, 1)
+        rows = path.read_text().splitlines()
+        assert rows[0] == "[" and {json.loads(row[:-1])["step"] for row in rows[1:]} <= {1} and len(rows) > 3
+
+
 def test_a_traced_clock_keeps_counts_when_they_change() -> None:
     clock, silent = Clock(trace=True), Clock()
     for running in (4, 4, 3):

@@ -250,6 +250,10 @@ BAD = [
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": 7}]}, 400, "content"),
     ("/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "is not among"),
+    *(
+        ("/v1/chat/completions", {"messages": [{"role": role, "content": "1", key: "x"}]}, 400, f"leave {key} out")
+        for role, key in (("assistant", "tool_calls"), ("tool", "tool_call_id"))
+    ),
     ("/v1/chat/completions", CHAT | {"prompt": "1"}, 400, "unknown field 'prompt'"),
     ("/v1/embeddings", {}, 404, "nothing is at"),
     ("/weights", {"folder": "x"}, 403, "token"),
