@@ -156,13 +156,14 @@ def main(argv: list[str]) -> int:
                 return launcher.launch(__file__, asked, argv)
             check_run(config, size, resume=False, is_main=rank == 0)
         except (ConfigError, OSError) as error:
+            rmtree(scratch, ignore_errors=True)  # torchrun may end this rank before it cleans up
             return ending.refuse(error)
 
         def work(world: World) -> None:
             try:
                 record, texts = evaluate(config, world, int(flags.samples))
             finally:
-                rmtree(scratch, ignore_errors=True)  # a rank that fails among others ends without cleaning up
+                rmtree(scratch, ignore_errors=True)
             if world.is_main:
                 report(config, record, texts, flags.out)
 

@@ -9,9 +9,10 @@ from conftest import ROOT, steps_of
 
 import train
 from checkpoint import list_checkpoints
+from config import ConfigError
 from loss import LOSSES
 from metrics import read_records
-from process import evaluate
+from process import ending, evaluate
 from scheduler import POLICIES
 
 pytestmark = pytest.mark.slow  # processes and whole runs
@@ -149,14 +150,18 @@ def test_ranks_score_as_one_does(settings, tiny_folder, tmp_path, run_mains):
     assert one == two
 
 
-def test_ranks_that_fail_leave_no_folder(tiny_folder, tmp_path, run_mains):
+@pytest.mark.parametrize("step", ["check_run", "evaluate"])
+def test_a_rank_that_fails_has_removed_its_folder_before_it_says_so(step, tiny_folder, tmp_path, monkeypatch):
+    """For then it may be ended at any moment."""
+    left = []
     (scratch := tmp_path / "scratch").mkdir()
-    (tmp_path / "few.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{i}"}}\n' for i in range(5)))
-    told = [str(tiny_folder), f"--data.train={tmp_path / 'few.jsonl'}", "--run.device=cpu"]
-    ended = run_mains(2, evaluate_in, str(scratch), told)
-    assert [rank.code for rank in ended] == [2, 2] and not [*scratch.iterdir()], ended
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(ending, "refuse", lambda error: left.append([*scratch.iterdir()]) or 2)
 
+    def fail(*args, **kwargs):
+        assert [*scratch.iterdir()]
+        raise ConfigError("no")
 
-def evaluate_in(scratch: str, arguments: list[str]) -> int:
-    tempfile.tempdir = scratch
-    return evaluate.main(arguments)
+    monkeypatch.setattr(evaluate, step, fail)
+    short = ["--rollout.max_prompt_tokens=64", "--rollout.max_response_tokens=64"]
+    assert evaluate.main([str(tiny_folder), "--run.device=cpu", *short]) == 2 and left == [[]]
