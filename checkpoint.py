@@ -536,8 +536,9 @@ class _Writer(HuggingFaceStorageWriter):
         saved = list_checkpoints(self.folder.parent.parent)
         if self.best in saved:
             _link(self.folder.with_name(BEST), self.best.name)
-        else:  # it was the best, or will be gone
-            self.folder.with_name(BEST).unlink(missing_ok=True)
+        else:  # what it names was the best, or will be gone
+            with suppress(OSError):  # a copy of a run may have a folder there
+                self.folder.with_name(BEST).unlink()
         for old in saved[: -self.keep]:
             if old != self.best:
                 _remove(old)

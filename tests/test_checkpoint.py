@@ -380,6 +380,10 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_and_linked(tiny_model, ti
     checkpoints.save(10, tiny_model, {"moments": torch.ones(2)}, {"step": 10})
     checkpoints.wait()
     assert not os.path.lexists(link), "step 6 is not the best any more"
+    link.mkdir()  # as where a run was copied with what its links name
+    checkpoints.save(11, tiny_model, {"moments": torch.ones(2)}, {"step": 11})
+    checkpoints.wait()
+    assert list_checkpoints(tmp_path)[-1].name == "step_000011" and link.is_dir()
     assert Checkpoints(tmp_path, tiny_folder, 2, ALONE).rated(9, {"avg@4": 0.1}) == {"avg@4": 0.1}
 
 
