@@ -164,7 +164,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     return [*prompts], [*others]
 
 
-# What prompts were last made of, and they: the check of a run, the run and ranks that change sides want the same.
+# The last prompts, after what they were made of: the check of a run, the run, ranks that change sides want the same.
 _encoded: list[tuple[object, tuple[list[Prompt], list[Prompt]]]] = []
 
 

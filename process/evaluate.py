@@ -131,6 +131,7 @@ def main(argv: list[str]) -> int:
         return 0
     launcher.settle()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or a folder would be left
     with TemporaryDirectory(prefix="plainroll-") as scratch:
         try:
             folders, overrides = ([text for text in rest if text.startswith("--") == flag] for flag in (False, True))
@@ -158,6 +159,8 @@ def main(argv: list[str]) -> int:
         except (ConfigError, OSError) as error:
             rmtree(scratch, ignore_errors=True)  # torchrun may end this rank before it cleans up
             return ending.refuse(error)
+        except KeyboardInterrupt:
+            return 130
 
         def work(world: World) -> None:
             try:

@@ -1,6 +1,7 @@
 """The command that scores a folder: the very responses that a run drew, for a checkpoint, a run or any model."""
 
 import json
+import signal
 import tempfile
 from functools import partial
 
@@ -165,3 +166,19 @@ def test_a_rank_that_fails_has_removed_its_folder_before_it_says_so(step, tiny_f
     monkeypatch.setattr(evaluate, step, fail)
     short = ["--rollout.max_prompt_tokens=64", "--rollout.max_response_tokens=64"]
     assert evaluate.main([str(tiny_folder), "--run.device=cpu", *short]) == 2 and left == [[]]
+
+
+def test_an_interrupt_of_the_check_leaves_no_folder_and_no_traceback(tiny_folder, tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and [*tmp_path.iterdir()]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(evaluate, "check_run", interrupt)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        short = ["--rollout.max_prompt_tokens=64", "--rollout.max_response_tokens=64"]
+        assert evaluate.main([str(tiny_folder), "--run.device=cpu", *short]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not [*tmp_path.iterdir()] and capsys.readouterr().err == ""
