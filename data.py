@@ -420,7 +420,10 @@ class _Encoder:
 def converse(
     tokenizer: Tokenizer, messages: list[dict], add_generation_prompt: bool, seconds: float = TEMPLATE_SECONDS
 ) -> str:
-    """Return the messages as the chat template writes them. Raises the template's own errors, and TimeoutError."""
+    """Return the messages as the chat template writes them. Raises the template's own errors.
+
+    In the main thread it raises TimeoutError after `seconds`; in others, as a server's, nothing ends it.
+    """
 
     def ring(*_: object) -> None:
         raise TimeoutError(f"it does not end within {seconds:g} s")

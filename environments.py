@@ -45,7 +45,10 @@ class EnvConfig:
         512, "tokens of a text that an environment gives; a longer one loses its middle", min=64
     )
     step_seconds: float = option(
-        10.0, "time limit of a user's environment, or of a service and all tries, for a turn", above=0, max=1e7
+        10.0,
+        "time limit of a try of a turn: of a user's environment, or of a service's reply, repeated requests included",
+        above=0,
+        max=1e7,
     )
     clock: str = option(
         "time",

@@ -105,6 +105,9 @@ class Weights:
                 weights = checkpoint.load_model(folder, torch.device("cpu"), self.loop.engine.model.dtype)
             except (ConfigError, OSError) as error:
                 raise ApiError(400, str(error)) from None
+            except Exception as error:  # as safetensors' own, or no memory: who follows a run tries the next one
+                said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise ApiError(500, f"{folder}: {said}", "server_error") from None
             self.loop.change_weights(weights, self.version + 1)
             self.folder, self.version = folder, self.version + 1
 

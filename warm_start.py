@@ -7,6 +7,7 @@ reinforcement then teaches care. Counted in steps, deterministic, written as a H
 import hashlib
 import json
 import os
+import platform
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
@@ -90,10 +91,11 @@ def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
 
 def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -> None:
     """Train from random weights; write under another name, then rename to `folder`. Collective."""
-    part = folder.with_name(f".part-{folder.name}-{parallel.broadcast_object(world, os.getpid())}")
+    begin, end = f".part-{folder.name}-", f"@{platform.node()}"  # other machines may share the folder
+    part = folder.with_name(f"{begin}{parallel.broadcast_object(world, os.getpid())}{end}")
     if world.is_main:
-        for other in folder.parent.glob(f".part-{folder.name}-*"):
-            if not Path(f"/proc/{other.name.rpartition('-')[2]}").exists():  # of a run that was killed
+        for other in folder.parent.glob(f"{begin}*{end}"):
+            if not Path("/proc", other.name.removeprefix(begin).removesuffix(end)).exists():  # of a run that was killed
                 shutil.rmtree(other)
         _write_source(config, part)
     parallel.barrier(world)

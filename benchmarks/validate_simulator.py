@@ -77,6 +77,8 @@ KINDS = {  # another kind is another line: the settings of its run
 class Recalled(ParallelismPlanner):
     """A planner that repeats the choices of another."""
 
+    due = 0  # no size changes within a round
+
     def __init__(self, sizes: list[int]):
         self.choices = (Choice(size, "as before") for size in sizes)  # `sizes` may still grow
 

@@ -51,8 +51,9 @@ def tools(*functions: Callable, answer: Grader | None = None) -> Environment:
     as text; the third in a row ends the episode with a reward of 0. The prompt has to tell of the functions, as the
     environment's docstring does: it has their signatures and docstrings.
 
-    A turn without a call is the answer, which `answer` grades, as a grader does a response. It must not hang on what a
-    model writes: that would fail the episode. Without it the reward is 0, and `reward.also` grades.
+    A turn without a call is the answer, or what it has between <answer> and its end. `answer` grades it, as a grader
+    does a response. It must not hang on what a model writes: that would fail the episode. Without it the reward is 0,
+    and `reward.also` grades. Between other tags stands a call, and if no such function is there, a bad one.
     """
     by_name = {function.__name__: function for function in functions}
 
@@ -60,10 +61,14 @@ def tools(*functions: Callable, answer: Grader | None = None) -> Environment:
         text, bad = "", 0
         while bad < MAX_BAD:
             action = (yield text).rpartition("</think>")[2]
-            if not (call := CALL.search(action)):
+            found = list(CALL.finditer(action))
+            known = [call for call in found if call[1] in (*by_name, "tool_call")]
+            final = [call[2] for call in found if call[1] == "answer"]
+            call = known[0] if known else None if final or not found else found[0]
+            if not call:
                 if not answer:
                     break
-                graded = grade(answer, action, row["answer"], row)
+                graded = grade(answer, final[-1] if final else action, row["answer"], row)
                 if graded.error:
                     raise RuntimeError(graded.error)
                 return graded.value

@@ -7,6 +7,7 @@ were drawn. So each call must go on with the text or the chat of the call before
 import json
 import queue
 import secrets
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,14 +15,12 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from core import Environment, Turns
+from server.fields import NEUTRAL, asks_for
 
 Agent = Callable[[dict, int, str], float | None]  # (row, seed, address of its model) -> reward
 KINDS = ("completions", "chat/completions")
-#: What a call may not ask for, and what it may say nevertheless. Sampling is the run's, whatever the call says.
-NEUTRAL: dict[str, tuple] = {
-    **dict.fromkeys(("stream", "echo", "logprobs", "suffix", "functions", "tools", "stop"), (None, False, [], "")),
-    **dict.fromkeys(("n", "best_of"), (None, 1)),
-}
+#: What a call may not ask for, with what it may say nevertheless. Sampling is the run's, whatever the call says.
+REFUSED = NEUTRAL | {"stream": (False,), "logprobs": (False,), "functions": ([],), "stop": ([], ""), "n": (1,)}
 GONE = "the episode has ended"
 
 
@@ -45,6 +44,7 @@ class Conversation:
         self.text = prompt if isinstance(prompt, str) else ""  # of the calls so far, with their answers
         self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         self.calls = 0
+        self.newest: tuple[Call, str] | None = None  # the newest call with an answer
         self.inbox: queue.SimpleQueue[Call | float | BaseException | None] = queue.SimpleQueue()
         self.is_closed = False
 
@@ -71,8 +71,8 @@ class Conversation:
 
     def added(self, call: Call) -> str:
         """Return what a call adds to the texts before it. Raises Refused."""
-        for key, neutral in NEUTRAL.items():
-            if repr(call.asked.get(key)) not in map(repr, neutral):  # 0 is not false
+        for key, neutral in REFUSED.items():
+            if asks_for(call.asked.get(key), neutral):
                 raise Refused(f"{key} = {call.asked[key]!r:.60}: the calls of an agent that is trained have none")
         if call.kind == "completions":
             prompt = call.asked.get("prompt")
@@ -103,7 +103,15 @@ class Conversation:
         self.calls += 1
         self.text += text
         self.messages = [*self.messages, {"role": "assistant", "content": text}]
+        self.newest = call, text
         call.answers.put((200, text))
+
+    def answer_again(self, call: Call) -> bool:
+        """Answer the newest call once more if this one is the same: clients that waited too long repeat theirs."""
+        if not self.newest or (call.kind, call.asked) != (self.newest[0].kind, self.newest[0].asked):
+            return False
+        call.answers.put((200, self.newest[1]))
+        return True
 
     def close(self) -> None:
         """Have all calls fail from now on, so that the agent ends."""
@@ -129,6 +137,8 @@ def from_agent(agent: Agent) -> Environment:
         threading.Thread(target=conversation.play, args=(agent, row, seed, address), daemon=True).start()
         try:
             while isinstance(call := conversation.next(), Call):
+                if conversation.answer_again(call):
+                    continue
                 try:
                     added = conversation.added(call)
                 except Refused as error:
@@ -149,6 +159,11 @@ def from_agent(agent: Agent) -> Environment:
 class _Server(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 128
     conversations: dict[str, Conversation]
+
+    def handle_error(self, request, client_address) -> None:
+        """Say nothing of clients that have gone."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 @cache

@@ -23,7 +23,8 @@ def service(address: str, ask: Callable[[str, bytes], bytes]) -> Environment:
             reply = _read(said)
             if reply.get("end") is True:
                 return reply.get("reward")
-            actions.append((yield Reply(reply["text"], reply.get("reward", 0.0))))
+            reward = reply.get("reward")
+            actions.append((yield Reply(reply["text"], 0.0 if reward is None else reward)))
 
     return environment
 

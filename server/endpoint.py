@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
 from socketserver import TCPServer
 from typing import cast
+from urllib.parse import unquote
 
 from core import Tokenizer
 from server.loop import EngineLoop, Ticket
@@ -111,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, work: Callable[[str], None]) -> None:
         self.has_body = False  # read
         try:
-            path = self.path.partition("?")[0].rstrip("/")
+            path = unquote(self.path.partition("?")[0]).rstrip("/")
             if path != "/health":
                 self._check_access()
             work(path)
@@ -188,7 +189,7 @@ class Handler(BaseHTTPRequestHandler):
         config = loop.engine.config
         if (name := read_object(body).get("model")) not in (None, endpoint.name):
             raise ApiError(404, f"the model here is {endpoint.name!r}, not {name!r:.60}", code="model_not_found")
-        defaults = loop.engine.sampling, config.stop, config.max_prompt_tokens
+        defaults = loop.engine.sampling, config.stop, config.max_prompt_tokens, loop.most
         ask = read_ask(body, path == "/v1/chat/completions", endpoint.tokenizer, *defaults)
         number, ticket = loop.submit(ask)
         answers = Answers(ask, number, endpoint.name, endpoint.tokenizer)

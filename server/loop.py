@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from core import Sample, SampleId
+from engine.host import upload
 from engine.sequence import Sequence
 from model import Model
 from rollout import Engine
@@ -29,12 +30,11 @@ class Ticket:
         self.pieces: SimpleQueue[Piece] = SimpleQueue()
 
     def send(self, id: SampleId, ids: array, logprobs: array, sample: Sample | None = None) -> None:
-        """Hand on what is new of a response, and that it has ended."""
-        old = self.sent[id]
-        self.sent[id] = len(ids)
+        """Hand on the new tokens of a response, and that it has ended."""
+        self.sent[id] += len(ids)
         end = (sample.finish_reason, sample.spans) if sample else ("", ())
         choice = id.prompt * self.ask.num_responses + id.response
-        self.pieces.put(Piece(choice, ids[old:], logprobs[old:], *end))
+        self.pieces.put(Piece(choice, ids, logprobs, *end))
 
 
 class EngineLoop:
@@ -54,8 +54,6 @@ class EngineLoop:
     def submit(self, ask: Ask) -> tuple[int, Ticket]:
         """Queue a request; return its number and its ticket. Raises ApiError: it cannot fit, or too many wait."""
         number, wanted = next(self.numbers), len(ask.prompts) * ask.num_responses
-        if wanted > self.most:
-            raise ApiError(400, f"{wanted} responses in one request are over serve.queue = {self.most}; ask for fewer")
         seed = int.from_bytes(os.urandom(7)) if ask.seed is None else ask.seed
         c, shape, sequences = self.engine.config, self.engine.model.shape, list[Sequence]()
         for place, prompt in enumerate(ask.prompts):
@@ -168,7 +166,8 @@ class EngineLoop:
         for sample in samples:
             ticket = self.tickets[sample.id.epoch]
             self._forget(sample.id)
-            ticket.send(sample.id, array("i", sample.token_ids), array("f", sample.logprobs), sample)
+            old = ticket.sent[sample.id]
+            ticket.send(sample.id, array("i", sample.token_ids[old:]), array("f", sample.logprobs[old:]), sample)
 
     def _look(self) -> None:
         """Send what streamed responses have newly got."""
@@ -178,9 +177,15 @@ class EngineLoop:
             return
         self.looked = now
         self._finish(self.engine.land())  # then the host knows how many tokens each row has
-        running = [s for ticket in streams for s in ticket.sequences.values() if s.row >= 0]
-        counts = [self.engine.batcher.num_drawn(s) for s in running]
-        rows = self.engine.runner.rows.read([s.row for s in running], max(counts, default=0))
-        for s, count, ids, logprobs in zip(running, counts, *rows, strict=True):
-            if count > self.tickets[s.epoch].sent[s.id]:
-                self.tickets[s.epoch].send(s.id, array("i", ids[:count]), array("f", logprobs[:count]))
+        drawn = self.engine.batcher.num_drawn
+        running = [(t, s) for t in streams for s in t.sequences.values() if s.row >= 0 and drawn(s) > t.sent[s.id]]
+        if not running:
+            return
+        counts = [drawn(s) - ticket.sent[s.id] for ticket, s in running]  # new ones
+        rows, device = self.engine.runner.rows, self.engine.device
+        with rows.reading():
+            index, first = (upload(x, device)[:, None] for x in zip(*[(s.row, t.sent[s.id]) for t, s in running]))
+            columns = (first + torch.arange(max(counts), device=device)).clamp(max=rows.tokens.shape[1] - 1)
+            ids, logprobs = rows.tokens[index, columns].tolist(), rows.logprobs[index, columns].tolist()
+        for (ticket, s), count, own, their in zip(running, counts, ids, logprobs, strict=True):
+            ticket.send(s.id, array("i", own[:count]), array("f", their[:count]))

@@ -10,6 +10,7 @@ from config import ConfigError, check_options
 from core import Span, Tokenizer
 from data import TOKEN_CHARACTERS, converse
 from sampling import SamplingConfig
+from server.fields import NEUTRAL, asks_for
 
 Json = dict[str, object]
 T = TypeVar("T")
@@ -20,12 +21,6 @@ SAMPLING = {"temperature": float, "top_p": float, "min_p": float, "top_k": int}
 COMMON = {*SAMPLING, "model", "n", "max_tokens", "stop", "seed", "stream", "stream_options", "return_token_ids"}
 COMMON |= {"user", "metadata", "store", "safety_identifier"}  # these tell nothing that a server here wants to know
 FIELDS = {False: COMMON | {"prompt", "logprobs"}, True: COMMON | {"messages", "max_completion_tokens", "logprobs"}}
-#: Fields that this server does not have, and the values that ask for nothing.
-NEUTRAL: dict[str, tuple] = {
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
-    **{"logit_bias": ({},), "best_of": (1,), "echo": (False,), "suffix": ("",), "tools": ([],)},
-    **{"tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "parallel_tool_calls": (True, False)},
-}
 
 
 class ApiError(Exception):
@@ -69,12 +64,18 @@ class Piece:
 
 
 def read_ask(
-    body: bytes, is_chat: bool, tokenizer: Tokenizer, sampling: SamplingConfig, stop: tuple[str, ...], longest: int
+    body: bytes,
+    is_chat: bool,
+    tokenizer: Tokenizer,
+    sampling: SamplingConfig,
+    stop: tuple[str, ...],
+    longest: int,
+    most: int,
 ) -> Ask:
     """Return the request of a body. Raises ApiError.
 
-    `sampling` and `stop`: of requests that name none. `longest`: tokens of a prompt; far longer texts are refused
-    before they are tokenised.
+    `sampling` and `stop`: of requests that name none. `longest`: tokens of a prompt; `most`: responses of a request.
+    Far longer texts, and more of them, are refused before they are tokenised.
     """
     asked = read_object(body)
     _check_fields(asked, is_chat)
@@ -97,11 +98,15 @@ def read_ask(
         asked = asked | {"max_tokens": asked["max_completion_tokens"]}
         take = _Taker(asked)
     options: Json = take("stream_options", dict, {})
-    prompts = [_chat_ids(asked, tokenizer, longest)] if is_chat else _prompt_ids(asked, tokenizer, longest)
+    count = take("n", int, 1, 1, 2**16)
+    given = [] if is_chat else _prompts(asked)
+    if (wanted := count * (1 if is_chat else len(given))) > most:
+        raise ApiError(400, f"{wanted} responses in one request are over serve.queue = {most}; ask for fewer")
+    prompts = [_chat_ids(asked, tokenizer, longest)] if is_chat else [_ids(p, tokenizer, longest) for p in given]
     return Ask(
         is_chat,
         tuple(prompts),
-        num_responses=take("n", int, 1, 1, 2**16),
+        num_responses=count,
         max_tokens=take("max_tokens", int, 0 if is_chat else 16, 1, 2**22),
         stop=_stop(asked, stop),
         sampling=sampling,
@@ -141,7 +146,7 @@ def _check_fields(asked: Json, is_chat: bool) -> None:
             raise ApiError(
                 400, f"unknown field {key!r:.60}; there are: {', '.join(sorted(FIELDS[is_chat]))}", param=key
             )
-        if value not in NEUTRAL[key]:
+        if asks_for(value, NEUTRAL[key]):
             raise ApiError(400, f"{key} = {value!r:.60} is not among what this server can do; leave it out", param=key)
 
 
@@ -185,23 +190,21 @@ def _stop(asked: Json, default: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _prompt_ids(asked: Json, tokenizer: Tokenizer, longest: int) -> list[tuple[int, ...]]:
-    """Return the prompts of a completion: a text or a list of token ids, or a list of such."""
+def _prompts(asked: Json) -> list[object]:
+    """Return the prompts of a completion as they are given: one, or a list of them."""
     given = asked.get("prompt")
-    several = given if isinstance(given, list) and given and isinstance(given[0], list | str) else [given]
-    prompts = []
-    for prompt in several:
-        if isinstance(prompt, str):
-            prompts.append(tuple(tokenizer.encode(_short(prompt, longest))))
-        elif isinstance(prompt, list) and prompt and all(type(id) is int for id in prompt):
-            prompts.append(tuple(prompt))
-        else:
-            raise ApiError(
-                400,
-                f"prompt = {prompt!r:.60} must be a text or a list of token ids, or a list of these",
-                param="prompt",
-            )
-    return prompts
+    return given if isinstance(given, list) and given and isinstance(given[0], list | str) else [given]
+
+
+def _ids(prompt: object, tokenizer: Tokenizer, longest: int) -> tuple[int, ...]:
+    """Return the tokens of a completion's prompt: a text or a list of token ids."""
+    if isinstance(prompt, str):
+        return tuple(tokenizer.encode(_short(prompt, longest)))
+    if isinstance(prompt, list) and prompt and all(type(id) is int for id in prompt):
+        return tuple(prompt)
+    raise ApiError(
+        400, f"prompt = {prompt!r:.60} must be a text or a list of token ids, or a list of these", param="prompt"
+    )
 
 
 def _chat_ids(asked: Json, tokenizer: Tokenizer, longest: int) -> tuple[int, ...]:
@@ -248,16 +251,19 @@ def _short(text: str, longest: int) -> str:
 
 
 class Writer:
-    """Writes the text of one response as its tokens come, up to its stop text and never half a character."""
+    """Writes the text of one response as its tokens come, up to its stop text and never half a character.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
-        self.tokenizer, self.stop = tokenizer, stop
+    `names_special`: special tokens have their names in it, else they have none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], names_special: bool = False):
+        self.tokenizer, self.stop, self.names_special = tokenizer, stop, names_special
         self.ids: list[int] = []
         self.start = self.known = 0  # tokens before `known` are written; those from `start` on are decoded again
         self.held, self.is_stopped = "", False
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=not self.names_special)
 
     def add(self, token_ids: Sequence[int], is_last: bool) -> str:
         """Return the text that these tokens add, but for what may be the beginning of a stop text."""
@@ -265,7 +271,9 @@ class Writer:
         before, now = self._decode(self.ids[self.start : self.known]), self._decode(self.ids[self.start :])
         if self.is_stopped or (now.endswith("\ufffd") and not is_last):
             return ""
-        self.start, self.known = self.known, len(self.ids)
+        if now != before:  # tokens without a text are no context: what follows might lose its space as a first word
+            self.start = self.known
+        self.known = len(self.ids)
         self.held += now[len(before) :]
         if places := [self.held.find(stop) for stop in self.stop if stop in self.held]:
             self.is_stopped = True
@@ -281,7 +289,9 @@ class Answers:
 
     def __init__(self, ask: Ask, id: int, model: str, tokenizer: Tokenizer):
         self.ask, self.tokenizer = ask, tokenizer
-        self.writers = [Writer(tokenizer, ask.stop) for _ in range(len(ask.prompts) * ask.num_responses)]
+        count = len(ask.prompts) * ask.num_responses
+        self.writers = [Writer(tokenizer, ask.stop) for _ in range(count)]
+        self.tokens = [Writer(tokenizer, (), names_special=True) for _ in range(count)]  # one by one, for log-probs
         self.begun: set[int] = set()
         self.num_tokens = 0
         name = "chatcmpl" if ask.is_chat else "cmpl"
@@ -338,11 +348,17 @@ class Answers:
         return choice
 
     def _logprobs(self, piece: Piece) -> Mapping[str, object]:
-        tokens = [self.tokenizer.decode([id]) for id in piece.token_ids]
+        """Return the log-probs beside texts of tokens that join to the whole: a character is its last token's."""
+        writer, last = self.tokens[piece.choice], len(piece.token_ids) - 1 if piece.finish_reason else -1
+        tokens = [writer.add([id], i == last) for i, id in enumerate(piece.token_ids)]
         if not self.ask.is_chat:
             return {"tokens": tokens, "token_logprobs": list(piece.logprobs), "top_logprobs": None, "text_offset": None}
         rows = zip(tokens, piece.logprobs, strict=True)
         return {
-            "content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in rows],
+            "content": [{"token": t, "logprob": p, "bytes": _bytes(t), "top_logprobs": []} for t, p in rows],
             "refusal": None,
         }
+
+
+def _bytes(text: str) -> list[int] | None:
+    return None if "\ufffd" in text else [*text.encode()]

@@ -4,6 +4,8 @@ import http.client
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -90,6 +92,28 @@ def test_a_rewritten_chat_is_refused_and_the_agent_may_go_on() -> None:
     episode.act("5")
     episode.act("4")
     assert (episode.texts, episode.end) == (["", "Sure?"], "stop")
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_call_that_a_client_repeats_gets_the_answer_once_more(is_chat: bool) -> None:
+    """As OpenAI's client does after a time-out of its own."""
+
+    def agent(row, seed, address):
+        messages = [{"role": "user", "content": row["prompt"]}]
+        call = partial(chat, address, messages) if is_chat else partial(complete, address, row["prompt"])
+        with ThreadPoolExecutor(2) as pool:  # while the first waits, and once it has its answer
+            at_once = [pool.submit(call) for _ in range(2)]
+            return seed + ([*(each.result() for each in at_once), call()] == ["4"] * 3)
+
+    episode = begun(agent)
+    episode.act("4")
+    assert (episode.texts, episode.reward, episode.end) == ([""], 6, "stop")
+
+
+@pytest.mark.parametrize("more", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}])
+def test_a_call_that_asks_for_another_text_is_refused(more: dict) -> None:
+    with pytest.raises(EpisodeError, match=f"turn 0: .*{next(iter(more))} = "):
+        begun(lambda row, seed, address: chat(address, [{"role": "user", "content": "2 + 2?"}], **more))
 
 
 def test_an_agent_ends_with_its_episode() -> None:

@@ -294,6 +294,17 @@ def test_tools_are_called_and_their_errors_are_texts() -> None:
     assert episode.end == "stop" and episode.reward == 1.0
 
 
+@pytest.mark.parametrize(
+    "said, reward", [("<answer>42</answer>", 1.0), ("<b>no</b> <answer>41</answer>", 0.0), ("<b>42</b>", None)]
+)
+def test_an_answer_may_stand_between_tags(said: str, reward: float | None) -> None:
+    episode = Episode(tools(calc, answer=exact_match), {"answer": "42"}, 0, MAX_TURNS)
+    episode.act("<math>6*7</math> is <calc>6*7</calc>")
+    assert episode.texts[-1] == "42"
+    episode.act(said)
+    assert (episode.end == "stop") == (reward is not None) and episode.reward == (reward or 0.0)
+
+
 def test_the_third_bad_call_in_a_row_ends_the_episode() -> None:
     ungraded = Episode(tools(calc), {"answer": "42"}, 0, MAX_TURNS)
     ungraded.act("42")

@@ -262,8 +262,8 @@ DEFAULTS = EnvConfig()
 
 
 def told(episode: Episode) -> str:
-    """Return what a service says of an episode after its newest turn."""
-    reward = {"reward": episode.rewards[-1]} if episode.rewards else {}
+    """Return what a service says of an episode after its newest turn: null where a turn has no reward."""
+    reward = {"reward": episode.rewards[-1] or None if episode.rewards else None}
     return json.dumps({"end": True, **reward} if episode.end else {"text": episode.texts[-1], **reward})
 
 

@@ -23,8 +23,10 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
 import torch
 from conftest import ROOT
+from transformers import PreTrainedTokenizerFast
 
 import checkpoint
 import serve
@@ -32,8 +34,9 @@ from config import ConfigError
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 from serve import ServeConfig, ServeFile, Service
+from server import loop
 from server.endpoint import Handler
-from server.wire import Writer
+from server.wire import Answers, Ask, Piece, Writer
 
 pytestmark = pytest.mark.slow  # processes and whole runs
 
@@ -169,7 +172,8 @@ def test_completions_are_those_of_the_engine_alone(served, folder) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, ["7", "1"]])
-def test_a_stream_is_the_whole_in_pieces(served, stop) -> None:
+def test_a_stream_is_the_whole_in_pieces(served, stop, monkeypatch) -> None:
+    monkeypatch.setattr(loop, "STREAM_SECONDS", 0.0)
     client, messages = client_of(served()), [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
     body = {"model": "tiny", "messages": messages, "n": 3, "seed": 4, "logprobs": True, "stop": stop}
     extra = {"extra_body": {"return_token_ids": True}}
@@ -217,6 +221,38 @@ def test_text_does_not_depend_on_how_tokens_come(folder) -> None:
             texts = [writer.add(part, i == len(parts) - 1) for i, part in enumerate(parts)]
             assert "".join(texts) == whole, (stop, size)
     assert Writer(tokenizer, ("END",)).add(ids, True) == "a–b € "
+
+
+def word_tokenizer(*words: str) -> Any:
+    """Return a tokenizer whose words begin with a space, which its first one loses; 0 is a special token."""
+    vocabulary = {"</s>": 0, "<unk>": 1} | {word: 2 + i for i, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.decoder = tokenizers.decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+
+
+def test_a_word_behind_a_special_token_keeps_its_space() -> None:
+    tokenizer = word_tokenizer("a", "▁b")
+    whole, writer = Writer(tokenizer, ()).add([2, 0, 3], True), Writer(tokenizer, ())
+    assert whole == "a b" and "".join(writer.add([id], id == 3) for id in (2, 0, 3)) == whole
+
+
+def test_the_tokens_of_logprobs_join_to_the_text(folder) -> None:
+    words, bytewise = word_tokenizer("▁a", "▁b", "c"), checkpoint.load_tokenizer(folder)
+    encoded = bytewise.encode("é €", add_special_tokens=False)
+    for tokenizer, ids, last in ((words, [2, 3, 4, 2], " a"), (bytewise, encoded, "€")):
+        asked = Ask(True, ((2,),), 1, 0, (), SamplingConfig(), None, True, False, True, False)
+        for size in (1, 2, len(ids)):
+            answers, text, tokens = Answers(asked, 0, "", tokenizer), "", list[Any]()
+            for i in range(0, len(ids), size):
+                piece = Piece(0, ids[i : i + size], [0.0] * len(ids[i : i + size]), "stop" * (i + size >= len(ids)))
+                chunk: Any = answers.chunk(piece)
+                choice = chunk["choices"][0]
+                text += choice["delta"]["content"]
+                tokens += choice["logprobs"]["content"]
+            assert "".join(token["token"] for token in tokens) == text == tokenizer.decode(ids) and len(text) > 2
+            assert len(tokens) == len(ids) and tokens[-1]["token"] == last
+            assert bytes(b for token in tokens for b in token["bytes"]).decode() == text
 
 
 # ---- errors and limits ---------------------------------------------------------------------------------------------
@@ -303,6 +339,19 @@ def test_the_smallest_nucleus_has_a_token(served) -> None:
     assert status == 200, answer
     assert set(answer["choices"][0]["logprobs"]["token_logprobs"]) == {0.0}
     assert ask(service, "/v1/completions", body | {"logprobs": -5})[0] == 400
+
+
+def test_too_many_prompts_are_refused_before_they_are_read(served, monkeypatch) -> None:
+    service = served(queue=3)
+    monkeypatch.setattr(type(service.tokenizer), "encode", None)
+    for body in ({"prompt": ["1"] * 4}, {"prompt": ["1"] * 2, "n": 2}):
+        status, answer = ask(service, "/v1/completions", body)
+        assert status == 400 and "4 responses in one request are over serve.queue = 3" in answer["error"]["message"]
+
+
+def test_a_model_of_any_name_is_found(served) -> None:
+    client = client_of(served(name="my org/tiny 1"))
+    assert client.models.retrieve("my org/tiny 1").id == "my org/tiny 1"
 
 
 def test_a_body_of_a_get_is_no_request(served) -> None:
@@ -439,8 +488,17 @@ def test_weights_of_another_tokenizer_are_refused(served, folder, tmp_path, kind
 def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.05)
     service, run = served(follow=str(tmp_path), name=""), tmp_path.name
+    load, failed = checkpoint.load_model, list[Path]()
+
+    def fails_once(folder: Path, *args: Any) -> Any:
+        if not failed and folder.is_relative_to(tmp_path):
+            failed.append(folder)
+            raise MemoryError
+        return load(folder, *args)
+
+    monkeypatch.setattr(checkpoint, "load_model", fails_once)
     until(lambda: f"waits for the first checkpoint in {tmp_path}\n" in capfd.readouterr().out)
-    for step, is_whole in ((1, True), (2, False), (3, True)):
+    for step, is_whole in ((1, False), (2, True), (3, False), (4, True)):
         target = tmp_path / "checkpoints" / f".step_{step}"
         source = loud_folder(step)
         target.mkdir(parents=True)
@@ -448,7 +506,7 @@ def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, ca
         names = sorted(path.name for path in source.iterdir())
         for name in names:
             (target / name).write_bytes((source / name).read_bytes())
-        sums = {name: checkpoint._checksum(target / name) + (not is_whole) for name in names}
+        sums = {name: checkpoint._checksum(target / name) + (step == 3) for name in names}
         (target / checkpoint.CHECKSUMS).write_text(json.dumps(sums))
         shown = target.rename(target.with_name(f"step_{step:06d}"))
         if is_whole:
@@ -459,7 +517,7 @@ def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, ca
         else:
             until(lambda: "passed: " in capfd.readouterr().err)  # one line, in one write
     assert service.weights.version == 2
-    assert [(model.id, model.step) for model in client_of(service).models.list()] == [(run, 3)]
+    assert [(model.id, model.step) for model in client_of(service).models.list()] == [(run, 4)]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

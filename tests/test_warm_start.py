@@ -1,5 +1,6 @@
 """The model that the repository makes: any text has tokens, and the same inputs give the same bits once."""
 
+import platform
 import re
 import sys
 import unicodedata
@@ -201,11 +202,14 @@ def test_other_code_makes_another_folder(tmp_path, monkeypatch):
 
 def test_a_make_that_was_killed_is_made_again(tmp_path):
     folder = model_folder(FEW, "hailstone", tmp_path)
-    part = folder.with_name(f".part-{folder.name}-999999999")
-    part.mkdir()
-    (part / WEIGHTS).write_bytes(b"half")
+    part, elsewhere = (
+        folder.with_name(f".part-{folder.name}-999999999@{node}") for node in (platform.node(), "other.machine")
+    )
+    for unfinished in (part, elsewhere):
+        unfinished.mkdir()
+        (unfinished / WEIGHTS).write_bytes(b"half")
     assert ensure_model(FEW, "hailstone", tmp_path, ALONE) == folder
-    assert check_model(folder) and list(tmp_path.iterdir()) == [folder]
+    assert check_model(folder) and {*tmp_path.iterdir()} == {folder, elsewhere}
 
 
 # ---- refusals
