@@ -178,8 +178,10 @@ class Mux:
         self.server = GroupServer({}, self.record, secret, config.phase_seconds, self.end_job, self.command)
         self.events = open(Path(config.dir) / "mux.jsonl", "a", encoding="utf-8")
         self.tasks, self.codes = set[asyncio.Task[None]](), dict[str, int]()
-        self.shown, self.left, self.signal = dict[str, object](), dict[str, float](), 0
+        self.steps, self.lines = dict[str, int](), dict[str, str]()  # the newest that were printed, by job
+        self.left, self.signal = dict[str, float](), 0
         self.asked, self.waited, self.phase = dict[str, float](), defaultdict[str, float](float), dict[str, str]()
+        self.error: OSError | None = None  # the events cannot be written any more
 
     async def run(self, jobs: Sequence[JobRun]) -> int:
         """Run all jobs to their ends; return the exit code. Raises ConfigError when the server cannot listen."""
@@ -196,6 +198,8 @@ class Mux:
             self.start(job, self.resume)
         while self.tasks or not (self.config.jobs or self.signal):
             await asyncio.sleep(SIGN_SECONDS)
+            if self.error:
+                raise self.error
             self.server.look_after()
             self.end_abandoned()
             self.report()
@@ -216,16 +220,21 @@ class Mux:
         self.jobs[job.name] = job
         self.server.places[job.name] = job.place
         self.left = {pool: at for pool, at in self.left.items() if pool.rpartition("/")[0] != job.name}
+        job.begin()
         task = asyncio.create_task(self._follow(job, resume))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     async def _follow(self, job: JobRun, resume: bool) -> None:
-        code = self.codes[job.name] = await job.run(resume)
+        try:
+            code = self.codes[job.name] = await job.run(resume)
+        except OSError as error:
+            code = self.codes[job.name] = 1
+            job.stopped, job.why = False, f"it cannot be started: {error}"
         self.record("exits", job=job.name, code=code)
         step = job.newest_record().get("step", 0)
         saved = max((step_of(path) or 0 for path in list_checkpoints(job.folder)), default=0)
-        if job.stopped and saved < step:
+        if job.stopped and (saved < step or job.why):
             job.stopped, job.why = False, job.why or f"before its checkpoint; the newest is of step {saved}"
         if code and not job.stopped:
             how = job.why or (f"signal {-code} ended it" if code < 0 else f"exit code {code}: {job.last_words()}")
@@ -264,8 +273,11 @@ class Mux:
     def command(self, message: Message) -> str:
         """Do as a user of mux.py says; return the answer. Raises ValueError, such as ConfigError, when it cannot."""
         match message:
-            case {"command": "submit", "path": str(path), "slo": float(slo), "rollout": int(rollout), "seconds": given}:
-                return self.submit(path, slo, rollout, read_seconds(given))
+            case {"command": "submit", "path": str(path), "slo": float(slo), "rollout": rollout, "seconds": given} if (
+                rollout is None or type(rollout) is int
+            ):
+                workers = self.config.rollout_workers if rollout is None else rollout
+                return self.submit(path, slo, workers, read_seconds(given))
             case {"command": "status"}:
                 return "\n".join(map(self._state, self.jobs.values())) or "no job"
             case {"command": "cancel", "job": str(name)}:
@@ -359,8 +371,11 @@ class Mux:
     def record(self, event: str, **fields: object) -> None:
         """Write an event to mux.jsonl, and count what jobs wait."""
         now = time.time()
-        self.events.write(json.dumps({"at": round(now, 4), "event": event} | fields) + "\n")
-        self.events.flush()
+        try:
+            self.events.write(json.dumps({"at": round(now, 4), "event": event} | fields) + "\n")
+            self.events.flush()
+        except OSError as error:  # no connection's fault; `run` ends
+            self.error = error
         job, pool = str(fields.get("job")), f"{fields.get('job')}/{fields.get('pool')}"
         if event == "asks":
             self.asked[pool] = now
@@ -383,21 +398,24 @@ class Mux:
         """Print a line for each job that has taken a step, or says how its start goes on."""
         for name, job in self.jobs.items():
             record = job.newest_record()
-            if isinstance(record.get("reward"), (int, float)) and record["step"] != self.shown.get(name):
-                self.shown[name] = record["step"]
+            if isinstance(record.get("reward"), (int, float)) and record["step"] != self.steps.get(name):
+                self.steps[name] = record["step"]
                 phase, waited = self.phase.get(name, "waits"), self.waited[name]
                 self.say(
                     job,
                     f"step {record['step']}/{job.steps}, reward {record['reward']:.3f}, {phase}, waited {waited:.1f} s",
                 )
-            elif self.phase.get(name) == "start" and (line := job.newest_line()) not in ("", self.shown.get(name)):
-                self.shown[name] = line
+            elif self.phase.get(name) == "start" and (line := job.newest_line()) not in ("", self.lines.get(name)):
+                self.lines[name] = line
                 self.say(job, line)
 
 
 def run_group(config: MuxConfig, script: str, resume: bool) -> int:
     """Run a group to its end, and show who worked when; return the exit code. Raises ConfigError."""
-    if isinstance(address_of(config.address), tuple) and not os.environ.get(SECRET):
+    address = address_of(config.address)
+    if config.server and not (isinstance(address, tuple) and 0 < address[1] < 2**16):
+        raise ConfigError(f"mux.server = {config.server!r} is not host:port with a port from 1 to 65535; correct it")
+    if config.server and not os.environ.get(SECRET):
         raise ConfigError(f"mux.server = {config.server!r}: give the group a secret in {SECRET}, for all its machines")
     jobs = make_jobs(config, script, resume)
     with run_folder.locked(Path(config.dir)):
@@ -420,7 +438,7 @@ def check(jobs: Sequence[JobRun]) -> int:
     for job in jobs:
         print(f"{job.name}:", flush=True)
         codes.append(subprocess.run([*job.command, "--check"], env=os.environ | job.environment).returncode)
-    return max(codes, default=0)
+    return next((code for code in codes if code), 0)
 
 
 def ask(config: MuxConfig, words: Sequence[str], flags: argparse.Namespace) -> int:
@@ -429,7 +447,7 @@ def ask(config: MuxConfig, words: Sequence[str], flags: argparse.Namespace) -> i
     if words[0] == "submit":
         given = [seconds for seconds in (flags.rollout_seconds, flags.train_seconds) if seconds is not None]
         message |= {"path": str(Path(words[1]).resolve()), "slo": flags.slo, "seconds": given}
-        message["rollout"] = config.rollout_workers if flags.rollout_workers is None else flags.rollout_workers
+        message["rollout"] = flags.rollout_workers
     elif words[0] != "status":
         message["job"] = words[1]
     try:

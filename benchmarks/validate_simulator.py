@@ -63,6 +63,7 @@ SETTINGS = [
     "--rollout.max_prompt_tokens=16",
     "--rollout.max_running=64",
     "--reward.num_workers=1",
+    "--loss.entropy_coef=1e-6",  # else nothing would have a gradient: the rewards of an untrained model are all 0
 ]
 RACE = "--scheduler.eta_responses=1.25"
 KINDS = {  # another kind is another line: the settings of its run

@@ -9,6 +9,7 @@ group of its own. The paper leaves open, and here it is so:
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -169,12 +170,28 @@ class Admission:
 
 
 def placements(group: MuxGroup, job: Asked) -> Iterator[tuple[int, frozenset[int]]]:
-    """Yield each set of nodes for a job's rollout, with how many of them are new: fewer new ones first."""
-    nodes = sorted(group.rollout_nodes)
+    """Yield each set of nodes for a job's rollout, with how many of them are new: fewer new ones first.
+
+    Of nodes that have the same jobs the first ones stand for all: others would change nothing.
+    """
+    nodes, alike = sorted(group.rollout_nodes), defaultdict[tuple[bool, ...], list[int]](list)
+    for node in nodes:
+        alike[tuple(node in place for place in group.places)].append(node)
     for new in range(job.rollout_nodes + 1):
         fresh = range(max(nodes, default=-1) + 1, max(nodes, default=-1) + 1 + new)
-        for old in combinations(nodes, job.rollout_nodes - new):
+        for old in sorted(_first_of([*alike.values()], job.rollout_nodes - new)):
             yield new, frozenset((*old, *fresh))
+
+
+def _first_of(kinds: Sequence[Sequence[int]], count: int) -> Iterator[list[int]]:
+    """Yield each choice of so many nodes, the first ones of each kind; sorted."""
+    if not kinds:
+        yield from [[]] * (not count)
+        return
+    rest = sum(map(len, kinds[1:]))
+    for taken in range(max(count - rest, 0), min(count, len(kinds[0])) + 1):
+        for others in _first_of(kinds[1:], count - taken):
+            yield sorted([*kinds[0][:taken], *others])
 
 
 def alone(job: Asked) -> MuxGroup:

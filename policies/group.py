@@ -195,12 +195,21 @@ def least_periods(members: Sequence[Member]) -> list[float]:
 
 
 def most_periods(members: Sequence[Member]) -> list[float]:
-    """Return seconds an iteration that no member can exceed: it waits for each other job's phase at most once."""
+    """Return seconds an iteration that no member can exceed: it waits for each other job's phase at most once.
+
+    So it does for a rollout with which it shares no node, where one that is queued before it waits for that.
+    """
     trains = sum(member.train for member in members)
-    return [
-        trains + sum(other.rollout for other in members if member.rollout_nodes & other.rollout_nodes)
-        for member in members
-    ]
+    return [trains + sum(other.rollout for other in _linked(member, members)) for member in members]
+
+
+def _linked(member: Member, members: Sequence[Member]) -> list[Member]:
+    """Return the jobs whose rollouts may hold up that of `member`, itself too: by nodes that they share, in chains."""
+    nodes, count = member.rollout_nodes, 0
+    while len(nodes) > count:
+        count = len(nodes)
+        nodes = nodes.union(*(other.rollout_nodes for other in members if other.rollout_nodes & nodes))
+    return [other for other in members if other.rollout_nodes & nodes]
 
 
 def cycle(members: Sequence[Member]) -> float:

@@ -132,6 +132,8 @@ def main(argv: list[str]) -> int:
     launcher.settle()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or a folder would be left
+    if "RANK" not in os.environ:  # a rank may be in a collective, and ends at once
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(launcher.SIGNALLED + number))
     with TemporaryDirectory(prefix="plainroll-") as scratch:
         try:
             folders, overrides = ([text for text in rest if text.startswith("--") == flag] for flag in (False, True))
@@ -149,11 +151,12 @@ def main(argv: list[str]) -> int:
             # A loss or a policy may be an entry of a script that is not here.
             source, without = flags.config or (str(own) if own else None), (*TRAINING, "scheduler.policy")
             given = load_config(Config, source, overrides, without)
-            config = settled(given, model, scratch, size)
+            is_wanted = launcher.is_wanted(asked)
+            config = settled(given, model, scratch, launcher.num_ranks(asked) if is_wanted else size)
             refuse_without_effect(overrides, given, config)
             if not config.data.eval_prompts:
                 raise ConfigError("data.eval_prompts = 0 leaves nothing to evaluate; raise it")
-            if launcher.is_wanted(asked):
+            if is_wanted:
                 return launcher.launch(__file__, asked, argv)
             check_run(config, size, resume=False, is_main=rank == 0)
         except (ConfigError, OSError) as error:

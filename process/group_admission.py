@@ -1,7 +1,7 @@
 """Whether a job joins those that run on a server's workers, and where. The rule is `policies.admission.admit`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from config import ConfigError
@@ -22,7 +22,7 @@ def decide(
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Return the training and rollout workers of a job, and why those. Raises ConfigError when it cannot run now."""
     groups = {train: [r for r in residents if r.train == train] for train in sorted({r.train for r in residents})}
-    fitting = [train for train in groups if len(train) == job.train_nodes]
+    fitting = [train for train in groups if len(train) == job.train_nodes and not _shares(train, groups)]
     muxed = [
         MuxGroup(len(train), tuple(r.asked for r in groups[train]), tuple(frozenset(r.rollout) for r in groups[train]))
         for train in fitting
@@ -44,6 +44,15 @@ def decide(
             f"{len(rollout)} of {job.rollout_nodes} to decode{others}"
         )
     return train, rollout, why + others
+
+
+def _shares(train: tuple[int, ...], groups: Mapping[tuple[int, ...], Sequence[Resident]]) -> bool:
+    """Whether a group has workers in common with another, as a listed job that goes on has: its rule knows one."""
+    mine, *others = (
+        {*(("train", i) for i in group), *(("rollout", i) for r in groups[group] for i in r.rollout)}
+        for group in sorted(groups, key=lambda group: group != train)
+    )
+    return any(mine & other for other in others)
 
 
 def _names(residents: Sequence[Resident]) -> str:

@@ -28,24 +28,38 @@ class JobRun:
     slo: float  # times of what it takes alone that it may take
     seconds: tuple[float, float] | None = None  # of a rollout and a training, as its user says
     process: asyncio.subprocess.Process | None = None
+    starts: bool = False  # it runs, but has no process yet
     why: str = ""  # it was killed
     stopped: bool = False
     is_listed: bool = True  # in the group's file, else submitted
     printed: int = 0  # bytes of console.log before its newest start
 
+    def begin(self) -> None:
+        """Count as a job that runs from now on: `run` comes next."""
+        self.why, self.stopped, self.process, self.starts = "", False, None, True
+
     async def run(self, resume: bool) -> int:
-        """Start the job, wait for its end, return its exit code. What it prints goes to console.log in its folder."""
-        self.why, self.stopped = "", False
-        with open(self.folder / "console.log", "ab") as console:
-            self.printed = console.tell()
-            self.process = await asyncio.create_subprocess_exec(
-                *(*self.command, *["--resume"] * resume),
-                env=os.environ | self.environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=console,
-                stderr=console,
-                start_new_session=True,  # Ctrl-C is for the server alone, which tells its jobs
-            )
+        """Start the job, wait for its end, return its exit code. What it prints goes to console.log in its folder.
+
+        Raises OSError when it cannot be started.
+        """
+        try:
+            with open(self.folder / "console.log", "ab") as console:
+                self.printed = console.tell()
+                self.process = await asyncio.create_subprocess_exec(
+                    *(*self.command, *["--resume"] * resume),
+                    env=os.environ | self.environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=console,
+                    stderr=console,
+                    start_new_session=True,  # Ctrl-C is for the server alone, which tells its jobs
+                )
+        finally:
+            self.starts = False
+        if self.why:  # told meanwhile
+            self.kill(self.why)
+        elif self.stopped:
+            self.process.terminate()
         return await self.process.wait()
 
     @property
@@ -56,18 +70,20 @@ class JobRun:
 
     @property
     def runs(self) -> bool:
-        return self.process is not None and self.process.returncode is None
+        return self.starts or (self.process is not None and self.process.returncode is None)
 
     def stop(self) -> None:
         """Let the job end after its step, with a checkpoint."""
-        if self.process and self.runs:
+        if self.runs and not self.stopped:
             self.stopped = True
-            self.process.terminate()
+            if self.process:
+                self.process.terminate()
 
     def kill(self, why: str) -> None:
         """End the launcher and its ranks at once, stopped ones too; what ranks have started ends with them. (Linux)"""
-        if self.process and self.runs:
+        if self.runs:
             self.why = why
+        if self.process and self.runs:
             ranks = [pid for pid, parent, *_ in leftovers.processes() if parent == self.process.pid]
             for pid in (self.process.pid, *ranks):
                 with suppress(ProcessLookupError):

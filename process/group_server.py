@@ -75,7 +75,10 @@ class GroupServer:
         """Answer at `host:port` or the path of a Unix socket from now on. Raises OSError when that cannot be."""
         address = address_of(server)
         if isinstance(address, tuple):
-            await asyncio.start_server(self._serve, *address, limit=MAX_LINE)
+            try:
+                await asyncio.start_server(self._serve, *address, limit=MAX_LINE)
+            except (UnicodeError, OverflowError) as error:  # no name of a machine, no port
+                raise OSError(str(error)) from None
         else:
             folder = Path(address).parent
             folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +134,7 @@ class GroupServer:
             case {"command": str()}:
                 try:
                     _send(writer, {"answer": self.command(hello)})
-                except ConfigError as error:  # of a user: no stranger
+                except (ConfigError, OSError) as error:  # of a user: no stranger
                     _send(writer, {"refused": str(error)[:LONGEST_ANSWER]})
                 return None
             case {"job": str(job), "pool": str(pool), **rest} if not rest:

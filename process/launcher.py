@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 
 import torch
 
@@ -63,15 +64,17 @@ def is_wanted(flags: argparse.Namespace) -> bool:
 
 
 def pretend(flags: argparse.Namespace) -> int:
-    """Give this process the environment of a rank of `launch`, for checks; return the number of ranks.
-
-    Where `--nnodes` is a range, the largest number.
-    """
-    ranks, nodes = int(flags.ranks or 1), (flags.nnodes or "1").rpartition(":")[2]
+    """Give this process the environment of a rank of `launch`, for checks; return the number of ranks."""
+    ranks = int(flags.ranks or 1)
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     divide_cores(ranks)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return ranks * int(nodes)
+    return num_ranks(flags)
+
+
+def num_ranks(flags: argparse.Namespace) -> int:
+    """Return the ranks of `launch` on all machines; where `--nnodes` is a range, the largest number."""
+    return int(flags.ranks or 1) * int((flags.nnodes or "1").rpartition(":")[2])
 
 
 def divide_cores(ranks: int) -> None:
@@ -119,5 +122,10 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
         print(f"error: {failure.signal_name()} ended rank {rank} (process {failure.pid})", file=sys.stderr)
         return SIGNALLED - failure.exitcode
     except SignalException as error:
-        return SIGNALLED + error.sigval
+        code = SIGNALLED + error.sigval
+        if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # a third signal leaves torch's threads without an end: Python would wait for them
+        return code
     return 0

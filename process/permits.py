@@ -30,7 +30,7 @@ def proof_of(secret: str, challenge: str) -> str:
 def address_of(server: str) -> str | tuple[str, int]:
     """Return the host and port of `host:port`, else the path of a Unix socket."""
     host, _, port = server.rpartition(":")
-    return (host, int(port)) if host and port.isdecimal() and "/" not in server else server
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() and "/" not in server else server
 
 
 class Connection:
@@ -47,8 +47,9 @@ class Connection:
             else:
                 secret, self._socket = "", socket.socket(socket.AF_UNIX)
                 self._socket.connect(address)
-        except OSError as error:  # a name that cannot be resolved, a path that is too long, too
-            raise self._error(f"cannot reach it ({error.strerror or error}); start the group with mux.py") from None
+        except (OSError, UnicodeError, OverflowError) as error:  # a name that is none, a path that is too long, too
+            why = getattr(error, "strerror", None) or error
+            raise self._error(f"cannot reach it ({why}); start the group with mux.py") from None
         self._arrived = b""  # and not read yet
         challenge = str(self.receive().get("challenge"))
         self.send(hello | {"proof": proof_of(secret, challenge)})

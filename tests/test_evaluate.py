@@ -140,6 +140,30 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(arguments, words, tiny_
     assert said.startswith("error: ") and "\n" not in said and [w for w in words if w not in said] == [], said
 
 
+def test_ranks_that_are_launched_may_share_a_model(tiny_folder, monkeypatch):
+    monkeypatch.setattr(evaluate.launcher, "launch", lambda *arguments: 7)
+    short = ["--rollout.max_prompt_tokens=64", "--rollout.max_response_tokens=64", "--run.device=cpu"]
+    for key in ("rollout.tensor_parallel", "trainer.shard"):
+        assert evaluate.main([str(tiny_folder), "--ranks=2", f"--{key}=2", *short]) == 7
+
+
+def test_a_signal_leaves_no_folder(tiny_folder, tmp_path, monkeypatch):
+    def end(*args, **kwargs):
+        assert [*tmp_path.iterdir()]
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(evaluate, "evaluate", end)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        short = ["--rollout.max_prompt_tokens=64", "--rollout.max_response_tokens=64"]
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            evaluate.main([str(tiny_folder), "--run.device=cpu", *short])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_ranks_score_as_one_does(settings, tiny_folder, tmp_path, run_mains):
     data = [text for text in settings() if text.startswith(("--data.", "--rollout.", "--reward.", "--run."))]
     data = [text for text in data if not text.startswith(("--run.dir", "--run.steps"))]

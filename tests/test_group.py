@@ -5,6 +5,7 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 
@@ -52,7 +53,13 @@ def test_leaving_the_longest_job_out_may_use_the_nodes_better():
 
 
 def test_bounds_hold_for_any_nodes():
-    for group in random_groups(2, 150, nodes=3, most=5):
+    chain = [  # a queues behind b, which waits for c on a node that a does not use
+        Member("a", frozenset({0}), 10, 1),
+        Member("c", frozenset({1}), 100, 1),
+        Member("b", frozenset({0, 1}), 10, 1),
+    ]
+    assert periods(chain)[0] > 100
+    for group in (chain, *random_groups(2, 150, nodes=3, most=5)):
         for least, seconds, most in zip(least_periods(group), periods(group), most_periods(group), strict=True):
             assert least * (1 - 1e-9) <= seconds <= most * (1 + 1e-9)
 
@@ -277,3 +284,21 @@ def test_a_group_whose_member_would_be_slowed_down_by_a_departure_is_refused():
     for job, seconds in zip(jobs, periods(group.members), strict=True):
         assert seconds <= job.slo * job.alone
     assert group.delay() == group.without("b").delay() == "job c would take 352 s an iteration, and may take 312"
+
+
+def test_nodes_with_the_same_jobs_stand_for_each_other():
+    """The first accepted of all sets of nodes, in their order, is the first of each kind."""
+    jobs = [Asked(f"job{i}", 1, 1, 9.0, rollout_nodes=n) for i, n in enumerate((3, 2, 4))]
+    places = frozenset({0, 1, 2}), frozenset({2, 5}), frozenset({3, 4, 6, 7})
+    group = MuxGroup(1, tuple(jobs), places)
+    kinds = [tuple(node in place for place in places) for node in range(8)]
+    for wanted in range(1, 10):
+        known, first = set(), []
+        for new in range(wanted + 1):
+            for old in itertools.combinations(range(8), wanted - new):
+                kind = new, tuple(sorted(kinds[node] for node in old))
+                first += [] if kind in known else [(new, frozenset((*old, *range(8, 8 + new))))]
+                known.add(kind)
+        assert [*placements(group, replace(jobs[0], rollout_nodes=wanted))] == first
+    wide = MuxGroup(1, (replace(jobs[0], rollout_nodes=500),), (frozenset(range(1000)),))
+    assert len([*placements(wide, replace(jobs[0], rollout_nodes=500))]) == 501

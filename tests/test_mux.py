@@ -8,6 +8,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -299,6 +301,8 @@ def test_check_looks_at_all_jobs(files, capfd) -> None:
         ("aa", {}, "two jobs have the name a"),
         ("a", {"server": "127.0.0.1:1"}, "give the group a secret in PLAINROLL_GROUP_SECRET"),
         ("a", {"train_workers": 0}, "mux.train_workers = 0 is too small"),
+        ("a", {"server": "localhost"}, "mux.server = 'localhost' is not host:port with a port from 1 to 65535"),
+        ("a", {"server": "localhost:70000"}, "mux.server = 'localhost:70000' is not host:port"),
         ("a", {"dir": "x" * 120}, "cannot listen at .*AF_UNIX path too long"),
     ],
 )
@@ -321,6 +325,58 @@ def sleeper(folder: Path) -> mux.JobRun:
     return mux.JobRun("a", "a.toml", mux.place_of([0], [0]), folder, 1, ["sleep", "60"], {}, 0.0, False, 2.0)
 
 
+def test_a_name_of_no_machine_is_one_clear_error(files, capsys, monkeypatch) -> None:
+    monkeypatch.setenv(mux.SECRET, "secret")
+    assert mux.main(files("a", server="a..b:80"), JOB) == 2
+    assert "error: cannot listen at 'a..b:80' (" in capsys.readouterr().err
+    assert mux.main(["status", "--mux.server=a..b:80"]) == 1
+    assert "error: the group at 'a..b:80': cannot reach it (" in capsys.readouterr().err
+
+
+def test_a_check_that_a_signal_has_ended_is_not_well(tmp_path, monkeypatch) -> None:
+    jobs = [sleeper(tmp_path) for _ in range(2)]
+    jobs[0].command, jobs[1].command = ["sh", "-c", "kill -9 $$"], ["true"]
+    assert mux.check(jobs) == -signal.SIGKILL and mux.check(jobs[1:]) == 0
+
+
+def test_a_job_that_starts_runs_and_hears_of_its_end(tmp_path, capsys) -> None:
+    """Between its start and its process, too."""
+    group = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False)
+
+    async def live(job: mux.JobRun, end: Callable[[], object]) -> int:
+        group.start(job, False)
+        assert job.runs
+        end()
+        await asyncio.gather(*group.tasks)
+        assert not job.runs
+        return group.codes["a"]
+
+    job = sleeper(tmp_path)
+    assert asyncio.run(live(job, job.stop)) == -signal.SIGTERM and job.stopped
+    assert asyncio.run(live(job, partial(job.kill, "it hangs"))) == -signal.SIGKILL
+    assert asyncio.run(live(job, lambda: (job.stop(), job.kill("it hangs")))) == -signal.SIGKILL
+    assert not job.stopped and "a: ended after step 0: it hangs" in capsys.readouterr().out
+    job.command = ["no such program"]
+    assert asyncio.run(live(job, lambda: None)) == 1
+    assert "a: ended after step 0: it cannot be started: " in capsys.readouterr().out
+
+
+def test_events_that_cannot_be_written_end_the_group_and_no_job(tmp_path) -> None:
+    group = mux.Mux(mux.MuxConfig(dir=str(tmp_path), jobs=()), JOB, False)
+    group.config = replace(group.config, dir="mux")
+    full = open("/dev/full", "w")
+    group.events = full
+    group.record("joined", job="a", pool="all")
+    assert group.error and "No space" in str(group.error)
+
+
+def test_a_submitted_job_takes_all_rollout_workers_unless_it_says_how_many(tmp_path, monkeypatch) -> None:
+    group = mux.Mux(mux.MuxConfig(dir=str(tmp_path), rollout_workers=3), JOB, False)
+    monkeypatch.setattr(group, "submit", lambda path, slo, workers, seconds: str(workers))
+    told = {"command": "submit", "path": "a.toml", "slo": 2.0, "seconds": []}
+    assert [group.command(told | {"rollout": number}) for number in (None, 2)] == ["3", "2"]
+
+
 def test_a_start_says_how_far_it_is(tmp_path, capsys) -> None:
     group = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False)
     group.jobs["a"] = job = sleeper(tmp_path)
@@ -331,7 +387,11 @@ def test_a_start_says_how_far_it_is(tmp_path, capsys) -> None:
             console.write(text)
         group.phase["a"] = "start"
         group.report()
-    assert capsys.readouterr().out == "a: warm start: step 1 of 2\n"
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    for _ in range(3):
+        group.report()
+    step = "a: step 1/1, reward 0.500, start, waited 0.0 s\n"
+    assert capsys.readouterr().out == "a: warm start: step 1 of 2\n" + step
 
 
 def test_a_job_that_was_abandoned_ends_but_not_when_it_has_been_resumed(tmp_path, monkeypatch) -> None:
@@ -397,6 +457,9 @@ def test_a_job_joins_where_all_keep_their_slos() -> None:
     )
     with pytest.raises(ConfigError, match="too few workers are free: 0 of 1 to train and 1 of 1 to decode; not with a"):
         decide(job, long, 1, 2)
+    listed = replace(resident("l", 10, 100), train=(0, 1))  # it went on, and nobody asked whether it fits
+    with pytest.raises(ConfigError, match="0 of 1 to train"):
+        decide(job, [resident("a", 10, 10), listed], 2, 2)
     wide = Asked("new", 10, 10, 2.0, rollout_nodes=2)
     assert decide(wide, [resident("a", 10, 10, on=(1,))], 1, 3)[:2] == ((0,), (1, 0))
     with pytest.raises(ConfigError, match="1 of 1 to train and 1 of 2 to decode"):
