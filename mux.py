@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -281,7 +282,11 @@ class Mux:
             case {"command": "status"}:
                 return "\n".join(map(self._state, self.jobs.values())) or "no job"
             case {"command": "cancel", "job": str(name)}:
-                self._job(name, runs=True).stop()
+                job = self._job(name, runs=True)
+                if job.stopped:
+                    job.kill("cancelled twice")
+                    return f"{name} ends at once; mux.py resume {name} goes on from its newest checkpoint"
+                job.stop()
                 return f"{name} ends after its step, with a checkpoint; mux.py resume {name} goes on with it"
             case {"command": "resume", "job": str(name)}:
                 job = self._job(name, runs=False)
@@ -425,7 +430,8 @@ def run_group(config: MuxConfig, script: str, resume: bool) -> int:
         except OSError as error:  # such as a closed output, a full disk
             raise ConfigError(f"the group has ended: {error}; go on with --resume") from None
         finally:
-            mux.events.close()
+            with suppress(OSError):  # what could not be written before
+                mux.events.close()
     events = Path(config.dir) / "mux.jsonl"
     print(timeline(read_records(events), config.workers))
     print(f"python figures/mux_timeline.py {events} draws it")
@@ -515,7 +521,7 @@ Ctrl-C ends all jobs after their steps. Without jobs the server waits for some. 
     --rollout-workers=N      workers that it decodes on (default: all)
     --rollout-seconds=S --train-seconds=S   of its phases, if its run folder has no steps that say it
   status          a line for each job
-  cancel, resume  end a job after its step; go on with one that has ended
+  cancel, resume  end a job after its step, the second time at once; go on with one that has ended
 
 Every key, its default and its meaning:
 """

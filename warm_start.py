@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
@@ -91,8 +92,9 @@ def model_folder(config: WarmStartConfig, train: str, models: Path) -> Path:
 
 def make_model(config: WarmStartConfig, task: str, folder: Path, world: World) -> None:
     """Train from random weights; write under another name, then rename to `folder`. Collective."""
-    begin, end = f".part-{folder.name}-", f"@{platform.node()}"  # other machines may share the folder
-    part = folder.with_name(f"{begin}{parallel.broadcast_object(world, os.getpid())}{end}")
+    maker, node = parallel.broadcast_object(world, (os.getpid(), re.sub(r"[^\w.-]", "_", platform.node())))
+    begin, end = f".part-{folder.name}-", f"@{node}"  # other machines may share the folder
+    part = folder.with_name(f"{begin}{maker}{end}")
     if world.is_main:
         for other in folder.parent.glob(f"{begin}*{end}"):
             if not Path("/proc", other.name.removeprefix(begin).removesuffix(end)).exists():  # of a run that was killed

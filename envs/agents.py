@@ -21,6 +21,7 @@ Agent = Callable[[dict, int, str], float | None]  # (row, seed, address of its m
 KINDS = ("completions", "chat/completions")
 #: What a call may not ask for, with what it may say nevertheless. Sampling is the run's, whatever the call says.
 REFUSED = NEUTRAL | {"stream": (False,), "logprobs": (False,), "functions": ([],), "stop": ([], ""), "n": (1,)}
+MAX_REPEATS = 8  # more are no client's, but an agent that asks until it likes the answer
 GONE = "the episode has ended"
 
 
@@ -45,6 +46,7 @@ class Conversation:
         self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         self.calls = 0
         self.newest: tuple[Call, str] | None = None  # the newest call with an answer
+        self.repeats = 0  # of it
         self.inbox: queue.SimpleQueue[Call | float | BaseException | None] = queue.SimpleQueue()
         self.is_closed = False
 
@@ -103,12 +105,18 @@ class Conversation:
         self.calls += 1
         self.text += text
         self.messages = [*self.messages, {"role": "assistant", "content": text}]
-        self.newest = call, text
+        self.newest, self.repeats = (call, text), 0
         call.answers.put((200, text))
 
     def answer_again(self, call: Call) -> bool:
-        """Answer the newest call once more if this one is the same: clients that waited too long repeat theirs."""
+        """Answer the newest call once more if this one is the same: clients that waited too long repeat theirs.
+
+        A text goes on behind an empty answer with the same call, which is no repeat.
+        """
         if not self.newest or (call.kind, call.asked) != (self.newest[0].kind, self.newest[0].asked):
+            return False
+        self.repeats += 1
+        if self.repeats > MAX_REPEATS or (call.kind == KINDS[0] and not self.newest[1]):
             return False
         call.answers.put((200, self.newest[1]))
         return True

@@ -161,17 +161,18 @@ def play(
 def periods(members: Sequence[Member], iterations: int = 64) -> list[float]:
     """Return the members' seconds an iteration in the steady state.
 
-    They are exact if the group comes back to a state within so many iterations of its first job, which it does soon,
+    They are exact if the group comes back to a state within so many iterations of its longest job, which it does soon,
     since whoever waits falls into step with whom it waits for. Otherwise they are the mean over the second half.
     """
     if len({member.rollout_nodes for member in members}) == 1:  # then no job overtakes another, on either kind of node
         return [max(cycle(members), load(members))] * len(members)
     playing, done = Play(members), dict.fromkeys((member.name for member in members), 0)
+    longest = max(members, key=lambda member: member.alone).name
     marks: dict[Hashable, tuple[float, list[int]]] = {}
-    while done[members[0].name] < iterations:
+    while done[longest] < iterations:
         ran = playing.step()
         done[ran.job] += ran.phase == "train"
-        if ran.job == members[0].name and ran.phase == "train":
+        if ran.job == longest and ran.phase == "train":
             if (state := playing.state()) in marks:
                 break
             marks[state] = playing.now, [*done.values()]

@@ -157,6 +157,7 @@ def main(argv: list[str]) -> int:
             if not config.data.eval_prompts:
                 raise ConfigError("data.eval_prompts = 0 leaves nothing to evaluate; raise it")
             if is_wanted:
+                os.environ["TMPDIR"] = scratch  # of ranks, which may be ended before they remove theirs
                 return launcher.launch(__file__, asked, argv)
             check_run(config, size, resume=False, is_main=rank == 0)
         except (ConfigError, OSError) as error:

@@ -136,6 +136,8 @@ class GroupServer:
                     _send(writer, {"answer": self.command(hello)})
                 except (ConfigError, OSError) as error:  # of a user: no stranger
                     _send(writer, {"refused": str(error)[:LONGEST_ANSWER]})
+                except (ArithmeticError, LookupError, TypeError) as error:  # ours: the group goes on
+                    _send(writer, {"refused": f"{type(error).__name__}: {error}"[:LONGEST_ANSWER]})
                 return None
             case {"job": str(job), "pool": str(pool), **rest} if not rest:
                 if pool not in self.places.get(job, ()):

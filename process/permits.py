@@ -30,7 +30,8 @@ def proof_of(secret: str, challenge: str) -> str:
 def address_of(server: str) -> str | tuple[str, int]:
     """Return the host and port of `host:port`, else the path of a Unix socket."""
     host, _, port = server.rpartition(":")
-    return (host.strip("[]"), int(port)) if host and port.isdecimal() and "/" not in server else server
+    host = host.strip("[]")
+    return (host, int(port)) if host and port.isdecimal() and "/" not in server else server
 
 
 class Connection:

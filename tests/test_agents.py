@@ -110,6 +110,27 @@ def test_a_call_that_a_client_repeats_gets_the_answer_once_more(is_chat: bool) -
     assert (episode.texts, episode.reward, episode.end) == ([""], 6, "stop")
 
 
+def test_an_agent_that_asks_until_it_likes_the_answer_is_refused() -> None:
+    def agent(row, seed, address):
+        while chat(address, [{"role": "user", "content": row["prompt"]}]) != "never":
+            pass
+
+    with pytest.raises(EpisodeError, match="do not go on"):
+        begun(agent).act("4")
+
+
+def test_a_text_goes_on_behind_an_empty_answer() -> None:
+    def agent(row, seed, address):
+        text = row["prompt"]
+        while not text.endswith("4"):
+            text += complete(address, text)
+
+    episode = begun(agent)
+    for text in ("", "", "4"):
+        episode.act(text)
+    assert (episode.texts, episode.end) == (["", "", ""], "stop")
+
+
 @pytest.mark.parametrize("more", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}])
 def test_a_call_that_asks_for_another_text_is_refused(more: dict) -> None:
     with pytest.raises(EpisodeError, match=f"turn 0: .*{next(iter(more))} = "):

@@ -1,9 +1,11 @@
 """The command that scores a folder: the very responses that a run drew, for a checkpoint, a run or any model."""
 
 import json
+import os
 import signal
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, steps_of
@@ -141,7 +143,8 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(arguments, words, tiny_
 
 
 def test_ranks_that_are_launched_may_share_a_model(tiny_folder, monkeypatch):
-    monkeypatch.setattr(evaluate.launcher, "launch", lambda *arguments: 7)
+    monkeypatch.setenv("TMPDIR", "")  # to be as before
+    monkeypatch.setattr(evaluate.launcher, "launch", lambda *arguments: 7 * Path(os.environ["TMPDIR"]).is_dir())
     short = ["--rollout.max_prompt_tokens=64", "--rollout.max_response_tokens=64", "--run.device=cpu"]
     for key in ("rollout.tensor_parallel", "trainer.shard"):
         assert evaluate.main([str(tiny_folder), "--ranks=2", f"--{key}=2", *short]) == 7

@@ -73,6 +73,13 @@ def test_periods_are_those_of_a_long_play(nodes):
             assert seconds == pytest.approx((ends[-1] - ends[99]) / (len(ends) - 100), rel=0.02)
 
 
+def test_a_short_job_before_long_ones_hides_no_period():
+    group = [Member("a", frozenset({0}), 1, 1), Member("b", frozenset({1}), 200, 3), Member("c", frozenset({2}), 9, 1)]
+    for member, seconds in zip(group, periods(group), strict=True):
+        ends = [phase.end for phase in play(group, 300) if phase.phase == "train" and phase.job == member.name]
+        assert seconds == pytest.approx((ends[-1] - ends[99]) / (len(ends) - 100), rel=0.02)
+
+
 def test_no_job_starves_and_no_worker_has_two():
     for group in random_groups(3, 50, nodes=3, most=5):
         ran = play(group, 10)

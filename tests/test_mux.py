@@ -302,6 +302,7 @@ def test_check_looks_at_all_jobs(files, capfd) -> None:
         ("a", {"server": "127.0.0.1:1"}, "give the group a secret in PLAINROLL_GROUP_SECRET"),
         ("a", {"train_workers": 0}, "mux.train_workers = 0 is too small"),
         ("a", {"server": "localhost"}, "mux.server = 'localhost' is not host:port with a port from 1 to 65535"),
+        ("a", {"server": "[]:80"}, r"mux.server = '\[\]:80' is not host:port"),
         ("a", {"server": "localhost:70000"}, "mux.server = 'localhost:70000' is not host:port"),
         ("a", {"dir": "x" * 120}, "cannot listen at .*AF_UNIX path too long"),
     ],
@@ -361,13 +362,28 @@ def test_a_job_that_starts_runs_and_hears_of_its_end(tmp_path, capsys) -> None:
     assert "a: ended after step 0: it cannot be started: " in capsys.readouterr().out
 
 
-def test_events_that_cannot_be_written_end_the_group_and_no_job(tmp_path) -> None:
-    group = mux.Mux(mux.MuxConfig(dir=str(tmp_path), jobs=()), JOB, False)
-    group.config = replace(group.config, dir="mux")
-    full = open("/dev/full", "w")
-    group.events = full
-    group.record("joined", job="a", pool="all")
-    assert group.error and "No space" in str(group.error)
+def test_events_that_cannot_be_written_end_the_group(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mux").mkdir()
+    Path("mux/mux.jsonl").symlink_to("/dev/full")
+    assert mux.main(["--mux.jobs=[]", "--mux.dir=mux"], JOB) == 2
+    said = "error: the group has ended: [Errno 28] No space left on device; go on with --resume\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_job_that_is_cancelled_twice_ends_at_once(tmp_path, capsys) -> None:
+    group, job = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False), sleeper(tmp_path)
+    job.command = ["sh", "-c", "trap '' TERM; sleep 60"]
+
+    async def live() -> list[str]:
+        group.start(job, False)
+        told = [group.command({"command": "cancel", "job": "a"}) for _ in range(2)]
+        await asyncio.gather(*group.tasks)
+        return told
+
+    first, second = asyncio.run(live())
+    assert "ends after its step" in first and "ends at once" in second
+    assert "a: ended after step 0: cancelled twice" in capsys.readouterr().out
 
 
 def test_a_submitted_job_takes_all_rollout_workers_unless_it_says_how_many(tmp_path, monkeypatch) -> None:

@@ -212,6 +212,16 @@ def test_a_make_that_was_killed_is_made_again(tmp_path):
     assert check_model(folder) and {*tmp_path.iterdir()} == {folder, elsewhere}
 
 
+def _make_as_on_machines_of_their_own(world, folder: str) -> None:
+    platform.node = lambda: f"odd/[name]{world.rank}"
+    assert ensure_model(replace(FEW, steps=1), "hailstone", Path(folder), world).is_dir()
+
+
+def test_ranks_on_several_machines_make_one_model(tmp_path, run_ranks):
+    run_ranks(2, _make_as_on_machines_of_their_own, str(tmp_path))
+    assert [path.name[0] for path in tmp_path.iterdir() if path.name[:5] != "store"] == ["h"]
+
+
 # ---- refusals
 
 
