@@ -36,6 +36,11 @@ class ConfigError(ValueError):
     """A user's mistake: shown as one message without a traceback, exit code 2."""
 
 
+def one_line(error: BaseException, most: int = 300) -> str:
+    """Return an error's kind and text, of at most so many characters, for a message."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+
+
 class Auto(int):
     """A number that the program chooses, where an option allows `auto`: below all that a user may give."""
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar, get_args, get_origin
 
 import numpy as np
 
-from config import ConfigError, Dataclass, option, regular
+from config import ConfigError, Dataclass, one_line, option, regular
 from core import FINISH_REASONS, Group, ModelShape, Prompt, Reward, Sample, Span, Tokenizer, Visit, VisitId, turns_of
 from environments import check_environment
 from envs.games import ENVIRONMENTS
@@ -262,8 +262,7 @@ def _stored(path: str) -> Iterator[tuple[str, dict]]:
             files = [file["filename"] for file in json.loads((Path(path) / SAVED).read_text())["_data_files"]]
             tables = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(Path(path) / file))).read_all() for file in files]
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ConfigError(f"{path}: cannot be read as a table ({said}); write it again") from None
+        raise ConfigError(f"{path}: cannot be read as a table ({one_line(error, 200)}); write it again") from None
     rows = (zip(*batch.columns, strict=True) for table in tables for batch in table.to_batches())
     for number, row in enumerate(chain.from_iterable(rows), 1):
         where = f"{path} row {number}"
@@ -392,7 +391,7 @@ class _Encoder:
         except ConfigError:
             raise
         except Exception as error:  # a template is a program of the model's author and may raise anything
-            said = " ".join(f"{type(error).__name__}: {error}".split())
+            said = one_line(error)
             raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
         return Prompt(index, token_ids, text, answer, task, row.fields, where, row.env, row.source)
 
@@ -635,7 +634,7 @@ def load_groups(folder: Path, step: int, shape: ModelShape) -> list[Group]:
             raise ValueError(f"the sample {twice[0]} is there {twice[1]} times")
         return groups
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        said = one_line(error, 200)
         raise ConfigError(f"run.replay: {path} holds no groups of this model ({said}); dump the step again") from None
 
 

@@ -26,7 +26,7 @@ import torch
 
 import checkpoint
 import parallel
-from config import ConfigError, describe, load_config, option
+from config import ConfigError, describe, load_config, one_line, option
 from core import ModelShape, Tokenizer
 from process import command, ending
 from rollout import Engine, RolloutConfig
@@ -106,8 +106,7 @@ class Weights:
             except (ConfigError, OSError) as error:
                 raise ApiError(400, str(error)) from None
             except Exception as error:  # as safetensors' own, or no memory: who follows a run tries the next one
-                said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                raise ApiError(500, f"{folder}: {said}", "server_error") from None
+                raise ApiError(500, f"{folder}: {one_line(error)}", "server_error") from None
             self.loop.change_weights(weights, self.version + 1)
             self.folder, self.version = folder, self.version + 1
 

@@ -32,6 +32,9 @@ from process import command, ending, launcher
 from scheduler import SchedulerConfig
 from settings import Config, check_run
 
+SCRATCH = (
+    "PLAINROLL_SCRATCH"  # in the environment: the launcher's folder, as ranks may be ended before they remove theirs
+)
 OWN = {"run.dir": "--out=FILE keeps the scores", "run.steps": "nothing is trained", "model.path": "FOLDER is the model"}
 TRAINING = (
     "warm_start planner drafts overlap loss distill stream group log".split()
@@ -134,7 +137,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or a folder would be left
     if "RANK" not in os.environ:  # a rank may be in a collective, and ends at once
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(launcher.SIGNALLED + number))
-    with TemporaryDirectory(prefix="plainroll-") as scratch:
+    with TemporaryDirectory(prefix="plainroll-", dir=os.environ.get(SCRATCH)) as scratch:
         try:
             folders, overrides = ([text for text in rest if text.startswith("--") == flag] for flag in (False, True))
             if len(folders) != 1:
@@ -157,7 +160,7 @@ def main(argv: list[str]) -> int:
             if not config.data.eval_prompts:
                 raise ConfigError("data.eval_prompts = 0 leaves nothing to evaluate; raise it")
             if is_wanted:
-                os.environ["TMPDIR"] = scratch  # of ranks, which may be ended before they remove theirs
+                os.environ[SCRATCH] = scratch
                 return launcher.launch(__file__, asked, argv)
             check_run(config, size, resume=False, is_main=rank == 0)
         except (ConfigError, OSError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
-from config import ConfigError, check_options
+from config import ConfigError, check_options, one_line
 from core import Span, Tokenizer
 from data import TOKEN_CHARACTERS, converse
 from sampling import SamplingConfig
@@ -222,7 +222,7 @@ def _chat_ids(asked: Json, tokenizer: Tokenizer, longest: int) -> tuple[int, ...
     except ApiError:
         raise
     except Exception as error:  # a template is a program of the model's author and may raise anything
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        said = one_line(error)
         raise ApiError(400, f"the chat template refuses these messages: {said}", param="messages") from None
 
 

@@ -143,8 +143,10 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(arguments, words, tiny_
 
 
 def test_ranks_that_are_launched_may_share_a_model(tiny_folder, monkeypatch):
-    monkeypatch.setenv("TMPDIR", "")  # to be as before
-    monkeypatch.setattr(evaluate.launcher, "launch", lambda *arguments: 7 * Path(os.environ["TMPDIR"]).is_dir())
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(
+        evaluate.launcher, "launch", lambda *arguments: 7 * Path(os.environ.pop(evaluate.SCRATCH)).is_dir()
+    )
     short = ["--rollout.max_prompt_tokens=64", "--rollout.max_response_tokens=64", "--run.device=cpu"]
     for key in ("rollout.tensor_parallel", "trainer.shard"):
         assert evaluate.main([str(tiny_folder), "--ranks=2", f"--{key}=2", *short]) == 7
