@@ -238,7 +238,7 @@ class Reward:
     error: str = ""
     cases: tuple[tuple[float, bool, bool], ...] = ()  # test cases that ran: seconds, passed, timed out
     parts: dict[str, float] = field(default_factory=dict)  # of the value, before weights
-    turns: tuple[float, ...] = ()  # of the value, earned in each turn; for `loss.credit` = turn
+    turns: tuple[float, ...] = ()  # of the value, earned in each turn, by the grader env; for `loss.credit` = turn
 
 
 class Reply(NamedTuple):
@@ -307,7 +307,7 @@ class RoundPlan:
     prompts: tuple[Visit, ...]  # in launch order
     num_responses: int  # launched per prompt
     keep_prompts: int
-    keep_responses: int  # per kept prompt
+    keep_responses: int  # per kept prompt, the same for all: rewards are one matrix
     expected: tuple[float, ...] = ()  # tokens of one response, by prompt; empty: nothing is known
     audit: bool = False  # nothing is aborted: for measuring what a race censors
 

@@ -154,6 +154,12 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         held_out += (
             _divided(name, config, count)[1] if name in BUILT_IN else read_rows(name, "data.eval", config)[:count]
         )
+    if config.template != DataConfig.template and not any(
+        isinstance(r.fields["prompt"], str) for r in train + held_out
+    ):
+        raise ConfigError(
+            f"data.template = {config.template!r:.60} has no effect: all prompts are messages; put it into them"
+        )
     if empty := weights.keys() - {row.source for row in train} if len(weights) > 1 else ():
         raise ConfigError(f"data.mix: {min(empty)} has no row to train; leave it out")
     told = train, held_out, config, max_prompt_tokens, pickle.dumps(tokenizer)

@@ -50,7 +50,7 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "rloo": rloo,
     "reinforce_baseline": reinforce_baseline,
 }
-BATCH_WIDE = {"reinforce_baseline"}  # a group's advantages depend on other groups
+BATCH_WIDE = {"reinforce_baseline"}  # a group's advantages depend on other groups: stream training refuses these
 
 
 LEAST_OTHERS = 1e-6  # probability of all tokens but the k likeliest: in fp32 it has no digits below
@@ -165,8 +165,7 @@ OWN_OPTIONS = {  # settings that only some losses read; one of a user's own may 
     "topr": {"tis_cap", "topr_positive", "topr_negative"},
     "kimi15": {"kimi_tau"},
 }
-# For `old_logprobs = auto`. An importance weight corrects for all that came after the rollout, rounding included.
-OWN_DENOMINATOR = {"decoupled": "trainer", **dict.fromkeys(("cispo", "tis", "topr", "kimi15"), "rollout")}
+RATIOS = {"ppo", "gspo"}  # clip a ratio, which rounding in bf16 moves; other weights correct for rounding, too
 
 
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -247,5 +246,6 @@ class LossConfig:
 
     def for_dtype(self, dtype: torch.dtype) -> "LossConfig":
         """Decide `old_logprobs = auto`: in bf16, rounding in rollout and trainer moves ratios as updates do."""
-        found = OWN_DENOMINATOR.get(self.name) or ("trainer" if dtype == torch.bfloat16 else "rollout")
+        recomputed = self.name == "decoupled" or (self.name in RATIOS and dtype == torch.bfloat16)
+        found = "trainer" if recomputed else "rollout"
         return replace(self, old_logprobs=found) if self.old_logprobs == "auto" else self

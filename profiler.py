@@ -53,6 +53,11 @@ from warm_start import ensure_model
 from weights import sharding
 
 MAX_TOKENS = 2**18  # context tokens of a point: more would take minutes to prefill, and times grow linearly
+OWN = (
+    "loss.name",
+    "loss.advantage",
+    "scheduler.policy",
+)  # may be of a file that is not loaded; no time depends on them
 BLOCKS = 5  # of decode steps; the median counts
 
 
@@ -172,7 +177,7 @@ def main(argv: list[str]) -> int:
     asked, argv = launcher.parse(argv)
     flags, overrides = parser.parse_known_args(argv)
     try:
-        config = load_config(Config, flags.config, overrides)
+        config = load_config(Config, flags.config, overrides, OWN)
         if launcher.is_wanted(asked):
             return launcher.launch(__file__, asked, argv)
         folder, place = model_source(config), profile_path(config).parent

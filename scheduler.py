@@ -129,7 +129,8 @@ class RoundPolicy(ABC):
     Prompts that a round launches and does not keep wait in `queue`; `plan` may take them with `requeued`. Unless the
     policy `trains_all`, the queue forgets its oldest prompts beyond QUEUED x num_prompts. Every rank has its own copy
     and all must plan alike, so `plan` may use only its arguments and the state here. A policy with further state adds
-    it to `state_dict` and `load_state_dict`.
+    it to `state_dict` and `load_state_dict`. `plan` asks `scheduler.audit` itself, as `TailBatching` does. An `observe`
+    of one's own must decide no earlier than `Race`: ranks go on where `rounds.may_decide` rules a decision out.
     """
 
     trains_all = False  # promises to train every prompt that it draws: a run must then be long enough for its queue

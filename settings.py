@@ -41,7 +41,7 @@ from rewards.remote import is_address
 from rewards.teacher import DistillConfig, check_teacher, planned_bytes
 from rollout import RolloutConfig
 from sampling import SamplingConfig
-from scheduler import POLICIES, SchedulerConfig, TailBatching
+from scheduler import POLICIES, SchedulerConfig
 from trainer import TrainerConfig
 from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
 from weights.lora import check_lora, count
@@ -547,6 +547,12 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
         raise ConfigError("[env] has no effect: no data row has an environment; give data.env, or leave it out")
     if not names and c.loss.credit == "turn":
         raise ConfigError("loss.credit = turn has no effect: no data row has an environment; take credit = episode")
+    others = [prompt for prompt in prompts if prompt.env and prompt.task != "env"]
+    if others and c.loss.credit == "turn" and "env" not in by_grader("reward.also", c.reward.also):
+        raise ConfigError(
+            f"{others[0].where}: loss.credit = turn has no effect with the grader {others[0].task}: only env "
+            'knows the rewards of turns; add it (reward.also = "env=1"), or take credit = episode'
+        )
     if names and c.env.clock == "time" and (c.rollout.tensor_parallel > 1 or c.planner.rule != "fixed"):
         raise ConfigError(
             "env.clock = time has no place beside tensor parallelism: the ranks of a replica would get replies at "
@@ -627,7 +633,8 @@ def check_distill(c: Config) -> None:
 
 def check_scheduler(c: SchedulerConfig) -> None:
     """Refuse combinations of settings without effect."""
-    if c.audit and (c.policy == "synchronous" or c.eta_prompts == c.eta_responses == 1):
+    used = POLICIES[c.policy](c).config
+    if c.audit and used.eta_prompts == used.eta_responses == 1:
         raise ConfigError(
             f"scheduler.audit = {c.audit}: without a race there is nothing to audit; take scheduler.policy = "
             "tail_batching with eta_prompts or eta_responses over 1, or audit = 0"
@@ -672,15 +679,10 @@ def check_stream(c: Config, num_ranks: int) -> None:
 def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
     """Refuse combinations that have no place in an endless rollout or on ranks apart."""
     policy = POLICIES[c.scheduler.policy](c.scheduler)
-    check_overlap(c.overlap, policy.config, c.stream.policy, c.planner.rule, c.run.replay)
+    check_overlap(c.overlap, policy, c.stream.policy, c.planner.rule, c.run.replay)
     check_pools(c, world_size)
     if not c.overlap.depth:
         return
-    if type(policy).plan is not TailBatching.plan:
-        raise ConfigError(
-            f"scheduler.policy = {c.scheduler.policy} plans rounds, and an endless rollout (overlap.depth = "
-            f"{c.overlap.depth:g}) has none: nobody would ask its plan; take a policy of scheduler.py, or depth = 0"
-        )
     if c.loss.name != "decoupled" and c.loss.for_dtype(dtype).old_logprobs == "trainer":
         raise ConfigError(
             f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "

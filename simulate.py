@@ -312,8 +312,8 @@ class Simulation:
         o = config.overlap
         if isinstance(o.train_ranks, Auto):
             raise ConfigError("overlap.train_ranks = auto is for real runs; take a number, and then best_share of it")
-        scheduler = POLICIES[config.scheduler.policy](config.scheduler).config
-        check_overlap(o, scheduler, config.stream.policy, config.planner.rule)
+        self.policy = POLICIES[config.scheduler.policy](config.scheduler, config.cluster.seed)
+        check_overlap(o, self.policy, config.stream.policy, config.planner.rule)
         if o.train_ranks and not o.depth:
             raise ConfigError(
                 f"overlap.train_ranks = {o.train_ranks} with overlap.depth = 0 is for real runs; take overlap.depth = 1"
@@ -332,7 +332,6 @@ class Simulation:
         c = config.cluster
         self.workload = workload or Drawn(model.lengths, c.seed)
         self.episodes = Episodes(config.env, c.seed, self.workload.limit) if config.env.turns else None
-        self.policy = POLICIES[config.scheduler.policy](config.scheduler, c.seed)
         count = math.ceil(config.scheduler.num_prompts * self.policy.config.eta_prompts) * (c.steps + 1)
         prompts = self.workload.prompts(count)
         self.cursor = PromptCursor(prompts, c.seed)
@@ -724,7 +723,9 @@ def main(argv: list[str]) -> int:
     try:
         recorded = Recorded(flags.replay) if flags.replay else None
         profile = read_profile(Path(flags.profile)) if flags.profile else None
-        config = load_config(SimulationConfig, flags.config, (recorded.settings if recorded else []) + overrides)
+        given = {override.partition("=")[0] for override in overrides}
+        settings = [s for s in (recorded.settings if recorded else ()) if s.partition("=")[0] not in given]
+        config = load_config(SimulationConfig, flags.config, settings + overrides)
         run = simulate(config, workload=recorded, profile=profile)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

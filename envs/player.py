@@ -3,10 +3,11 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from inspect import getdoc
 from random import Random, SystemRandom
 
-from config import ConfigError
+from config import ConfigError, load_config
 from core import Environment
 from data import DataConfig, labelled, read_rows
 from environments import EnvConfig, Episode, EpisodeError, resolve
@@ -15,6 +16,11 @@ from envs.trial import EPISODES, tried
 from process import command
 from reward import RewardConfig
 from rewards import user_files
+
+
+@dataclass(frozen=True)
+class Rows:
+    data: DataConfig = field(default_factory=DataConfig)
 
 
 def ask_human(row: dict, texts: Sequence[str], actions: Sequence[str], rng: Random) -> str:
@@ -84,19 +90,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("environment", help=f"{', '.join(ENVIRONMENTS)}, or your own as FILE:NAME")
     parser.add_argument("--by", help="human (default), random; expert, teacher, sloppy of built-in ones; or FILE:NAME")
     parser.add_argument("--data", help="file of rows (JSONL, parquet), which your own environment needs")
+    parser.add_argument(
+        "--data.KEY",
+        help="as for train.py, where rows need it: --data.prompt_field=question",
+        dest="_",
+        metavar="VALUE",
+    )
     parser.add_argument("--turns", type=int, default=EnvConfig.max_turns, help="of an episode, at most")
     parser.add_argument("--seed", type=int, default=SystemRandom().randrange(10**6), help="of row, environment, player")
     parser.add_argument(
         "--check", action="store_true", help=f"play {EPISODES} episodes (by random), and say how they went"
     )
-    flags = parser.parse_args(argv)
+    flags, overrides = parser.parse_known_args(argv)
     try:
         if flags.turns < 1:
             raise ConfigError(f"--turns = {flags.turns} is too small: at least 1")
         environment = resolve(flags.environment)
+        data = load_config(Rows, None, [f"--data.env={flags.environment}", *overrides]).data
         player = player_named(flags.by or ("random" if flags.check else "human"), flags.environment)
         if flags.data:
-            rows = [row.fields for row in read_rows(flags.data, "--data", DataConfig())]
+            rows = [row.fields for row in read_rows(flags.data, "--data", data)]
         elif game := ENVIRONMENTS.get(flags.environment):
             rows = [game.row(n) for n in game.numbers()]
         else:

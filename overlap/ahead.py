@@ -67,8 +67,9 @@ class Ahead:
         config, own = r.engine.config, r.engine.parallel.replica
         visits = {visit.id: visit for visit in plan.prompts if not visit.prompt.env}
         limits = config.max_response_tokens, config.stop
-        shares = Placement(r.placement.num_replicas).launch([*visits], plan.num_responses)
-        ids = [id for share in (*shares[own:], *shares[:own]) for id in share]
+        placed = [visit.id for visit in plan.prompts], plan.num_responses, plan.expected, r.config.placement == "spread"
+        shares = Placement(r.placement.num_replicas).launch(*placed)
+        ids = [id for share in (*shares[own:], *shares[:own]) for id in share if id.visit in visits]
         for id in ids:
             r.engine.add(sequence_for(visits[id.visit], id.response, r.seed, *limits))
         return dict.fromkeys(ids, ())

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from config import Auto, ConfigError, option
 from core import Decision, Finished, Prompt, RoundPlan, SampleId, Visit, VisitId
-from scheduler import SchedulerConfig, Take, num_launched
+from scheduler import RoundPolicy, SchedulerConfig, TailBatching, Take, num_launched
 
 
 @dataclass(frozen=True)
@@ -284,13 +284,15 @@ def check_steps(state: dict, num_prompts: int, steps: int) -> None:
         )
 
 
-def check_overlap(
-    config: OverlapConfig, scheduler: SchedulerConfig, stream: str, planner: str, replay: str = ""
-) -> None:
+ROUNDS = ("plan", "begin", "observe", "close")  # what a policy may do in its own way, in rounds only
+
+
+def check_overlap(config: OverlapConfig, policy: RoundPolicy, stream: str, planner: str, replay: str = "") -> None:
     """Raise ConfigError on settings without effect or without a place, and on a bound that the depth itself breaks.
 
     Real runs and simulations ask it. `stream`: stream.policy; `planner`: planner.rule; `replay`: run.replay.
     """
+    scheduler = policy.config
     given = {key: value for key, value in asdict(config).items() if value != getattr(OverlapConfig, key)}
     if not config.depth:
         for key, value in given.items():
@@ -307,6 +309,11 @@ def check_overlap(
     _refuse_without_place(config, scheduler, stream, planner, replay)
     if not config.depth:
         return
+    if own := [rule for rule in ROUNDS if getattr(type(policy), rule) is not getattr(TailBatching, rule)]:
+        raise ConfigError(
+            f"scheduler.policy = {scheduler.policy} has rounds of its own, and an endless rollout (overlap.depth = "
+            f"{config.depth:g}) has none: nobody would ask its {own[0]}; take a policy of scheduler.py, or depth = 0"
+        )
     if config.lag and not config.train_ranks:
         raise ConfigError(
             "overlap.sync = with_batch needs overlap.train_ranks > 0: ranks in turns have no next batch yet"

@@ -72,7 +72,7 @@ class Drawn:
 
 
 class Recorded:
-    """Lengths of the trained responses of a run with run.dump_rollouts, visit by visit.
+    """Lengths of the trained responses of a run with run.dump_rollouts, visit by visit; without replies to their turns.
 
     An aborted response has no recorded length; it takes the length of a trained response, the longest first.
     """
@@ -100,7 +100,9 @@ class Recorded:
         prompt = group["prompt"]
         index = prompt["index"]
         self.known[index] = Prompt(index, tuple(prompt["token_ids"]), "", "", prompt["task"])
-        self.groups[VisitId(group["epoch"], index)] = [len(sample["token_ids"]) for sample in group["samples"]]
+        self.groups[VisitId(group["epoch"], index)] = [
+            sum(span["end"] - span["start"] for span in sample["spans"]) for sample in group["samples"]
+        ]
 
     def prompts(self, count: int) -> list[Prompt]:
         return list(self.known.values())

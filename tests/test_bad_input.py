@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import train
 from checkpoint import INDEX, WEIGHTS, eos_ids, load_tokenizer
 from model import Model, parse_shape
 from process import run_folder
+from scheduler import POLICIES, SchedulerConfig, TailBatching
 
 GOOD = [{"prompt": f"count {i}", "answer": str(i)} for i in range(12)]
 
@@ -598,6 +600,38 @@ def test_an_odd_weight_map_is_refused(map, capsys, base) -> None:
 )
 def test_an_absurd_setting_is_refused(setting, capsys, base) -> None:
     refused(capsys, base, setting)
+
+
+def test_an_audit_of_a_policy_that_races_by_itself(base, capsys, monkeypatch) -> None:
+    def raced(config: SchedulerConfig, seed: int = 0) -> TailBatching:
+        return TailBatching(replace(config, eta_responses=1.5), seed)
+
+    monkeypatch.setitem(POLICIES, "raced", raced)
+    args = ["--scheduler.audit=0.1", "--scheduler.eta_prompts=1"]
+    assert "nothing to audit" in refused(capsys, base, *args)
+    assert check(capsys, base, *args, "--scheduler.policy=raced") == (0, "")
+
+
+def test_turns_have_credit_only_by_the_grader_that_knows_their_rewards(base, capsys) -> None:
+    Path("game.py").write_text("def play(row, seed):\n    yield ''\n    return 1.0\n")
+    args = ["--data.env=game.py:play", "--loss.credit=turn"]
+    assert "loss.credit = turn has no effect with the grader" in refused(capsys, base, *args)
+    for more in (["--reward.also=env=1"], ["--data.task=env"]):
+        code, said = check(capsys, base, *args, *more)
+        assert code == 0, said
+
+
+def test_a_template_for_texts_is_refused_beside_messages(base, capsys) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": "1"} for n in range(8)]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = refused(capsys, base, "--data.template=Be brief. {prompt}", data__train="chats.jsonl")
+    assert "data.template = 'Be brief. {prompt}' has no effect" in said
+
+
+def test_the_profiler_takes_the_file_of_a_run_with_a_loss_of_its_own(base, capsys) -> None:
+    Path("own.toml").write_text('[loss]\nname = "mine"\n\n[scheduler]\npolicy = "mine"\n')
+    assert profiler.main(["--config=own.toml", "--model.path=missing"]) == 2
+    assert "no such model" in capsys.readouterr().err
 
 
 def test_the_profiler_refuses_what_it_cannot_read_or_write(capsys, base) -> None:

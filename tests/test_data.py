@@ -132,8 +132,8 @@ def test_prompts_are_encoded_once_for_a_run_and_anew_where_anything_differs(json
 @pytest.mark.parametrize("as_text", [True, False])
 def test_messages_go_through_the_chat_template_as_they_are(jsonl, chat, as_text):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1 ="}]
-    path = jsonl({"prompt": messages, "answer": "2"})
-    [prompt], _ = load(chat, path, chat=as_text, template="[{prompt}]")
+    path = jsonl({"prompt": messages, "answer": "2"}, {"prompt": "a text", "answer": ""})
+    [prompt, _], _ = load(chat, path, chat=as_text, template="[{prompt}]")
     assert prompt.text == "<system>be brief</system><user>1 + 1 =</user><assistant>"
     assert prompt.extra["prompt"] == messages
 

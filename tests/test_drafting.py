@@ -5,6 +5,7 @@ import shutil
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +13,18 @@ from conftest import ALONE, ROOT, any_shape, steps_of, train_runs
 
 from checkpoint import list_checkpoints, load_state
 from config import ConfigError, load_config
-from core import Group, SampleId
+from core import Group, Prompt, RoundPlan, SampleId, Visit
 from data import load_groups
+from engine.memory import RolloutConfig
 from engine.sequence import Sequence
 from job import Job
 from overlap.ahead import Ahead
 from parallel import World
 from policies.drafts import SOURCES, StepCosts, Texts
+from policies.placement import Placement
 from rollout import Engine
 from rounds import Round
+from scheduler import SchedulerConfig
 from settings import Config, check_settings
 
 GRADERS = ROOT / "tests" / "graders.py"
@@ -216,6 +220,19 @@ def test_texts_keep_the_longer_of_two_that_begin_alike_and_let_the_oldest_go() -
     assert [*texts.texts] == [ids[0], ids[2]] and texts.count == 10
     texts.put(ids[3], range(11))  # more than there is room for
     assert not texts.texts and not texts.count
+
+
+@pytest.mark.parametrize("placement", ["together", "spread"])
+def test_a_dry_replica_draws_first_what_it_will_decode(placement: str) -> None:
+    visits, lengths = [Visit(0, Prompt(i, (1,), "", "", "match")) for i in range(5)], (9.0, 50.0, 50.0, 90.0, 99.0)
+    plan = RoundPlan("long", tuple(visits), 2, 5, 2, lengths)
+    for replica in range(2):
+        queued, placed = list[Sequence](), Placement(2)
+        engine = SimpleNamespace(config=RolloutConfig(), parallel=SimpleNamespace(replica=replica), add=queued.append)
+        played = SimpleNamespace(engine=engine, placement=placed, seed=0, config=SchedulerConfig(placement=placement))
+        drawn = Ahead(None, ALONE, lambda: plan)._launch(played)
+        own = Placement(2).launch([v.id for v in visits], 2, lengths, placement == "spread")[replica]
+        assert [s.id for s in queued][: len(own)] == own and len(drawn) == 10
 
 
 @pytest.mark.parametrize(

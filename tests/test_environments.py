@@ -459,6 +459,15 @@ def test_the_player_plays_with_a_person_a_script_and_at_random(own, tmp_path, ca
     assert capsys.readouterr().out == first and "reward 1 after" in first
 
 
+def test_the_player_reads_rows_as_a_run_does(own, tmp_path, capsys) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "Play!", "gold": "7", "task": "env"}))
+    fields = ["--data.prompt_field=question", "--data.answer_field=gold"]
+    assert main([*own("fine"), "--by=mine.py:player"]) == 2
+    assert "set data.prompt_field" in capsys.readouterr().err
+    assert main([*own("fine"), "--by=mine.py:player", *fields]) == 0
+    assert capsys.readouterr().out.startswith("prompt  | Play!")
+
+
 def test_a_person_is_told_what_the_environment_does(capsys, monkeypatch) -> None:
     monkeypatch.setattr("builtins.input", lambda prompt: "2")
     assert main(["bandit", "--seed=1"]) == 0
@@ -518,6 +527,7 @@ def test_a_check_plays_in_workers_and_ends(own, capsys, monkeypatch) -> None:
         (["guess", "--by=nobody"], "player 'nobody' is not built in; take one of human, random, expert"),
         (["guess", "--by=mine.py:nobody"], "define nobody(row, texts, actions, rng)"),
         (["guess", "--turns=0"], "too small"),
+        (["guess", "--rollout.seed=1"], "rollout"),
     ],
 )
 def test_a_mistake_gets_one_line(own, capsys, arguments: list[str], said: str) -> None:

@@ -14,7 +14,7 @@ from data import PromptCursor
 from policies.flow import Flow, FlowStats, OverlapConfig, check_overlap
 from rollout import sequence_for
 from sampling import sample_key
-from scheduler import SchedulerConfig
+from scheduler import SchedulerConfig, TailBatching
 
 PROMPTS = [Prompt(i, (i,), str(i), "", "match") for i in range(60)]
 SETTINGS = [
@@ -259,10 +259,10 @@ def test_it_goes_on_from_a_checkpoint(overlap: OverlapConfig, scheduler: Schedul
 
 def test_a_bound_that_the_depth_breaks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"overlap.bound = 1 .* take overlap.bound = 2"):
-        check_overlap(OverlapConfig(depth=2, bound=1), SETTINGS[0][1], "off", "fixed")
+        check_overlap(OverlapConfig(depth=2, bound=1), TailBatching(SETTINGS[0][1]), "off", "fixed")
     with pytest.raises(ConfigError, match=r"eta_prompts = 1.25.* take overlap.bound = 2"):
-        check_overlap(OverlapConfig(depth=1), SchedulerConfig(num_prompts=4), "off", "fixed")
-    check_overlap(OverlapConfig(depth=2, bound=1, late="drop"), SETTINGS[0][1], "off", "fixed")
+        check_overlap(OverlapConfig(depth=1), TailBatching(SchedulerConfig(num_prompts=4)), "off", "fixed")
+    check_overlap(OverlapConfig(depth=2, bound=1, late="drop"), TailBatching(SETTINGS[0][1]), "off", "fixed")
 
 
 def test_what_is_given_up_for_its_age_is_drawn_anew() -> None:

@@ -15,20 +15,21 @@ import torch
 from conftest import ALONE
 
 from config import ConfigError, dump_toml, load_config
-from core import Group, Prompt, Reward, Sample, SampleId, VisitId
+from core import Group, Prompt, Reward, Sample, SampleId, Span, VisitId
 from data import dump_groups
 from engine.memory import RolloutConfig, num_pages_for, weight_bytes
 from engine.pages import LAYOUTS
 from job import Job
 from metrics import Clock
 from model import parse_shape
+from policies.flow import OverlapConfig
 from policies.planner import PlannerConfig, Report
 from policies.replica import Replica, Response
 from policies.scale_down import StreamConfig
 from policies.step_times import SizeProfile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts
-from scheduler import RoundPolicy, SchedulerConfig
+from scheduler import POLICIES, RoundPolicy, SchedulerConfig, TailBatching
 from settings import Config
 from simulate import (
     BYTES,
@@ -557,8 +558,10 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
         for i in range(4):
             prompt = Prompt(4 * step + i, (1,) * (1 + i), "", "", "match")
             ids = [tuple(range(rng.randint(1, 60))) for _ in range(2)]
-            samples = tuple(Sample(prompt.index, r, 0, ids[r], (), "stop", ()) for r in range(2))
-            trained[0, prompt.index] = [len(n) for n in ids]
+            given = [(i + r) % 2 for r in range(2)]  # tokens of a reply, which nobody decodes
+            spans = [(Span(0, len(ids[r]), 0),) if not given[r] else (Span(1, len(ids[r]), 0),) for r in range(2)]
+            samples = tuple(Sample(prompt.index, r, 0, ids[r], (), "stop", spans[r]) for r in range(2))
+            trained[0, prompt.index] = [len(n) - cut for n, cut in zip(ids, given, strict=True)]
             groups.append(Group(prompt, 0, samples, (Reward(1.0), Reward(0.0))))
         dump_groups(tmp_path / "rollouts", step + 1, groups, np.zeros((4, 2)).tolist())
     told = replace(Config(), scheduler=SchedulerConfig("synchronous", num_prompts=4, num_responses=2))
@@ -574,6 +577,26 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
     assert sum(seen) == 2 * (tokens + 3 * 2 * (1 + 2 + 3 + 4)), "all samples with their prompts, asked for twice"
     assert last["mean_step_seconds"] == pytest.approx(np.mean([r["seconds"]["step"] for r in records]))
     assert last["weights"] == "whole" and last["pages"]["whole"] == last["pages"]["sharded"] > 0  # at size 1
+
+
+def test_a_replay_takes_another_policy_than_that_of_a_file_that_is_not_loaded(tmp_path, capsys) -> None:
+    prompt = Prompt(0, (1,), "", "", "match")
+    samples = tuple(Sample(0, r, 0, (1, 2), (), "stop", (Span(0, 2, 0),)) for r in range(2))
+    dump_groups(tmp_path / "rollouts", 1, [Group(prompt, 0, samples, (Reward(1.0), Reward(0.0)))], [[0.0, 0.0]])
+    told = replace(Config(), scheduler=SchedulerConfig("synchronous", num_prompts=1, num_responses=2))
+    (tmp_path / "config.toml").write_text(dump_toml(told).replace('policy = "synchronous"', 'policy = "mine"'))
+    args = [f"--replay={tmp_path}", "--cluster.steps=1", "--cluster.gpus=1"]
+    assert main(args) == 2 and "scheduler.policy" in capsys.readouterr().err
+    assert main([*args, "--scheduler.policy=synchronous"]) == 0
+
+
+@pytest.mark.parametrize("rule", ["plan", "begin", "observe", "close"])
+def test_rounds_of_ones_own_have_no_place_in_an_endless_rollout(monkeypatch, rule: str) -> None:
+    own = type("Own", (TailBatching,), {rule: lambda *args: getattr(TailBatching, rule)(*args)})
+    monkeypatch.setitem(POLICIES, "own", own)
+    config = SimulationConfig(scheduler=SchedulerConfig("own"), overlap=OverlapConfig(depth=1))
+    with pytest.raises(ConfigError, match=f"scheduler.policy = own .* ask its {rule}; take"):
+        simulate(config)
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:

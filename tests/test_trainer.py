@@ -544,9 +544,15 @@ def test_old_logprobs_are_of_the_micro_batches_that_get_gradients(tiny_model, ex
 
 @pytest.mark.parametrize(
     "name, in_bf16, in_fp32",
-    [("ppo", "trainer", "rollout"), ("decoupled", "trainer", "trainer"), ("tis", "rollout", "rollout")],
+    [
+        ("ppo", "trainer", "rollout"),
+        ("decoupled", "trainer", "trainer"),
+        ("tis", "rollout", "rollout"),
+        ("own", "rollout", "rollout"),
+    ],
 )
-def test_loss_and_dtype_choose_the_denominator(name: str, in_bf16: str, in_fp32: str) -> None:
+def test_loss_and_dtype_choose_the_denominator(name: str, in_bf16: str, in_fp32: str, monkeypatch) -> None:
+    monkeypatch.setitem(LOSSES, "own", LOSSES["tis"])
     for dtype, denominator in ((torch.bfloat16, in_bf16), (torch.float32, in_fp32)):
         assert LossConfig(name=name).for_dtype(dtype).old_logprobs == denominator
         assert LossConfig(name=name, old_logprobs="rollout").for_dtype(dtype).old_logprobs == "rollout"

@@ -600,7 +600,7 @@ def test_a_policy_that_nobody_would_ask_is_refused(settings, alone, monkeypatch,
     monkeypatch.setitem(POLICIES, "own", Own)
     assert train.main([*settings("refused", scheduler__policy="own"), "--check"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: scheduler.policy = own plans rounds") and "overlap.depth = 1" in line
+    assert line.startswith("error: scheduler.policy = own has rounds of its own") and "overlap.depth = 1" in line
 
 
 def test_a_run_cannot_be_cut_below_what_is_under_way(settings, run_ranks, tmp_path: Path, capsys) -> None:
