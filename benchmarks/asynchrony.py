@@ -116,6 +116,7 @@ def settings(size: Size, folder: Path, name: str, steps: int) -> dict[str, Any]:
         "rollout.max_prompt_tokens": 64,
         "rollout.max_response_tokens": size.trace.limit,
         "trainer.lr": 1e-5,
+        "loss.entropy_coef": 1e-6,  # else nothing would have a gradient: the rewards of a random model are all 0
         "trainer.tokens_per_microbatch": 1024,
     }
 

@@ -13,6 +13,7 @@ updates of as many samples, so of it little is predicted. Most times, those of r
 alone: on a busy machine errors are several times as large.
 
 A kind's error is that of each step's seconds, without sign, in the mean over its steps; `..._rollout` that of rollouts.
+Its bias is that of all its steps together, with sign: below 0 they are simulated too fast.
 """
 
 import argparse
@@ -376,6 +377,7 @@ def simulated(side: Side, machine: Machine, spare: Job, trace: Trace) -> list[di
 def report(sides: list[Side], machines: list[Machine], spare: Job, trace: Trace) -> dict[str, Any]:
     """Print simulated and measured seconds of every step; return the metrics."""
     errors: dict[str, list[tuple[float, float]]] = {}
+    biases: dict[str, float] = {}  # of all steps together; above 0: simulated too slow
     m = mean_of(machines)
     shorts = ", ".join(f"{1000 * t:.0f} ms at TP {n}" for n, t in m.short_round.items())
     print(f"measured, means: an update {m.train[0]:.2f} and {m.train[1]:.2f} s, an exchange ", end="")
@@ -393,9 +395,10 @@ def report(sides: list[Side], machines: list[Machine], spare: Job, trace: Trace)
             print(f"{side.name:18} {record['round']['kind']:5} TP {side.sizes[i]}   {row}")
         ratio = {stage: sum(a for a, _ in rows) / sum(b for _, b in rows) for stage, rows in pairs.items()}
         print(f"{side.name:18} in all        " + "   ".join(f"{stage} {x:14.3f}" for stage, x in ratio.items()))
+        biases.setdefault(f"bias_{side.name.partition(',')[0]}", round(ratio["step"] - 1, 4))
         off = ([abs(a / b - 1) for a, b in pairs[stage]] for stage in ("step", "rollout"))
         errors.setdefault(side.name.partition(",")[0], []).extend(zip(*off))
-    metrics: dict[str, Any] = {"name": "validate_simulator"}
+    metrics: dict[str, Any] = {"name": "validate_simulator"} | biases
     for name, rows in errors.items():
         metrics[f"mean_error_{name}"] = round(mean(a for a, _ in rows), 4)
         metrics[f"mean_error_{name}_rollout"] = round(mean(b for _, b in rows), 4)

@@ -118,7 +118,7 @@ def compare(points: list[dict]) -> dict:
                 "curve": CURVES[other][0],
                 "least": round(100 * min(differences[1:]), 1),
                 "most": round(100 * max(differences[1:]), 1),
-                "standard_error": round(100 * max(errors), 1),
+                "standard_error": round(100 * max(errors[1:]), 1),
                 "overlaps": f"{sum(overlaps[1:])} of {len(overlaps) - 1}",
                 "faster": [round(ratios[i], 2) for i in (0, len(ratios) // 2, -1)],  # least, middle, most of the seeds
             }
