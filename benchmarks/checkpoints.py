@@ -57,7 +57,8 @@ def measure(rank: int, base: Path, port: int, saves: int) -> None:
                 checkpoints.save(step, model, tensors, {})
             pause = time.perf_counter() - start
             checkpoints.wait()
-            rows.append(max(parallel.gather_objects(world, (pause, time.perf_counter() - start))))
+            told = parallel.gather_objects(world, (pause, time.perf_counter() - start))
+            rows.append([*map(max, zip(*told, strict=True))])  # each of its slowest rank
         found[str(shard)] = [statistics.median(seconds) for seconds in zip(*rows[1:], strict=True)]
     if world.is_main:
         found["parameters"] = [sum(p.numel() for p in model.parameters())]

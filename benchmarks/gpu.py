@@ -2,9 +2,10 @@
 
     bash benchmarks/gpu.sh [--only kernels engine] > benchmarks/results/gpu_h100.md
 
-Needs this repository, torch with CUDA, triton, transformers and one GPU. Each section runs in a process of its own, in
-bounded time: what crashes, hangs or fails becomes a row that says FAIL, the other sections go on, and the exit code
-is 1. `--device cpu` runs the same code on small shapes in seconds: kernels in Triton's interpreter, no graphs.
+Needs this repository, torch with CUDA, triton, transformers, a C compiler with Python's headers, which Triton asks for,
+and one GPU. Each section runs in a process of its own, in bounded time: what crashes, hangs or fails becomes a row that
+says FAIL, with a traceback on stderr, the other sections go on, and the exit code is 1. `--device cpu` runs the same
+code on small shapes in seconds: kernels in Triton's interpreter, no graphs.
 """
 
 import argparse

@@ -61,17 +61,21 @@ class KernelShape:
     inner: int
     qk_norm: bool = False
     page: int = 64
+    window: int = 0
 
 
 KERNEL_SHAPES = (
     KernelShape("0.5B 14/2x64", 14, 2, 64, 896, 4864),
     KernelShape("7B 28/4x128", 28, 4, 128, 3584, 18944),
     KernelShape("Qwen3 8B 32/8x128 qk-norm", 32, 8, 128, 4096, 12288, True),
-    KernelShape("1.5B 12/2x128", 12, 2, 128, 1536, 8960),
+    KernelShape("1.5B 12/2x128, window 1000", 12, 2, 128, 1536, 8960, window=1000),
     KernelShape("8/1x256", 8, 1, 256, 2304, 9216, page=16),
     KernelShape("32/8x80", 32, 8, 80, 2560, 6912, page=256),
 )
-TINY_KERNELS = (KernelShape("4/2x64", 4, 2, 64, 96, 128, page=16), KernelShape("7/1x80 qk", 7, 1, 80, 96, 64, True, 32))
+TINY_KERNELS = (
+    KernelShape("4/2x64", 4, 2, 64, 96, 128, page=16),
+    KernelShape("7/1x80 qk", 7, 1, 80, 96, 64, True, 32, 20),
+)
 LENGTHS = (0, 1, 17, 64, 65, 500, 1023, 2048, 3000, 4097, 6000, 7777, 8191, 8192, 128, 0)
 CLOSE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 1e-2)}  # relative, absolute
 FAR = 1 << 30  # a page that nobody may follow
@@ -104,7 +108,7 @@ def kernel_calls(k: KernelShape, lengths: Iterable[int], dtype: torch.dtype, dev
     norms = tuple(torch.rand(2, k.size, device=device).to(dtype)) if k.qk_norm else ()
     place = (qkv, cos, sin, positions, table, kv[0], kv[1], k.heads, k.kv, *norms)
     return {
-        "paged_decode": lambda f: f(q, kv[0], kv[1], table, cached),
+        "paged_decode": lambda f: f(q, kv[0], kv[1], table, cached, None, k.window),
         "rope_and_write": lambda f: (f(*place), kv),
         "add_rms_norm": lambda f: f(x, residual, weight, 1e-6),
         "silu_mul": lambda f: f(gate_up, 8),
@@ -136,7 +140,7 @@ def section_kernels(s: Section) -> None:
         with s.guard(name):
             compare_kernels(s, name, k, lengths, dtype)
     bandwidth = 1e9 * s.known.get("bandwidth_gbs", 0.0) or measure_bandwidth(s.device)
-    loads = ((64, 8192), (256, 2048), (8, 32768), (1, 65536)) if s.on_gpu else ((3, 40),)
+    loads = ((64, 8192), (256, 2048), (8, 32768), (1, 262144)) if s.on_gpu else ((3, 40),)
     for k, (rows, length) in s.in_time([(k, load) for k in shapes[:2] for load in loads]):
         with s.guard(f"paged_decode {k.label}"):
             time_decode(s, k, rows, length, bandwidth)
@@ -189,18 +193,25 @@ def check_sampling(s: Section) -> None:
         s.row(f"race {rows} x {vocab} {str(dtype).removeprefix('torch.')}",
               f"{share:.1%} equal tokens, log-probs {error:.1e}{speed}", share >= 0.99 and error < 1e-4,
               "99 % (ties), 1e-4")  # fmt: skip
+        leasts = kernels.least_in_nucleus, kernels.least_in_nucleus_torch
+        for top_p in (0.3, 0.9) if dtype == torch.float32 else ():
+            inside = [logits >= least(logits, top_p) for least in leasts]
+            off = (logits.softmax(-1) * (inside[0] != inside[1])).sum(-1).max().item()
+            s.row(f"least_in_nucleus {top_p}", f"sets differ by {off:.1e} of the mass", off < 1e-4, "1e-4")
 
 
 # ---- attention over packed sequences ----------------------------------------------------------------------------
 
 
-def plain_attention(lengths: tuple[list[int], list[int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain_attention(lengths: tuple[list[int], list[int]], window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same by softmax over whole rows, one sequence at a time, in the dtype of the inputs."""
     parts, groups = [], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     for query, key, value in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1])):
         scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(q.shape[2])
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(key) - len(query) + 1)
+        every = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
+        hidden = every.triu(len(key) - len(query) + 1)
+        hidden |= every.tril(len(key) - len(query) - window) if window else False
         parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), value))
     return torch.cat(parts)
 
@@ -213,16 +224,17 @@ def section_varlen(s: Section) -> None:
     if not s.on_gpu:
         whole, chunks = ([9, 1, 20], [9, 1, 20]), ([3, 1, 12], [11, 8, 12])
     dtype = torch.bfloat16 if s.on_gpu else torch.float32
-    cases = [(shape, lengths) for shape in shapes for lengths in (whole, chunks)]
-    for (heads, kv, size), lengths in s.in_time(cases):
-        name = f"{heads}/{kv}x{size} {'whole' if lengths is whole else 'chunks'}"
+    cases = [(shape, lengths, 0) for shape in shapes for lengths in (whole, chunks)]
+    cases += [(shapes[0], lengths, 100 if s.on_gpu else 5) for lengths in (whole, chunks)]
+    for (heads, kv, size), lengths, window in s.in_time(cases):
+        name = f"{heads}/{kv}x{size} {'whole' if lengths is whole else 'chunks'}" + f", window {window}" * bool(window)
         with s.guard(name):
             q = torch.randn(sum(lengths[0]), heads, size, device=s.device).to(dtype).requires_grad_()
             k = torch.randn(sum(lengths[1]), kv, size, device=s.device).to(dtype).requires_grad_()
             v = torch.randn_like(k).requires_grad_()
-            out = VarlenAttention(lengths[0], lengths[1], s.device)(q, k, v)
+            out = VarlenAttention(lengths[0], lengths[1], s.device)(q, k, v, window)
             exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-            expected = plain_attention(lengths, *exact)
+            expected = plain_attention(lengths, window, *exact)
             towards = torch.randn_like(expected)
             grads = torch.autograd.grad(out, (q, k, v), towards.to(dtype))
             exact_grads = torch.autograd.grad(expected, exact, towards)
@@ -383,9 +395,12 @@ def check_paths(s: Section, name: str, model: Model, sampling: SamplingConfig, c
             s.row("greedy = likeliest of a full forward, fp32", f"{wrong} of {len(tokens)} tokens differ", wrong == 0)
             return
         drawn = torch.tensor([x for q in sequences for x in mine[q.prompt_index].logprobs], device=s.device)
-        worst = (drawn - logprobs).abs().max().item()
+        differences = (drawn - logprobs).abs().sort().values
+        # A token at the very edge of top-p may be inside on one side only, and its share moves all the others.
+        edge = len(differences) // 100 if sampling.truncates else 0
+        worst = differences[len(differences) - edge - 1].item()
         metrics = {"logprob_diff_fp32_max": worst} if sampling is PLAIN else {}
-        text = f"differ from a full forward's by {worst:.1e} at most"
+        text = f"differ from a full forward's by {worst:.1e} at most" + f" (but for {edge} tokens)" * bool(edge)
         s.row(f"log-probs, {name} fp32", text, worst < 1e-4, "1e-4", **metrics)
 
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import platform
 import signal
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ import torch
 
 from parallel import own_device
 
+ROOT = Path(__file__).resolve().parent.parent
 GRACE = 20  # seconds over its time after which a section is killed
 
 
@@ -60,14 +62,20 @@ class Section:
         """Turn an exception into a row."""
         try:
             yield
+        except subprocess.TimeoutExpired as error:
+            self.skip(case, f"not done after {error.timeout:.0f} s; give it more by --only")
         except Exception as error:
+            traceback.print_exception(error)  # to stderr
             self.row(case, describe(error), False)
 
 
 def describe(error: BaseException) -> str:
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    text = (str(error).strip() or "-").splitlines()[0][:200]
-    return f"{type(error).__name__}: {text} ({Path(at.filename).name}:{at.lineno})"
+    """Return an error in a line, with our own place nearest to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if Path(f.filename).is_relative_to(ROOT) and "site-packages" not in f.filename]
+    at, lines = (ours or frames)[-1], (str(error).strip() or "-").splitlines()
+    text = lines[-1] if lines[0].startswith("at ") else lines[0]  # Triton says the place first, the reason last
+    return f"{type(error).__name__}: {text[:200]} ({Path(at.filename).name}:{at.lineno})"
 
 
 FORK = multiprocessing.get_context("fork")  # torch is imported once; CUDA starts in the children only
@@ -104,7 +112,8 @@ def _child(function: Callable[[Section], None], device: str, seconds: float, kno
     os.dup2(2, 1)  # stdout is the table's
     section = Section(device, seconds, known, send.send)
     with section.guard("section"):
-        own_device(device)  # sets it up as a run does
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as `parallel.start` does
+        own_device(device)
         function(section)
 
 
@@ -112,6 +121,7 @@ def print_table(results: list[tuple[str, Row]], seconds: float) -> None:
     metrics = {key: value for _, row in results for key, value in row.metrics.items()}
     print(f"# {metrics.get('device', 'no device')}\n")
     packages = ", ".join(f"{name} {_version(name)}" for name in ("torch", "triton", "transformers"))
+    packages += f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
     when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     print(f"`bash benchmarks/gpu.sh`: {packages}, Python {platform.python_version()}; {when} UTC, {seconds:.0f} s\n")
     print("| section | case | result | goal | |\n|---|---|---|---|---|")

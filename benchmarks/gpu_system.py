@@ -141,7 +141,8 @@ def section_memory(s: Section) -> None:
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
         text = f"{outside / 2**20:,.0f} MiB with its libraries and kernels; the plan has {CONTEXT / 2**20:,.0f}"
-        s.row("context of CUDA", text, outside <= 1.5 * CONTEXT, context_mib=round(outside / 2**20))
+        limit = 1.5 * CONTEXT  # a run measures it, so more fails nothing
+        s.aim("context of CUDA", text, outside <= limit, f"{limit / 2**20:.0f} MiB", context_mib=round(outside / 2**20))
 
 
 def hold(case: memory.Case, device: torch.device) -> tuple[float, int]:
@@ -217,12 +218,17 @@ def section_ranks(s: Section) -> None:
         command += [__file__, s.device.type, str(folder)]
         environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
         left = max(s.end - time.perf_counter(), 30.0)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=left)
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=left)
+        except subprocess.TimeoutExpired:  # what is there counts all the same
+            done = None
         with s.guard("sums over the ranks"):
             report_sums(s, json.loads((folder / "sums.json").read_text()))
         for variant in list(VARIANTS)[1:]:
             with s.guard(variant):
                 compare(s, folder / "plain", folder / variant)
+    if done is None:
+        return s.skip("a failure on one rank", f"not done after {left:.0f} s; give it more by --only ranks")
     lines = done.stderr.splitlines()
     told = [line for line in lines if BROKEN in line] or [line for line in lines if "rror" in line][-3:] or lines[-3:]
     text = f"exit code {done.returncode}: {' / '.join(told)[-300:]}"

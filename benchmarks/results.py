@@ -90,7 +90,22 @@ class Benchmark:
 
     @property
     def files(self) -> tuple[str, ...]:
-        return (self.command.split()[0], *self.measures)
+        script = self.command.split()[0]
+        return (script, *companions(script), *self.measures)
+
+
+def companions(script: str) -> list[str]:
+    """Return the benchmarks that a script imports: what it measures is in them, too."""
+    names = list[str]()
+    for node in ast.walk(ast.parse((ROOT / script).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "benchmarks":
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module] if node.module and not (ROOT / f"{node.module}.py").exists() else []
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    files = (f"benchmarks/{name}.py" for name in dict.fromkeys(names) if name != Path(__file__).stem)
+    return [file for file in files if (ROOT / file).exists() and file != script]
 
 
 # In the order in which they run: what docs/results.md claims first comes first.
@@ -99,36 +114,41 @@ BENCHMARKS = {
         "benchmarks/end_to_end.py --ranks 4",
         END_TO_END,
         "all parts added one by one ([table](#all-parts-together)), {ranks} ranks on {cores} cores: {speedup_all:.1f} "
-        "x; TRL's GRPOTrainer, on the same prompts, lengths, graders and cores, took {ratio_trl:.0f} times as long as "
-        "all parts",
+        "x our own synchronous step, {speedup_all_paper:.1f} x one that grades at its end, as the paper's baseline; "
+        "TRL's GRPOTrainer, on the same prompts, graders and cores, took {ratio_trl:.0f} times as long as all parts, "
+        "and {ratio_trl_synchronous:.0f} times as long as our synchronous step, whose responses are as long as its own",
     ),
     "end_to_end_2": Benchmark(
         "benchmarks/end_to_end.py --ranks 2",
         END_TO_END,
-        "the same with {ranks} ranks on {cores} cores: {speedup_all:.1f} x; TRL {ratio_trl:.0f} times as long",
+        "the same with {ranks} ranks on {cores} cores: {speedup_all:.1f} x and {speedup_all_paper:.1f} x; TRL "
+        "{ratio_trl:.0f} and {ratio_trl_synchronous:.0f} times as long",
     ),
     "trl": Benchmark(
         "benchmarks/trl.py",
         (*ROUND, *TRAINING, *RUN, "configs/tiny.toml"),
         "the default task, 256 samples a step, model, prompts, limit and loss equal: {samples_per_s_ours:.0f} "
-        "samples/s, TRL 1.16 at its fastest {samples_per_s_trl:.0f}: {ratio:.1f} x (pairs {ratio_of_pairs[0]:.1f} to "
-        "{ratio_of_pairs[2]:.1f}); with tail batching, over whole periods, {ratio_tail_batching:.1f} x",
+        "samples/s, TRL 1.16, the fastest of three numbers of processes, {samples_per_s_trl:.0f}, by medians; all "
+        "steps together {ratio:.1f} x (pairs {ratio_of_pairs[0]:.1f} to {ratio_of_pairs[2]:.1f}), with tail batching "
+        "{ratio_tail_batching:.1f} x",
     ),
     "tail_batching": Benchmark(
         "benchmarks/tail_batching.py",
         ROUND,
         "tail batching against waiting for all, eta 1.25: rollout {rollout_speedup_trace:.1f} x with long-tailed "
         "lengths given by a trace ({engine_step_ratio_trace:.1f} x fewer engine steps), {rollout_speedup_task:.1f} x "
-        "on the default task, whole steps {step_speedup_task:.1f} x; same prompts trained, {prompts_lost} lost, "
-        "{prompts_doubled} twice",
+        "on the default task, whole steps {step_speedup_task:.1f} x; the same prompts trained, {prompts_lost} lost, "
+        "{prompts_doubled} twice, but of the trace {contenders[3][tokens]:,} tokens for {contenders[0][tokens]:,}, "
+        "since races keep the shorter responses",
     ),
     "asynchrony": Benchmark(
         "benchmarks/asynchrony.py",
         (*ROUND, *TRAINING, *ENDLESS, *RUN, "configs/tiny.toml"),
         "rollout that runs a batch ahead of training, on {ranks} ranks, with long-tailed lengths: "
         "{speedup_depth1:.2f} x the synchronous step in turns, {speedup_split_best:.2f} x with ranks that only train; "
-        "no token older than {max_lag} updates, {samples_lost} samples lost; seconds until the default task is learnt, "
-        "synchronous over in turns, {seconds_to_score_ratio:.2f} ([tables](#asynchronous-training))",
+        "no token older than {max_lag} updates, {samples_lost} samples lost; seconds until the default task has an "
+        "accuracy of {score}, synchronous over in turns, {seconds_to_score_ratio:.2f} "
+        "([tables](#asynchronous-training))",
     ),
     "time_to_score": Benchmark(
         "benchmarks/time_to_score.py",
@@ -203,7 +223,8 @@ BENCHMARKS = {
         ("simulate.py", "policies/placement.py", "policies/replica.py", "scheduler.py", "rounds.py", "parallel.py"),
         "a response of the simulator takes {growth:.1f} x the seconds on {largest:,} GPUs as on 16; {steps} steps of "
         "{batch} x 8 responses on 1,024 GPUs take {seconds_many_steps:.0f} s of one core; to exchange the events that "
-        "{most_ranks} ranks have in a window takes {exchange_share:.2%} of the window ([tables](#the-control-path))",
+        "{most_ranks} ranks have in a window takes two processes {exchange_share:.2%} of the window, in the median "
+        "([tables](#the-control-path))",
     ),
     "engine": Benchmark(
         "benchmarks/engine.py",
@@ -212,7 +233,8 @@ BENCHMARKS = {
         "{roofline_fraction_b32:.0%}, {roofline_fraction_b128:.0%} of the measured roofline for 1, 8, 32, 128 rows; "
         "equal lengths at least {ratio_generate_equal_min:.2f} x `generate`; long-tailed lengths on a small model "
         "{ratio_generate_longtail:.1f} x `generate` in static batches and {ratio_generate_batch_longtail:.1f} x "
-        "`generate_batch`, with drafts from older texts {ratio_generate_trained_drafts:.1f} x `generate` "
+        "`generate_batch`; on the warm-started model, which ends by itself, {ratio_generate_trained:.1f} x `generate`, "
+        "with drafts from older texts {ratio_generate_trained_drafts:.1f} x "
         "([all of it](../benchmarks/results/engine_cpu.md))",
     ),
     "peers": Benchmark(
@@ -274,7 +296,7 @@ BENCHMARKS = {
     ),
     "checkpoints": Benchmark(
         "benchmarks/checkpoints.py",
-        ("checkpoint.py",),
+        ("checkpoint.py", "trainer.py"),
         "a checkpoint of {parameters:,} parameters from 2 ranks: training stands still for {pause_seconds_shard1:.2f} s"
         " of the {write_seconds_shard1:.1f} s until it is whole; with sharded masters for {pause_seconds_shard2:.2f} s "
         "of {write_seconds_shard2:.1f} s",
@@ -285,8 +307,9 @@ BENCHMARKS = {
         + tuple(f"overlap/{name}.py" for name in ("phases", "pools", "tail", "weights")),
         "two jobs that share a core that trains and a core that decodes: {throughput_over_solo_disaggregated:.2f} x "
         "the throughput of each alone on them (at most {ceiling:.2f}), {throughput_over_colocated:.2f} x that of "
-        "co-located jobs; runs with the same losses, bit by bit: {trajectories_equal:.0%}; a warm switch takes "
-        "{switch_warm_over_cold:.1%} of a cold start, permits {permit_overhead_fraction:.1%} of a job's steps "
+        "co-located jobs; runs with the same losses, bit by bit: {trajectories_equal:.0%}; a warm switch, in which "
+        "nothing moves on a CPU, takes {switch_warm_over_cold:.1%} of a cold start, permits "
+        "{permit_overhead_fraction:.1%} of a job's steps "
         "([table](#several-jobs-on-two-pools))",
     ),
     "mux_faults": Benchmark(
