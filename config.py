@@ -105,7 +105,7 @@ def load_config(
             given |= {*_keys(values)}
     elif (path := source) is not None:
         try:
-            values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8"))
+            values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8-sig"))  # no mark
         except OSError as error:
             raise ConfigError(f"{path}: cannot read it ({error.strerror}); configs/ has examples") from None
         except (ValueError, RecursionError) as error:  # TOML, encoding, a number of thousands of digits
@@ -145,7 +145,8 @@ def _keys(values: Mapping, prefix: str = "") -> Iterator[str]:
 def _parse(text: str) -> object:
     """Read one override with TOML's own rules; a bare word is a string."""
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        value = tomllib.loads(f"v = {text}")["v"]
+        return text if isinstance(value, str) and text.rstrip()[-1] not in "\"'" else value  # not cut at a #
     except (ValueError, RecursionError, KeyError):
         return text
 

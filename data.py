@@ -5,13 +5,14 @@ import pickle
 import signal
 import threading
 import time
+import zlib
 from array import array
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from pathlib import Path
 from random import Random
@@ -288,10 +289,12 @@ def _cell(cell: Cell, where: str) -> object:
     """Return the value of a table's cell, as JSON would have it. Raises ConfigError."""
     try:
         value = cell.as_py()
-    except ValueError as error:  # text that is not UTF-8, a date out of range
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date out of range
         raise ConfigError(f"{where} has a {cell.type} that cannot be read ({error}); correct or drop the row") from None
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value), parse_constant=_no_number)
+    except ValueError as error:
+        raise ConfigError(f"{where} has {error}; correct or drop the row") from None
     except TypeError:
         kind = type(value).__name__
         raise ConfigError(
@@ -314,9 +317,13 @@ def _graders(config: DataConfig) -> list[str]:
     return list(dict.fromkeys([*built_in, TASK_OF_JUDGE, config.grader, *own]))
 
 
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text}, which is no number of JSON: services could not read it")
+
+
 def _parsed(line: str, where: str) -> dict:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=_no_number)
         json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         said = f"{error.msg} at column {error.colno}"
@@ -485,12 +492,22 @@ class PromptCursor:
         return {"curriculum": {"resting": resting, "skipped": self.skipped, "epoch": self.epoch}}
 
     def state_dict(self) -> dict:
-        state = {"epoch": self.epoch, "position": self.position, "num_prompts": len(self.prompts)}
+        state = {"epoch": self.epoch, "position": self.position, "num_prompts": len(self.prompts), "rows": self.rows}
         own = {"skipped": self.skipped, "curriculum": self.curriculum.state_dict()} if self.curriculum else {}
         return state | own
 
+    @cached_property
+    def rows(self) -> int:
+        """A checksum of prompts and answers as the data has them: a chat template may write another date each day."""
+        return zlib.crc32(repr([(prompt.extra.get("prompt"), prompt.answer) for prompt in self.prompts]).encode())
+
     def load_state_dict(self, state: dict) -> None:
         check_prompts(state, self.prompts)
+        if state.get("rows", self.rows) != self.rows:
+            raise ConfigError(
+                "the checkpoint was written with other rows of data.train, or with the same in another order; resume "
+                "with the same data"
+            )
         self._move(state["epoch"], state["position"], state.get("skipped", 0))
         if self.curriculum:
             self.curriculum.load_state_dict(state["curriculum"])
@@ -616,7 +633,7 @@ def write_transcripts(path: Path, groups: Sequence[Group], tokenizer: Tokenizer,
         error = f"error: {reward.error}\n" if reward.error else ""
         text = transcript(group.prompt, sample, tokenizer)
         parts.append(f"{head}\n{text}\nanswer: {group.prompt.answer}\n{error}")
-    path.write_text("\n".join(parts), encoding="utf-8")
+    path.write_text("\n".join(parts), encoding="utf-8", errors="backslashreplace")
 
 
 def load_groups(folder: Path, step: int, shape: ModelShape) -> list[Group]:

@@ -177,7 +177,11 @@ class Recorder:
     def say(self, text: str) -> None:
         """Print one line above the progress bar."""
         if self.active:
-            tqdm.write(" ".join(text.split("\n")), file=sys.stdout)
+            known = (
+                getattr(sys.stdout, "encoding", None) or "utf-8"
+            )  # a grader's error may quote any character, or half
+            line = " ".join(text.split("\n")).encode(known, "backslashreplace").decode(known)
+            tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
 
     def progress(self, what: str, done: int, total: int) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,17 +114,19 @@ class Weights:
     def follow(self, run: Path) -> None:
         """Take newer checkpoints of a run as they come, to the server's end. A damaged one is told of, and passed."""
         seen = self.folder
-        if not checkpoint.list_checkpoints(run):
-            print(f"waits for the first checkpoint in {run}", flush=True)
+        with suppress(OSError):
+            if not checkpoint.list_checkpoints(run):
+                print(f"waits for the first checkpoint in {run}", flush=True)
         while not self.loop.is_stopping:
-            newest = checkpoint.list_checkpoints(run)[-1:]
-            if newest and newest[0] != seen:
-                seen = newest[0]
-                try:
-                    self.take(seen)
-                    print(f"weights: {seen} (version {self.version})", flush=True)
-                except ApiError as error:
-                    print(f"passed: {error}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # a file system that is away for a while, a console that nobody reads any more
+                newest = checkpoint.list_checkpoints(run)[-1:]
+                if newest and newest[0] != seen:
+                    seen = newest[0]
+                    try:
+                        self.take(seen)
+                        print(f"weights: {seen} (version {self.version})", flush=True)
+                    except ApiError as error:
+                        print(f"passed: {error}", file=sys.stderr, flush=True)
             time.sleep(LOOK_SECONDS)
 
 

@@ -78,6 +78,7 @@ def tools(*functions: Callable, answer: Grader | None = None) -> Environment:
                 raise  # the machine's fault: the model could not mend it
             except Exception as error:
                 text, bad = f"{type(error).__name__}: {error}", bad + 1
+            text = text.encode(errors="backslashreplace").decode()  # a model's JSON may spell half a character
             if call[1] == "tool_call":
                 text = f"<tool_response>\n{text}\n</tool_response>"
         return 0.0

@@ -185,6 +185,7 @@ def _server() -> _Server:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the client to say that it has the headers
     server: _Server
 
     def log_message(self, format: str, *args: object) -> None:

@@ -56,8 +56,9 @@ def model_of(folder: Path) -> tuple[Path, Path | None]:
         if not saved:
             raise ConfigError(f"{folder}: holds neither a model (config.json) nor checkpoints; give one that does")
         model = saved[-1]
-    settings = model.absolute().parent.parent / "config.toml"
-    is_of_run = model.absolute().parent.name == "checkpoints" and settings.exists()
+    place = Path(os.path.abspath(model))  # without .., and a link stays one
+    settings = place.parent.parent / "config.toml"
+    is_of_run = place.parent.name == "checkpoints" and settings.exists()
     return model, settings if is_of_run else None
 
 

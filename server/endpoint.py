@@ -64,6 +64,13 @@ class Endpoint(ThreadingHTTPServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
+    def get_request(self):
+        try:
+            return super().get_request()
+        except OSError:  # as without a free descriptor: the connection stays, and would be asked for again at once
+            time.sleep(0.1)
+            raise
+
     def process_request(self, request, client_address) -> None:
         if not self.places.acquire(blocking=False):
             return self.shutdown_request(request)
@@ -88,6 +95,7 @@ class Endpoint(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     protocol_version, server_version, sys_version = "HTTP/1.1", "plainroll", ""
     timeout = IDLE_SECONDS
+    disable_nagle_algorithm = True  # else what follows the headers waits 40 ms for a client to say that it has them
 
     @property
     def endpoint(self) -> Endpoint:

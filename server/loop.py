@@ -16,7 +16,7 @@ from engine.sequence import Sequence
 from model import Model
 from rollout import Engine
 from sampling import sample_key
-from server.wire import ApiError, Ask, Piece
+from server.wire import COMPLETION_TOKENS, ApiError, Ask, Piece
 
 STREAM_SECONDS = 0.05  # between two looks at what streamed responses have newly got
 
@@ -58,7 +58,7 @@ class EngineLoop:
         c, shape, sequences = self.engine.config, self.engine.model.shape, list[Sequence]()
         for place, prompt in enumerate(ask.prompts):
             room = min(c.max_response_tokens, shape.max_positions - len(prompt))
-            limit = ask.max_tokens or max(room, 1)
+            limit = ask.max_tokens or max(room if ask.is_chat else min(room, COMPLETION_TOKENS), 1)
             if limit > c.max_response_tokens:
                 said = f"max_tokens = {limit} is over rollout.max_response_tokens = {c.max_response_tokens}"
                 raise ApiError(400, f"{said}; ask for fewer", param="max_tokens")

@@ -16,6 +16,7 @@ Json = dict[str, object]
 T = TypeVar("T")
 
 MAX_STOPS, MAX_STOP = 16, 256  # stop texts of a request, and characters of each
+COMPLETION_TOKENS = 16  # without max_tokens, as of other servers
 LEAST_TOP_P = 1e-30  # less would be 0 in fp32, and leave no token to draw
 SAMPLING = {"temperature": float, "top_p": float, "min_p": float, "top_k": int}
 COMMON = {*SAMPLING, "model", "n", "max_tokens", "stop", "seed", "stream", "stream_options", "return_token_ids"}
@@ -39,7 +40,7 @@ class Ask:
     is_chat: bool
     prompts: tuple[tuple[int, ...], ...]
     num_responses: int  # to each prompt
-    max_tokens: int  # 0: as many as the server allows
+    max_tokens: int  # 0: as many as fit, in a completion COMPLETION_TOKENS at most
     stop: tuple[str, ...]
     sampling: SamplingConfig
     seed: int | None
@@ -107,7 +108,7 @@ def read_ask(
         is_chat,
         tuple(prompts),
         num_responses=count,
-        max_tokens=take("max_tokens", int, 0 if is_chat else 16, 1, 2**22),
+        max_tokens=take("max_tokens", int, 0, 1, 2**22),
         stop=_stop(asked, stop),
         sampling=sampling,
         seed=take("seed", int, None, -(2**63), 2**63 - 1),

@@ -49,6 +49,20 @@ def test_a_chat_goes_on_turn_by_turn() -> None:
         assert (episode.texts, episode.reward, episode.end) == (["", "Sure?", "Really? "], 6, "stop")
 
 
+def test_an_answer_does_not_wait_for_the_client() -> None:
+    options = []
+
+    def agent(row, seed, address):
+        place, text = urlsplit(address), row["prompt"]
+        [handler] = [_server().RequestHandlerClass]
+        options.append(handler.disable_nagle_algorithm)
+        return float(bool(place.port and complete(address, text)))
+
+    episode = begun(agent)
+    episode.act("4")
+    assert episode.reward == 1 and options == [True]
+
+
 def test_a_text_goes_on_turn_by_turn() -> None:
     def agent(row, seed, address):
         text = row["prompt"] + " Think."

@@ -51,6 +51,15 @@ def toml(tmp_path):
     return write
 
 
+def test_what_an_editor_puts_before_a_file_is_skipped(toml) -> None:
+    assert load(path=toml("\ufeff[first]\ncount = 7\n")).first.count == 7
+
+
+def test_a_text_is_not_cut_behind_a_quote() -> None:
+    for text, name in (('"a" # b', '"a" # b'), ('"a # b"', "a # b"), ("a # b", "a # b"), ("'a'", "a")):
+        assert load(f"--first.name={text}").first.name == name
+
+
 def load(*overrides: str, path: str | None = None) -> Small:
     return load_config(Small, path, list(overrides))
 

@@ -1,6 +1,7 @@
 """Prompts: rows become token ids or an error that names their line, and each epoch visits every prompt once."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -9,16 +10,26 @@ from array import array
 from collections import Counter
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from conftest import any_shape
 
 import data
 from config import ConfigError
 from core import FINISH_REASONS, Group, Prompt, Reward, Sample, Span, VisitId
-from data import DataConfig, PromptCursor, dump_groups, load_groups, load_prompts, open_cursor, write_transcripts
+from data import (
+    DataConfig,
+    PromptCursor,
+    dump_groups,
+    load_groups,
+    load_prompts,
+    open_cursor,
+    read_rows,
+    write_transcripts,
+)
 from tasks import TASKS, is_held_out
 from warm_start import byte_tokenizer
 
@@ -506,8 +517,6 @@ def test_prompt_and_answer_may_have_each_others_names(prompt: str, answer: str, 
 
 
 def test_a_table_has_the_prompts_that_lines_have(arrow, jsonl, plain, chat, tmp_path):
-    import pyarrow.parquet
-
     some = [{"question": f"{i}?", "solution": str(i), "level": i, "tags": ["a", None]} for i in range(30)]
     talk = [{"question": [{"role": "user", "content": f"{i}?"}], "solution": "x", "task": None} for i in range(9)]
     for tokenizer, given in ((plain, some), (chat, talk)):
@@ -526,8 +535,6 @@ def test_a_table_has_the_prompts_that_lines_have(arrow, jsonl, plain, chat, tmp_
 
 
 def test_a_table_that_cannot_be_used_is_refused_in_one_line(arrow, plain, tmp_path, monkeypatch):
-    import pyarrow.parquet
-
     good = arrow.table({"prompt": ["a"], "answer": ["b"]})
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -658,8 +665,38 @@ def test_epochs_and_seeds_differ_and_are_not_sorted():
     assert len(orders) == 15 and tuple(range(NUM)) not in orders
 
 
+def test_other_rows_of_the_same_number_are_refused():
+    one, two = ([Prompt(i, (i,), "", str(i + k), "match") for i in range(4)] for k in (0, 9))
+    state = PromptCursor(one, 0).state_dict()
+    PromptCursor([replace(prompt, token_ids=(7, 8)) for prompt in one], 0).load_state_dict(state)  # another date
+    for others in (two, one[::-1]):
+        with pytest.raises(ConfigError, match="other rows .* same data"):
+            PromptCursor(others, 0).load_state_dict(state)
+    del state["rows"]  # of an earlier version
+    PromptCursor(two, 0).load_state_dict(state)
+
+
+def test_a_number_that_json_does_not_know_is_refused(jsonl, tmp_path):
+    Path(path := str(tmp_path / "x.jsonl")).write_text('{"prompt": "a", "answer": "b", "x": NaN}\n')
+    with pytest.raises(ConfigError, match=":1: not JSON that Python can read .*NaN"):
+        read_rows(path, "data.train", DataConfig())
+    table = pyarrow.table({"prompt": ["a"], "answer": ["b"], "x": [math.inf]})
+    pyarrow.parquet.write_table(table, path := str(tmp_path / "x.parquet"))
+    with pytest.raises(ConfigError, match="row 1: column 'x' has Infinity"):
+        read_rows(path, "data.train", DataConfig())
+
+
+def test_a_date_out_of_range_is_named(tmp_path):
+    at = pyarrow.array([2**62]).view(pyarrow.timestamp("us"))
+    table = pyarrow.table({"prompt": ["a"], "answer": ["b"], "at": at})
+    pyarrow.parquet.write_table(table, path := str(tmp_path / "x.parquet"))
+    with pytest.raises(ConfigError, match="row 1: column 'at'"):
+        read_rows(path, "data.train", DataConfig())
+
+
 def test_a_new_cursor_starts_with_the_first_epoch():
-    assert PromptCursor(PROMPTS, 0).state_dict() == {"epoch": 0, "position": 0, "num_prompts": NUM}
+    state = PromptCursor(PROMPTS, 0).state_dict()
+    assert state == {"epoch": 0, "position": 0, "num_prompts": NUM, "rows": PromptCursor(PROMPTS, 1).rows}
     assert PromptCursor(PROMPTS, 0).take(0) == []
 
 

@@ -459,6 +459,17 @@ def test_the_player_plays_with_a_person_a_script_and_at_random(own, tmp_path, ca
     assert capsys.readouterr().out == first and "reward 1 after" in first
 
 
+def test_half_a_character_in_a_call_is_the_models_mistake() -> None:
+    def echo(text: str) -> str:
+        """Give back."""
+        return text
+
+    episode = Episode(tools(echo), {"answer": ""}, 0, MAX_TURNS)
+    episode.act('<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>')
+    episode.act('<tool_call>{"name": "echo", "arguments": {"text": "\\ud83d"}}</tool_call>')
+    assert "there is no" in episode.texts[1] and "\\ud83d" in episode.texts[2] and not episode.end
+
+
 def test_the_player_reads_rows_as_a_run_does(own, tmp_path, capsys) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "Play!", "gold": "7", "task": "env"}))
     fields = ["--data.prompt_field=question", "--data.answer_field=gold"]

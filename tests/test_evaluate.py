@@ -152,6 +152,15 @@ def test_ranks_that_are_launched_may_share_a_model(tiny_folder, monkeypatch):
         assert evaluate.main([str(tiny_folder), "--ranks=2", f"--{key}=2", *short]) == 7
 
 
+def test_a_checkpoint_beside_the_working_directory_has_the_settings_of_its_run(tmp_path, monkeypatch):
+    for step in (1, 2):
+        (own := tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+        (own / "config.json").write_text("{}")
+    (tmp_path / "config.toml").write_text("")
+    monkeypatch.chdir(tmp_path / "checkpoints/step_000001")
+    assert evaluate.model_of(Path("../step_000002"))[1] == tmp_path / "config.toml"
+
+
 def test_a_signal_leaves_no_folder(tiny_folder, tmp_path, monkeypatch):
     def end(*args, **kwargs):
         assert [*tmp_path.iterdir()]

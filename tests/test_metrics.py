@@ -288,6 +288,12 @@ def test_warnings_are_one_line_each_and_no_traceback(tmp_path, capsys) -> None:
     assert "(task math)" in failed
 
 
+def test_a_line_may_quote_half_a_character(tmp_path, capsys) -> None:
+    recorder = make_recorder(tmp_path)
+    recorder.say("the grader failed: '\ud83d'")
+    assert r"the grader failed: '\ud83d'" in capsys.readouterr().out
+
+
 def test_a_run_ends_with_a_table_of_its_evaluations(tmp_path, capsys) -> None:
     recorder = make_recorder(tmp_path)
     recorder.write({"step": 0, "eval": make_eval(0.25), "seconds": {}})

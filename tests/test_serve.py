@@ -1,5 +1,6 @@
 """The server: OpenAI's own client gets what the engine alone makes; bad requests end in clear errors."""
 
+import errno
 import fcntl
 import http.client
 import json
@@ -8,6 +9,7 @@ import resource
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -483,6 +485,50 @@ def test_weights_of_another_tokenizer_are_refused(served, folder, tmp_path, kind
     status, answer = ask(service, "/weights", {"folder": str(other)}, **key)
     assert status == 400 and kind in answer["error"]["message"], answer
     assert service.weights.version == 0
+
+
+def test_following_goes_on_where_nobody_reads_the_console(tmp_path, monkeypatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise BrokenPipeError
+
+    taken, loop = list[Path](), SimpleNamespace(is_stopping=False)
+
+    def take(folder: Path) -> None:
+        taken.append(folder)
+        loop.is_stopping = len(taken) == 2
+
+    weights: Any = serve.Weights(tmp_path, None, loop, None)
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "list_checkpoints", lambda run: [run / f"step_{len(taken):06d}"])
+    monkeypatch.setattr(weights, "take", take)
+    monkeypatch.setattr("builtins.print", broken)
+    weights.follow(tmp_path)
+    assert len(taken) == 2
+
+
+def test_without_a_free_descriptor_a_server_does_not_ask_all_the_time(served, monkeypatch) -> None:
+    service, asked = served(), list[float]()
+
+    def fails(self: object) -> None:
+        asked.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", fails)
+    with socket.create_connection(("127.0.0.1", service.endpoint.server_port)):
+        until(lambda: len(asked) > 3)
+    assert asked[3] - asked[0] > 0.2 and Handler.disable_nagle_algorithm
+
+
+def test_a_completion_without_a_limit_fits_the_server(folder) -> None:
+    config = ServeFile(ServeConfig(port=0, device="cpu", name="tiny"), replace(ROLLOUT, max_response_tokens=8))
+    service = Service(config, folder, "")
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        assert client_of(service).completions.create(model="tiny", prompt="1").usage.completion_tokens <= 8
+    finally:
+        service.stop()
+        thread.join(60)
 
 
 def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, capfd) -> None:
