@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -145,10 +146,18 @@ def launch(ranks: int, script: str, *arguments: str, until: Callable[[], bool] =
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
     # The run's lines are progress: standard output is for results.
     process, is_over = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=sys.stderr), False
-    while process.poll() is None:
-        time.sleep(LOOK_SECONDS)
-        if not is_over and (is_over := until()):
-            process.terminate()  # it ends after its step
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run ends with the script that started it
+    try:
+        while process.poll() is None:
+            time.sleep(LOOK_SECONDS)
+            if not is_over and (is_over := until()):
+                process.terminate()  # it ends after its step
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if process.returncode and not is_over:
         raise subprocess.CalledProcessError(process.returncode, process.args)
 

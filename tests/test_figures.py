@@ -3,7 +3,9 @@
 import argparse
 import importlib.util
 import json
+import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -229,6 +231,28 @@ def test_a_panel_is_of_one_code_and_others_stay(load, tmp_path: Path, monkeypatc
     assert made(lake="b") == [("guess", "a"), ("lake", "b")]
     with pytest.raises(SystemExit, match="train them again"):
         made(lake="b", lake2="c")
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_script_that_started_it(load, tmp_path: Path, monkeypatch) -> None:
+    runs = load("training_runs")
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    monkeypatch.setattr(runs, "LOOK_SECONDS", 0.05)
+    (tmp_path / "sleeps.py").write_text(
+        "import os, time\nopen('part', 'w').write(str(os.getpid()))\nos.rename('part', 'pid')\ntime.sleep(600)\n"
+    )
+
+    def ended() -> bool:
+        if (tmp_path / "pid").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        runs.launch(1, "sleeps.py", until=ended)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_runs_of_different_code_are_not_mixed(load, tmp_path: Path, monkeypatch) -> None:
