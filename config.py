@@ -105,7 +105,7 @@ def load_config(
             given |= {*_keys(values)}
     elif (path := source) is not None:
         try:
-            values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8-sig"))  # no mark
+            values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8-sig"))  # editors put a mark before
         except OSError as error:
             raise ConfigError(f"{path}: cannot read it ({error.strerror}); configs/ has examples") from None
         except (ValueError, RecursionError) as error:  # TOML, encoding, a number of thousands of digits

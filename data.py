@@ -331,7 +331,7 @@ def _parsed(line: str, where: str) -> dict:
     except UnicodeEncodeError:
         raise ConfigError(f"{where}: holds half a character (a lone surrogate, such as \\ud800); remove it") from None
     except (ValueError, RecursionError) as error:  # thousands of digits or brackets
-        raise ConfigError(f"{where}: not JSON that Python can read ({error}); shorten it") from None
+        raise ConfigError(f"{where}: not JSON that Python can read ({error}); correct or shorten it") from None
     if not isinstance(row, dict):
         raise ConfigError(f'{where}: a {type(row).__name__}, not an object; write {{"prompt": ..., "answer": ...}}')
     return row

@@ -63,7 +63,12 @@ def raises(s) -> None:
     s.row("first", "fine", True)
     with s.guard("second"):
         raise ValueError("what\nwhere")
-    s.row("third", "fine", True)
+    with s.guard("kernel"):
+        raise ValueError("at 23:12:\n    x = a + b\nwrong type")  # as Triton says it
+    with s.guard("late"):
+        subprocess.run(["sleep", "600"], timeout=0.1)
+    with s.guard("theirs"):
+        json.loads("{")
     raise KeyError("gone")
 
 
@@ -86,15 +91,17 @@ def is_slow(s) -> None:
 @pytest.mark.slow
 def test_what_raises_crashes_or_hangs_becomes_a_row(gpu: ModuleType, capsys: pytest.CaptureFixture) -> None:
     rows = gpu.run_section(raises, "cpu", 60, {})
-    assert [row.state for row in rows] == ["ok", "FAIL", "ok", "FAIL"]
-    assert rows[1].result.startswith("ValueError: what (test_benchmarks.py:") and "KeyError" in rows[3].result
+    assert [row.state for row in rows] == ["ok", "FAIL", "FAIL", "skipped", "FAIL", "FAIL"]
+    assert rows[1].result.startswith("ValueError: what (test_benchmarks.py:") and "KeyError" in rows[5].result
+    assert rows[2].result.startswith("ValueError: wrong type (test_benchmarks.py:")
+    assert "(test_benchmarks.py:" in rows[4].result, "not the place inside a library"
     assert [row.state for row in gpu.run_section(crashes, "cpu", 60, {})] == ["ok", "FAIL"]
     hung = gpu.run_section(hangs, "cpu", 0.2, {}, grace=2)
     assert [row.state for row in hung] == ["ok", "FAIL"] and "killed after" in hung[1].result
     slow = gpu.run_section(is_slow, "cpu", 0.5, {}, grace=60)
     assert slow[-1].state == "skipped" and len(slow) < 20
     gpu.print_table([("name", row) for row in rows], 1.0)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 2
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 4
 
 
 @pytest.fixture(scope="module")
@@ -432,6 +439,16 @@ def results() -> Iterator[ModuleType]:
 
 def test_results_are_of_the_code_as_it_is_or_say_why_not(results: ModuleType) -> None:
     assert not (found := results.problems()), "\n".join(found)
+
+
+def test_benchmarks_that_a_script_imports_are_measured_with_it(results: ModuleType) -> None:
+    found = {
+        script: {*results.companions(f"benchmarks/{script}.py")} for script in ("end_to_end", "training", "engine")
+    }
+    assert found["end_to_end"] == {f"benchmarks/{name}.py" for name in ("trl", "tail_batching", "texts")}
+    assert found["training"] == {"benchmarks/training_sides.py", "benchmarks/engine.py"} and not found["engine"], (
+        "rooms have names of benchmarks, too"
+    )
 
 
 def test_every_measured_file_is_there_and_every_script_has_a_quick_run(results: ModuleType) -> None:
