@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import http.client
+import io
 import json
 import os
 import resource
@@ -531,7 +532,10 @@ def test_a_completion_without_a_limit_fits_the_server(folder) -> None:
         thread.join(60)
 
 
-def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, capfd) -> None:
+def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch) -> None:
+    out, err = io.StringIO(), io.StringIO()  # pytest's own captures lose what is written while they are read
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.05)
     service, run = served(follow=str(tmp_path), name=""), tmp_path.name
     load, failed = checkpoint.load_model, list[Path]()
@@ -543,7 +547,7 @@ def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, ca
         return load(folder, *args)
 
     monkeypatch.setattr(checkpoint, "load_model", fails_once)
-    until(lambda: f"waits for the first checkpoint in {tmp_path}\n" in capfd.readouterr().out)
+    until(lambda: f"waits for the first checkpoint in {tmp_path}" in out.getvalue())
     for step, is_whole in ((1, False), (2, True), (3, False), (4, True)):
         target = tmp_path / "checkpoints" / f".step_{step}"
         source = loud_folder(step)
@@ -561,7 +565,7 @@ def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch, ca
             own = engine_of(shown, SamplingConfig()).generate([PROMPT], 1, 0)[0][0]
             assert answer.choices[0].text == service.tokenizer.decode(own.token_ids, skip_special_tokens=True)
         else:
-            until(lambda: "passed: " in capfd.readouterr().err)  # one line, in one write
+            until(partial(lambda shown: f"passed: {shown}" in err.getvalue(), shown))
     assert service.weights.version == 2
     assert [(model.id, model.step) for model in client_of(service).models.list()] == [(run, 4)]
 
