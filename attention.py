@@ -55,7 +55,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         """`window`: newest tokens that a token attends to, itself included; 0: all."""
-        if self.varlen and q.dtype != torch.float32:
+        if self.varlen and takes_flash(q):
             return self.varlen(q, k, v, window)
         if native.can_attend(q):
             if self.starts is None:
@@ -78,6 +78,11 @@ class PackedAttention:
         return torch.cat(outputs).index_select(0, self.inverse)
 
 
+def takes_flash(q: Tensor) -> bool:
+    """Whether flash attention takes queries [T, H, D]: half precision on a GPU, heads of 8, 16 .. 256 numbers."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] % 8 == 0 and q.shape[2] <= 256
+
+
 class VarlenAttention:
     """Causal attention of packed sequences whose queries are the last tokens of their keys.
 
@@ -91,7 +96,7 @@ class VarlenAttention:
         self.bounds = [upload([*accumulate(lengths, initial=0)], device, torch.int32) for lengths in self.lengths]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
-        if q.is_cuda and q.dtype != torch.float32:
+        if takes_flash(q):
             return _flash_varlen()(q, k, v, *self.bounds, *self.longest, window_size=(window - 1, 0))
         groups, parts = q.shape[1] // k.shape[1], []
         for query, *kv in zip(q.split(self.lengths[0]), k.split(self.lengths[1]), v.split(self.lengths[1])):

@@ -64,7 +64,6 @@ class World:
 def start(device: str, timeout_seconds: float) -> World:
     """Join the ranks that torchrun started (or run alone without torchrun). `device`: auto, cpu or cuda."""
     torch.set_flush_denormal(True)  # a denormal costs a hundred normal operations on a CPU
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of bf16 products stay fp32
     world = World(
         rank=int(os.environ.get("RANK", 0)),
         size=int(os.environ.get("WORLD_SIZE", 1)),
@@ -111,6 +110,7 @@ def own_device(device: str) -> torch.device:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # NCCL from 2.22 on would connect, and allocate, at the first call of each algorithm: after pages took the rest.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of bf16 products stay fp32
     torch.cuda.set_device(own)
     return torch.device("cuda", own)
 

@@ -305,7 +305,7 @@ POLICIES: dict[str, type[RoundPolicy]] = {"tail_batching": TailBatching, "synchr
 class SchedulerConfig:
     policy: str = entry("tail_batching", "round policy", POLICIES)
     num_prompts: int = option(
-        32, "prompts trained per step over all ranks (P0); a multiple of the number of ranks", min=1, max=2**20
+        32, "prompts trained per step over all ranks (P0); a multiple of the number of replicas", min=1, max=2**20
     )
     num_responses: int = option(
         8, "responses trained per prompt (R0); a step trains num_prompts x num_responses samples", min=2, max=65536

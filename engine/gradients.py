@@ -90,13 +90,12 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def silu_mul(gate_up: Tensor, num_blocks: int = 1) -> Tensor:
     """As engine.kernels.silu_mul. [n, 2 * I] -> [n, I]"""
-    is_known = gate_up.is_cpu and native.fits(gate_up)
-    return (_SiluMul.apply if is_known else silu_mul_torch)(gate_up, num_blocks)
+    return (_SiluMul.apply if native.fits(gate_up) else silu_mul_torch)(gate_up, num_blocks)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension. [..., n], [n] -> [..., n]"""
-    if x.dim() == 2 and x.is_cpu and native.fits(x, weight):
+    if x.dim() == 2 and native.fits(x, weight):
         return _RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 

@@ -154,11 +154,9 @@ def takes(*tensors: Tensor | None) -> bool:
 
 def fits(*tensors: Tensor | None) -> bool:
     """The same, of tensors that may have gradients (engine/gradients.py)."""
-    if library() is None:
-        return False
     first = tensors[0]
-    if first is None or (dtype := first.dtype) not in DTYPES:
-        return False
+    if first is None or not first.is_cpu or (dtype := first.dtype) not in DTYPES or library() is None:
+        return False  # a run on a GPU never compiles them
     for x in tensors:  # a decode step asks dozens of times: a generator would take twice as long
         if x is not None and not (x.dtype == dtype and x.is_contiguous() and x.is_cpu):
             return False

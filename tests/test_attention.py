@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attention
-from attention import PackedAttention, VarlenAttention
+from attention import PackedAttention, VarlenAttention, takes_flash
 from engine.cpu import decode_by_page
 from engine.kernels import paged_decode
 from engine.paged_attention import ChunkAttention
@@ -178,6 +178,16 @@ def test_chunks_attend_to_what_came_before_them(monkeypatch: pytest.MonkeyPatch,
             outputs = attention(0, q, k, v, window, k_pages, v_pages).split(sizes)
             for out, *part in zip(outputs, q.split(sizes), keys, values, strict=True):
                 torch.testing.assert_close(out, attend_one(*part, window=window), rtol=0, atol=1e-12)
+
+
+def test_a_gpu_takes_flash_attention_for_heads_that_it_knows() -> None:
+    """Heads of other sizes, as of some small models, go to torch's own choice of kernels."""
+    with FakeTensorMode():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for size in (8, 12, 256, 264):
+                is_known = dtype != torch.float32 and size in (8, 256)
+                assert takes_flash(torch.empty(5, 4, size, device="cuda", dtype=dtype)) == is_known
+                assert not takes_flash(torch.empty(5, 4, size, dtype=dtype))
 
 
 @pytest.mark.parametrize("is_told", [True, False])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_drafts import Foresight
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from core import Sample
 from engine import cpu, kernels, native
@@ -212,9 +213,13 @@ def test_a_race_takes_rows_apart_and_any_keys(monkeypatch) -> None:
 
 @needs_compiler
 @torch.no_grad()
-def test_tensors_without_memory_are_not_taken() -> None:
-    x = torch.ones(2, 4, device="meta")
-    assert not native.takes(x) and not native.can_decode(torch.empty(1, 64, device="meta"))
+def test_a_run_on_another_device_compiles_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: pytest.fail("looked for kernels"))
+    for device in ("cuda", "meta"):
+        with FakeTensorMode():
+            x, matrix = torch.empty(2, 4, 64, device=device), torch.empty(64, 64, device=device)
+            assert not native.takes(x) and not native.fits(x, x) and not native.can_decode(x)
+            assert not native.can_attend(x) and not native.can_multiply(matrix, matrix, None)
 
 
 @pytest.mark.usefixtures("fresh")
