@@ -4,10 +4,12 @@
 
 Two models with random weights: `tiny` (4 layers x 128) and `half`, the shape of a 0.5B Qwen2 (24 x 896, 14/2 heads,
 4864, 32k vocabulary). Equal lengths, and long-tailed ones (log-normal: P75 1.8, P99 8 times the median, cut at 16).
-Only tokens that were asked for count. Contenders take turns in one run; each speed is the best of its turns.
+Only tokens that were asked for count. Contenders take turns in one run; each speed is the best of its turns. For
+long-tailed lengths `generate` has the fastest of several sizes of batches, in order of arrival: who samples does not
+know which response will be long.
 
 A last contest samples responses to the default task's prompts from its warm-started model, which ends them. `generate`
-is told how long the longest of a batch is, and has whichever is faster: batches of four prompts or of eight. Ours goes
+is told how long the longest of a batch is, and has the fastest of batches of 1 to 16 prompts. Ours goes
 without drafts; with drafts from the text of siblings and of the response itself (`new_drafts`); with these and old text
 (`drafts`), which weights a little off these have drawn for the same samples.
 
@@ -65,6 +67,7 @@ from warm_start import WarmStartConfig, ensure_model
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPT = 16  # tokens
+BATCHES = 8, 16, 32, 64, 128  # rows of `generate`, of which long-tailed lengths get the fastest
 READS = 8  # of 256 MiB: as many bytes as the weights of the 0.5B shape have
 ROLLOUT = RolloutConfig(max_prompt_tokens=PROMPT, max_response_tokens=512, max_running=128, kv_gib=1.0)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -132,13 +135,13 @@ def run_ours(engine: Engine, case: Case) -> float:
     return time.perf_counter() - start
 
 
-def run_generate(model: Qwen2ForCausalLM, case: Case) -> float:
+def run_generate(model: Qwen2ForCausalLM, case: Case, batch: int) -> float:
     """Static batches in order of arrival: each runs to its longest."""
     start = time.perf_counter()
     ids = torch.tensor(prompts(len(case.lengths)))
-    for i in range(0, len(ids), case.batch):
-        length = max(case.lengths[i : i + case.batch])
-        part = ids[i : i + case.batch]
+    for i in range(0, len(ids), batch):
+        length = max(case.lengths[i : i + batch])
+        part = ids[i : i + batch]
         model.generate(  # type: ignore[misc]  # its class has the mixin that this method asks for
             part,
             attention_mask=torch.ones_like(part),
@@ -172,6 +175,7 @@ def run_generate_batch(model: Qwen2ForCausalLM, case: Case) -> float:
 # ---- a trained model ---------------------------------------------------------------------------------------------
 
 TASK, RESPONSES, LIMIT = "hailstone", 8, 1024
+AT_ONCE = 1, 2, 4, 8, 16  # prompts of a batch of `generate`
 OTHER = 1e-2  # of the standard deviation of each weight: the noise that makes the older weights
 Texts = dict[SampleId, array]
 
@@ -242,18 +246,20 @@ def race_trained(quick: bool) -> dict[str, float]:
         "drafts": DraftPolicy(("old", "siblings", "own"), 16),
     }
     seconds: dict[str, list[float]] = defaultdict(list)
+    batch = min(AT_ONCE, key=lambda batch: it.run_generate(texts, batch))
     for _ in range(2 if quick else 3):
         for name, policy in {"ours": None, **policies}.items():
             took, drawn = it.run_ours(policy)
             assert drawn == texts, "drafts have changed a token"
             seconds[name].append(took)
-        seconds["generate"].append(min(it.run_generate(texts, batch) for batch in (4, 8)))
+        seconds["generate"].append(it.run_generate(texts, batch))
     tokens = sum(map(len, texts.values()))
     speed = {name: tokens / min(times) for name, times in seconds.items()}
     row = "  ".join(f"{name} {value:,.0f}" for name, value in speed.items())
     right = sum(common(texts[id], it.old[id]) for id in texts) / tokens
     longest = max(map(len, texts.values()))
     tqdm.write(f"trained, {len(texts)} responses, mean {tokens / len(texts):.0f}, longest {longest}  tokens/s: {row}")
+    tqdm.write(f"  generate: batches of {batch * RESPONSES}")
     tqdm.write(f"  old texts: {right:.0%} of the tokens stand before their first difference")
     names = {"ours": "", "new drafts": "_new_drafts", "drafts": "_drafts"}
     return {f"ratio_generate_trained{s}": round(speed[n] / speed["generate"], 2) for n, s in names.items()}
@@ -387,7 +393,10 @@ def cases_for(name: str, quick: bool) -> list[Case]:
 
 def race(case: Case, engine: Engine, theirs: Qwen2ForCausalLM, turns: int) -> dict[str, float]:
     """Return useful tokens per second of each contender and print them."""
-    runs = {"ours": lambda: run_ours(engine, case), "generate": lambda: run_generate(theirs, case)}
+    batch = case.batch
+    if case.is_long_tailed:
+        batch = min((b for b in BATCHES if b <= len(case.lengths)), key=lambda batch: run_generate(theirs, case, batch))
+    runs = {"ours": lambda: run_ours(engine, case), "generate": lambda: run_generate(theirs, case, batch)}
     if case.is_long_tailed:
         runs["generate_batch"] = lambda: run_generate_batch(theirs, case)
     seconds: dict[str, list[float]] = {key: [] for key in runs}
@@ -397,6 +406,7 @@ def race(case: Case, engine: Engine, theirs: Qwen2ForCausalLM, turns: int) -> di
     speed = {key: case.tokens / min(times) for key, times in seconds.items()}
     spread = statistics.median(seconds["ours"]) / min(seconds["ours"])
     row = "  ".join(f"{key} {value:,.0f}" for key, value in speed.items())
+    row += f"  (generate's batches: {batch})" if case.is_long_tailed else ""
     kind = "long-tailed" if case.is_long_tailed else "equal"
     tqdm.write(f"{case.model:5} B {case.batch:3} {kind:11} tokens/s: {row}   (median/best of ours {spread:.2f})")
     return speed

@@ -517,7 +517,7 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
     codes, _, _ = live(ranks, args, None, fired, log)
     same = same_losses(trajectory(folder), trajectory(straight), but_for_rounding=bool(way.plain))
     expected, found = trained(straight), trained(folder)
-    exact = any(f.kind == "worker" for f in faults) or same
+    exact = None if any(f.kind == "worker" for f in faults) else same  # its sample has no reward
     done.put(
         (
             f"{ranks} ranks, run {number}",
@@ -527,7 +527,7 @@ def drill(base: Path, ranks: int, faults: list[Fault], number: int, done: Any) -
             sum((found - expected).values()),
         )
     )
-    if clean and exact and not any(codes):
+    if clean and exact is not False and not any(codes):
         shutil.rmtree(folder)
 
 
@@ -613,7 +613,7 @@ def report(outcomes: list[Outcome], runs: list[tuple]) -> None:
 
 def is_bad(run: tuple) -> bool:
     _, codes, exact, lost, doubled = run
-    return any(codes) or not exact or bool(lost or doubled)
+    return any(codes) or exact is False or bool(lost or doubled)
 
 
 def metrics(outcomes: list[Outcome], runs: list[tuple]) -> dict:
@@ -627,7 +627,8 @@ def metrics(outcomes: list[Outcome], runs: list[tuple]) -> dict:
         "hangs": count["HANG"],
         "other": sum(n for what, n in count.items() if what not in (*FINE, "HANG")),
         "runs": len(runs),
-        "runs_with_other_losses": sum(not exact for _, _, exact, _, _ in runs),
+        "runs_compared": sum(exact is not None for _, _, exact, _, _ in runs),
+        "runs_with_other_losses": sum(exact is False for _, _, exact, _, _ in runs),
         "prompts_lost": sum(run[3] for run in runs),
         "prompts_doubled": sum(run[4] for run in runs),
         "timeout_seconds": TIMEOUT,

@@ -174,14 +174,15 @@ BENCHMARKS = {
         (*ROUND, "environments.py", "envs/episodes.py", "envs/pool.py", "envs/latency.py"),
         "environments that take normal(10, sigma) / 100 seconds a turn, {prompts} x {responses} episodes of {turns}: "
         "rollout without a turn barrier {speedup_async_sigma1:.2f}, {speedup_async_sigma5:.2f} and "
-        "{speedup_async_sigma10:.2f} x for sigma 1, 5 and 10; the same samples trained: {samples_trained_equal}; where "
+        "{speedup_async_sigma10:.2f} x for sigma 1, 5 and 10; the same samples trained in a small run on the clock of "
+        "engine steps: {samples_trained_equal}; where "
         "{slow} are slow and {stop} never answer, 36 x 9 for 32 x 8 {speedup_redundant:.1f} x; pages kept over turns "
         "{keep_over_recompute_8:.2f} x for turns of 8 tokens, {keep_over_recompute_200:.2f} x for 200 "
         "([tables](#slow-environments))",
     ),
     "reward": Benchmark(
         "benchmarks/reward.py",
-        (*REWARDS, "rounds.py", "benchmarks/texts.py"),
+        (*REWARDS, *ROUND, *TRAINING, "benchmarks/texts.py"),
         "step time with programs graded as responses end {speedup_async:.2f} x, with limits that adapt another "
         "{speedup_adaptive:.2f} x ([table](#rewards)); {rewards_changed} rewards changed",
     ),
@@ -232,7 +233,7 @@ BENCHMARKS = {
         "decode of a 0.5B shape at {roofline_fraction_b1:.0%}, {roofline_fraction_b8:.0%}, "
         "{roofline_fraction_b32:.0%}, {roofline_fraction_b128:.0%} of the measured roofline for 1, 8, 32, 128 rows; "
         "equal lengths at least {ratio_generate_equal_min:.2f} x `generate`; long-tailed lengths on a small model "
-        "{ratio_generate_longtail:.1f} x `generate` in static batches and {ratio_generate_batch_longtail:.1f} x "
+        "{ratio_generate_longtail:.1f} x `generate` in static batches of the fastest size and {ratio_generate_batch_longtail:.1f} x "
         "`generate_batch`; on the warm-started model, which ends by itself, {ratio_generate_trained:.1f} x `generate`, "
         "with drafts from older texts {ratio_generate_trained_drafts:.1f} x "
         "([all of it](../benchmarks/results/engine_cpu.md))",
@@ -283,7 +284,7 @@ BENCHMARKS = {
         "right to write a checkpoint; checkpoints damaged; NaN; reward workers killed; environments that die, freeze, "
         "raise and hang): {resumed} resumed to the same losses, {clear_errors} ended in one clear error and then "
         "resumed, {recorded} were recorded; {hangs} hangs, {prompts_lost} prompts lost, {prompts_doubled} doubled; the "
-        "slowest took {slowest_seconds:.1f} s, {timeout_seconds:g} of them the configured time-out "
+        "slowest that ended a run took {slowest_seconds:.1f} s, {timeout_seconds:g} of them the configured time-out "
         "([all of it](../benchmarks/results/faults_cpu.md))",
     ),
     "memory": Benchmark(

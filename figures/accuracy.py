@@ -102,7 +102,7 @@ def compare(points: list[dict]) -> dict:
         differences, overlaps, errors = [], [], []
         for samples in counts:
             pairs = [(at[base, seed, samples], at[other, seed, samples]) for seed in seeds]
-            a, b = ([pair[i]["avg@4"] for pair in pairs] for i in (0, 1))
+            a, b = at_end = [[pair[i]["avg@4"] for pair in pairs] for i in (0, 1)]
             overlaps.append(max(min(a), min(b)) <= min(max(a), max(b)))
             errors.append(sum(p["standard_error"] ** 2 for pair in pairs for p in pair) ** 0.5 / len(seeds))
             differences.append(statistics.mean(b) - statistics.mean(a))
@@ -118,7 +118,8 @@ def compare(points: list[dict]) -> dict:
                 "curve": CURVES[other][0],
                 "least": round(100 * min(differences[1:]), 1),
                 "most": round(100 * max(differences[1:]), 1),
-                "standard_error": round(100 * max(errors[1:]), 1),
+                "standard_error": round(100 * max(errors[1:]), 1),  # of the evaluations, not of the seeds
+                "pairs": [round(100 * (b - a), 1) + 0.0 for a, b in zip(*at_end)],
                 "overlaps": f"{sum(overlaps[1:])} of {len(overlaps) - 1}",
                 "faster": [round(ratios[i], 2) for i in (0, len(ratios) // 2, -1)],  # least, middle, most of the seeds
             }

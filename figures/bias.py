@@ -24,7 +24,7 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_runs import CONFIG, run
+from training_runs import CONFIG, keep, kept, run
 
 from metrics import read_records
 
@@ -65,7 +65,7 @@ def mean(rows: list[dict], what: str) -> tuple[float, float]:
     return sum(row[what] * row["responses"] for row in rows) / count, error
 
 
-def draw(rows: list[dict], path: Path) -> None:
+def draw(rows: list[dict], path: Path, caption: str) -> None:
     plt.style.use(HERE / "plainroll.mplstyle")
     figure, panels = plt.subplots(1, len(WHAT), figsize=(7.2, 3.6))
     for axes, (what, unit) in zip(panels, WHAT.items()):
@@ -87,9 +87,6 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.grid(False, axis="x")
         axes.set_axisbelow(True)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(SETS))
-    caption = (
-        f"python figures/bias.py: {CONFIG}, hailstone, short rounds of {STEPS} steps, all audited; bars: 95 % interval"
-    )
     figure.supxlabel(caption, fontsize=7, color="0.4")
     figure.savefig(path)
 
@@ -145,9 +142,10 @@ def main() -> None:
         return
     data = HERE / "bias.json"
     if not args.draw:
-        data.write_text(json.dumps([row for name in RUNS for row in audited(name)]), encoding="utf-8")
-    rows = json.loads(data.read_text(encoding="utf-8"))
-    draw(rows, HERE / "bias.png")
+        keep(data, [row for name in RUNS for row in audited(name)])
+    rows, made = kept(data)
+    what = f"{CONFIG}, hailstone, short rounds of {STEPS} steps, all audited; bars: 95 % interval"
+    draw(rows, HERE / "bias.png", f"python figures/bias.py ({made}): {what}")
     for name in RUNS:
         for part, label in SETS.items():
             if mine := [row for row in rows if (row["run"], row["set"]) == (name, part)]:

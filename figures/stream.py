@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from timeline import draw
+from training_runs import keep, kept
 
 HERE = Path(__file__).parent
 DATA = HERE / "stream.json"
@@ -22,8 +23,10 @@ def main() -> None:
     if not parser.parse_args().draw:
         script = HERE.parent / "benchmarks" / "stream.py"
         subprocess.run([sys.executable, str(script), "--quick", "--spans", str(DATA)], check=True)
-    caption = "python figures/stream.py: given lengths, 4 ranks of one thread, a step of 16 x 8 samples"
-    draw(json.loads(DATA.read_text(encoding="utf-8")), HERE / "stream.png", caption)
+        keep(DATA, json.loads(DATA.read_text(encoding="utf-8")))
+    spans, made = kept(DATA)
+    caption = f"python figures/stream.py ({made}): given lengths, 4 ranks of one thread, a step of 16 x 8 samples"
+    draw(spans, HERE / "stream.png", caption)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from training_runs import CONFIG, run
+from training_runs import CONFIG, keep, kept, run
 
 STEPS = 10
 SETTINGS = ["log.trace=true", f"run.steps={STEPS}", "data.eval_prompts=0", "run.checkpoint_every=0"]
@@ -118,9 +118,9 @@ def main() -> None:
         names = (f"timeline-{i}" for i in range(len(RUNS)))
         folders = {title: run(name, *settings) for name, (title, settings) in zip(names, RUNS.items())}
         timelines = {title: read_trace(folder / "trace.json", args.last) for title, folder in folders.items()}
-        data.write_text(json.dumps(timelines), encoding="utf-8")
-    timelines = json.loads(data.read_text(encoding="utf-8"))
-    caption = f"python figures/timeline.py: {CONFIG}, hailstone, 2 ranks, the first {STEPS} steps"
+        keep(data, timelines)
+    timelines, made = kept(data)
+    caption = f"python figures/timeline.py ({made}): {CONFIG}, hailstone, 2 ranks, the first {STEPS} steps"
     draw(timelines, HERE / "timeline.png", caption)
 
 

@@ -5,7 +5,6 @@ python figures/timeline_asynchrony.py --draw    draws again from figures/timelin
 """
 
 import argparse
-import json
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +20,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from timeline import SETTINGS, STEPS, Span, read_trace
-from training_runs import CONFIG, run
+from training_runs import CONFIG, keep, kept, run
 
 from metrics import read_records
 
@@ -135,13 +134,13 @@ def main() -> None:
     args = parser.parse_args()
     data = HERE / "timeline_asynchrony.json"
     if not args.draw:
-        made = {
+        runs = {
             title: read(run(f"timeline-asynchrony-{trainers}", *settings), trainers)
             for title, (trainers, settings) in RUNS.items()
         }
-        data.write_text(json.dumps(made), encoding="utf-8")
-    runs = json.loads(data.read_text(encoding="utf-8"))
-    caption = f"python figures/timeline_asynchrony.py: {CONFIG}, hailstone, 2 ranks, depth 1, the first {STEPS} steps"
+        keep(data, runs)
+    runs, made = kept(data)
+    caption = f"python figures/timeline_asynchrony.py ({made}): {CONFIG}, hailstone, 2 ranks, depth 1, {STEPS} steps"
     draw(runs, HERE / "timeline_asynchrony.png", caption)
 
 

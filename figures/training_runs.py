@@ -86,6 +86,18 @@ def run(
     return folder
 
 
+def keep(data: Path, drawn: Any) -> None:
+    """Store what a figure draws, with the commit that has made it."""
+    made = stamp(quick=False)
+    data.write_text(json.dumps({"commit": made["commit"], "date": made["date"], "drawn": drawn}), encoding="utf-8")
+
+
+def kept(data: Path) -> tuple[Any, str]:
+    """Return what a figure draws, and a text for its caption that names the commit."""
+    stored = json.loads(data.read_text(encoding="utf-8"))
+    return stored["drawn"], f"commit {stored['commit'][:7]} of {stored['date']}"
+
+
 def beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.code.json")
 
