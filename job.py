@@ -319,7 +319,7 @@ class Job:
         groups, own = list[Group](), self.episodes.take_stats()
         prompts = tuple(Visit(EVAL_EPOCH, prompt) for prompt in self.held_out)
         plan = RoundPlan("long", prompts, k, keep_prompts=len(prompts), keep_responses=k)
-        with self.phases("rollout", self.part_of(plan)):
+        with self.phases("rollout", self.part_of(plan), "evaluate"):
             if self.decodes:
                 groups, _ = self.play(plan, Race(plan), Clock(parent=self.clock))
         self.engine.stats.take()  # the next step counts from zero
@@ -340,7 +340,7 @@ class Job:
         `waits`: until this one is whole too. Sampling is counter-based, so there is no random state in it. Raises
         OSError when a checkpoint could not be written.
         """
-        with self.phases("train"), self.trainer.saved_tensors() as tensors:
+        with self.phases("train", name="checkpoint"), self.trainer.saved_tensors() as tensors:
             if self.trains:
                 self._refuse_if_released()
             self.checkpoints.save(self.step, self.trainer.model, tensors, state_of(self), self.trainer.adapters)

@@ -182,7 +182,7 @@ def lag_record(groups: Sequence[Group], version: int) -> Record:
 
 def work_of(groups: Sequence[Group], wasted_tokens: int, reports: Sequence[RankReport]) -> Work:
     """Return what the ranks of an endless rollout did in a step that trained these groups."""
-    lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
+    lengths = [sample.num_sampled for group in groups for sample in group.samples]
     decoding = [sum(r.seconds.get(stage, 0.0) for stage in ("prefill", "decode", "verify")) for r in reports]
     return Work(
         batches=1,

@@ -328,7 +328,8 @@ class SchedulerConfig:
         choices=("together", "spread"),
     )
     migrate: bool = option(
-        False, "replicas without work take sequences from others; gains little, and only if the tail is long"
+        False,
+        "replicas with at most half of another's sequences, and 8 fewer, take some; gains little, in long tails only",
     )
     dynamic_sampling: bool = option(
         False, "replace prompts whose rewards are all equal by new prompts (DAPO, section 3.2)"

@@ -130,6 +130,7 @@ class SimulatedRound:
         self.prompts: dict[VisitId, Prompt] = {}
         self.ended: dict[SampleId, float] = {}  # seconds since the rollout began
         self.lengths: dict[SampleId, int] = {}
+        self.sampled: dict[SampleId, int] = {}  # of every response that was launched, tokens without replies
         self.drawn: list[int] = []  # the length of every response that was launched
         self.aborted: dict[SampleId, int] = {}
         self.scale_down: ScaleDown | None = None
@@ -193,6 +194,7 @@ class SimulatedRound:
                 episodes = self.run.episodes
                 response = episodes.episode(*given, self.step) if episodes else Response(*given)
                 self.drawn.append(response.length)
+                self.sampled[id] = response.sampled
                 self._add(self.replicas[replica], response)
 
     def _add(self, replica: Replica, response: Response) -> None:
@@ -407,8 +409,7 @@ class Simulation:
             )
             for n, costs in self.costs_of.items()
         }
-        # The paper's rule starts from `tensor_parallel`, without a profile.
-        profile = (self.profile or Profile({}, sizes)) if self.config.planner.rule == "predict" else None
+        profile = self.profile or (Profile({}, sizes) if self.config.planner.rule == "predict" else None)
         pages = {n: costs.pages for n, costs in self.costs_of.items()}
         limits = EngineLimits(c.gpus, pages, c.page_size, c.max_running, self.workload.limit, c.shared_prompts)
         return ParallelismPlanner(self.config.planner, limits, c.tensor_parallel, profile)
@@ -606,7 +607,7 @@ class EndlessSimulation(Simulation):
 
     def split_times(self) -> SplitTimes:
         """Return the means over the run by which GPUs train or decode, as a real run measures them."""
-        lengths = [[self.rollout.lengths[id] for id in batch] for batch in self.trained]
+        lengths = [[self.rollout.sampled[id] for id in batch] for batch in self.trained]
         replicas, gpus = self.rollout.replicas, self.config.overlap.train_ranks or self.config.cluster.gpus
         decoded = sum(r.decoded for r in replicas)
         work = Work(

@@ -233,9 +233,9 @@ BENCHMARKS = {
         "decode of a 0.5B shape at {roofline_fraction_b1:.0%}, {roofline_fraction_b8:.0%}, "
         "{roofline_fraction_b32:.0%}, {roofline_fraction_b128:.0%} of the measured roofline for 1, 8, 32, 128 rows; "
         "equal lengths at least {ratio_generate_equal_min:.2f} x `generate`; long-tailed lengths on a small model "
-        "{ratio_generate_longtail:.1f} x `generate` in static batches of the fastest size and {ratio_generate_batch_longtail:.1f} x "
-        "`generate_batch`; on the warm-started model, which ends by itself, {ratio_generate_trained:.1f} x `generate`, "
-        "with drafts from older texts {ratio_generate_trained_drafts:.1f} x "
+        "{ratio_generate_longtail:.1f} x `generate` in static batches of the fastest size and "
+        "{ratio_generate_batch_longtail:.1f} x `generate_batch`; on the warm-started model, which ends by itself, "
+        "{ratio_generate_trained:.1f} x `generate`, with drafts from older texts {ratio_generate_trained_drafts:.1f} x "
         "([all of it](../benchmarks/results/engine_cpu.md))",
     ),
     "peers": Benchmark(

@@ -9,8 +9,8 @@ the best of several budgets of tokens in a micro-batch. transformers also runs u
 but not in --quick. Contenders take turns; a speed is that of the median turn. Tokens are prompts and responses,
 without padding.
 
-The roofline: operations of the matrix products and of causal attention over the rate of a matrix product, the highest of
-those measured before each turn. At the end all run beside a process that keeps one core busy.
+The roofline: operations of the matrix products and of causal attention over the rate of a matrix product, the highest
+of those measured before each turn. At the end all run beside a process that keeps one core busy.
 """
 
 import argparse

@@ -84,26 +84,27 @@ class Phases:
         self.job, self.own = job, own
 
     @contextmanager
-    def __call__(self, phase: str, part: int = 0) -> Iterator[None]:
+    def __call__(self, phase: str, part: int = 0, name: str = "") -> Iterator[None]:
         """Be in a phase: start, rollout or train. Collective over all ranks of the job. Raises GroupError.
 
         `part`: ranks of a replica, which can begin without the others if `group.tail_share` says so; 0: never.
+        `name`: under which its seconds are recorded, if it is no step's: admission plans with steps.
         """
         if not self.config.server:
             yield
             return
-        part = part if self.config.tail_share else 0
-        with self.clock.span(f"permit_{phase}"):
+        part, name = part if self.config.tail_share else 0, name or phase
+        with self.clock.span(f"permit_{name}"):
             self._wait_for_permit(phase, part)
         if phase != "start" and self.pool not in ("all", phase):
             yield
             return
         self.part = part
-        with self.clock.span(f"switch_{phase}"):
+        with self.clock.span(f"switch_{name}"):
             self._take_back()
-        with self.clock.span(f"phase_{phase}"):
+        with self.clock.span(f"phase_{name}"):
             yield
-        with self.clock.span(f"switch_{phase}"):
+        with self.clock.span(f"switch_{name}"):
             assert self.job, "no job has joined"
             if not self.job.is_released:  # else this rank has left, or has not come
                 self.job.release()

@@ -102,7 +102,8 @@ class Placement:
                 del self.live[self.place.pop(id)][id]
 
     def handovers(self) -> list[tuple[SampleId, int, int]]:
-        """Return moves (sequence, from, to) that level the replicas once one runs dry, else nothing.
+        """Return moves (sequence, from, to) that level the replicas, once one has MARGIN fewer than another and at most
+        half of its sequences; else nothing.
 
         The newest sequences go: they still wait, or have the least to compute again.
         """

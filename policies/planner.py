@@ -153,6 +153,8 @@ class ParallelismPlanner:
         """
         track, tokens = self.tracks[kind], [n for replica in live for n in replica]
         self.due = len(tokens) // 2
+        if not tokens:  # all have ended since `is_due`; the round waits for their rewards
+            return None
         ends, slowness, places = self._predict_ends(track, tokens), self._slowness(track), iter(range(len(tokens)))
         stay, predicted = [[next(places) for _ in replica] for replica in live], {}
         for n in self.sizes:

@@ -35,6 +35,11 @@ class Response:
     sharers: list[int] = field(default_factory=list)  # `shared` of all that have these pages
 
     @property
+    def sampled(self) -> int:
+        """Tokens of its length that are drawn."""
+        return self.length
+
+    @property
     def ends(self) -> int:
         return self.start + self.length - self.done
 

@@ -137,11 +137,12 @@ class FittedTimes(StepTimes):
 
 def fit(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
     """Return a weight of at least 0 for each feature: least squares of the relative error, so that noise cancels."""
-    x, used = np.array(features, np.float64) / np.array(seconds)[:, None], list(range(len(features[0])))
+    x = np.array(features, np.float64) / np.array(seconds)[:, None]
+    used = [i for i in range(x.shape[1]) if x[:, i].any()]  # what never came has no weight
     while True:
         scale = np.abs(x[:, used]).max(0)
         weights = np.linalg.lstsq(x[:, used] / scale, np.ones(len(x)), rcond=None)[0] / scale
         if weights.min() >= 0:
             found = dict(zip(used, weights.tolist()))
-            return [found.get(i, 0.0) for i in range(len(features[0]))]
+            return [found.get(i, 0.0) for i in range(x.shape[1])]
         del used[int(np.argmin(weights * scale))]  # time does not fall with work: that was noise

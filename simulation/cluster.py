@@ -169,6 +169,11 @@ class Cluster:
         self.outcome = Outcome()
 
     def run(self, jobs: Sequence[Arrival]) -> Outcome:
+        """Play all jobs to their end. Raises ValueError where a rule has other phases than those that were recorded."""
+        if self.rule in (colocated, slices) and any(arrival.recorded[0] for arrival in jobs):
+            raise ValueError(
+                f"the rule {self.rule.__name__} changes a job's phases; give it jobs without recorded ones"
+            )
         coming, self.now = list(jobs)[::-1], jobs[0].hour
         hour = self.now + 1 if any(arrival.growth for arrival in jobs) else inf
         while coming or self.running:

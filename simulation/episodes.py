@@ -48,6 +48,10 @@ class Episode(Response):
     attempt: int = 0  # how often it has begun again
 
     @property
+    def sampled(self) -> int:
+        return sum(map(len, self.turns))
+
+    @property
     def ends(self) -> int:
         return self.start + self.turns[self.turn].stop - self.done
 

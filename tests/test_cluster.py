@@ -126,7 +126,16 @@ def test_phases_are_read_from_the_records_of_a_run():
         "switch_rollout": 1.0,
     }
     assert recorded_phases([{"seconds": steps[0]["seconds"] | seconds}]) == ([5.0], [3.5])
+    seconds |= {f"{what}_{name}": 80.0 for what in ("phase", "switch") for name in ("evaluate", "checkpoint")}
+    assert recorded_phases([{"seconds": steps[0]["seconds"] | seconds}]) == ([5.0], [3.5]), "no part of a step"
     assert recorded_phases([]) == ([], [])
+
+
+def test_rules_with_phases_of_their_own_refuse_recorded_ones():
+    jobs = varied(arrivals(MIXES["Mixed"], 3, 0), 0)
+    for rule in ("colocated", "slices"):
+        with pytest.raises(ValueError, match=f"the rule {rule} changes a job's phases"):
+            Cluster(RULES[rule], PRICES).run(jobs)
 
 
 @pytest.mark.slow

@@ -124,6 +124,13 @@ def simulate(pages: int, launch: Launch, lengths: list[int], max_running: int = 
     return simulate_replica(times(**costs), pages, limits, launch, [(0, n) for n in lengths])
 
 
+def test_what_no_window_had_costs_nothing() -> None:
+    """A window's context is that at its end, where all its rows may have ended."""
+    s = FittedTimes(100)
+    s.observe(8, 0, 0.1)
+    assert s.decode(8, 0) == pytest.approx(0.1) and s.costs(8)[1] == 0.0
+
+
 def test_the_fit_finds_the_costs_that_made_the_times() -> None:
     s = times(start=2e-3, each=3e-5, read=4e-9)
     assert s.weights == pytest.approx([2e-3, 3e-5, 4e-9], rel=1e-6)
@@ -328,6 +335,7 @@ def test_the_size_grows_within_a_round_once_few_responses_are_left() -> None:
     assert choice.predicted[4] == pytest.approx(139 * 3e-3 + 256 * 2e-3, rel=0.01)
     assert "2 responses left predicted to gain" in choice.reason and p.is_due(1)
     assert p.choose_again("long", [[700]]) is None, "the best size stays"
+    assert p.choose_again("long", [[]]) is None, "the last have ended, and the round waits for their rewards"
     p.observe("long", Report(0, 1.0, (600,) * 64, resize_seconds=0.1))
     assert not p.is_due(1) and p.choose("long", LAUNCH).size == 1, "the next round starts anew"
 

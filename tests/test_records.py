@@ -150,4 +150,9 @@ def test_the_work_of_a_step_is_that_of_all_ranks() -> None:
     ]
     reports = [replace(report(0, 0.0), engine=EngineStats(), seconds=each) for each in seconds]
     reports[2] = replace(reports[2], engine=EngineStats(decode_steps=20, decoded_tokens=70))
-    assert work_of([group(0, "a", 1.0, 0.0)], 14, reports) == Work(1, 2, 17, 2.0, 70, 11.0, 7.0, 20, 6.0)
+    made = group(0, "a", 1.0, 0.0)
+    assert work_of([made], 14, reports) == Work(1, 2, 17, 2.0, 70, 11.0, 7.0, 20, 6.0)
+    first, *others = made.samples
+    replied = replace(first, token_ids=(*first.token_ids, *range(50)), logprobs=(*first.logprobs, *[0.0] * 50))
+    replied = replace(replied, spans=first.spans)
+    assert work_of([replace(made, samples=(replied, *others))], 14, reports).tokens == 17, "replies are not drawn"

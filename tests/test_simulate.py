@@ -26,7 +26,7 @@ from policies.flow import OverlapConfig
 from policies.planner import PlannerConfig, Report
 from policies.replica import Replica, Response
 from policies.scale_down import StreamConfig
-from policies.step_times import SizeProfile
+from policies.step_times import Profile, SizeProfile
 from reward import RewardConfig
 from rewards.timeouts import AdaptiveTimeouts
 from scheduler import POLICIES, RoundPolicy, SchedulerConfig, TailBatching
@@ -169,6 +169,30 @@ def test_every_prompt_is_trained_once_and_time_goes_forward(seed: int) -> None:
         assert all(seconds >= 0 for seconds in record["seconds"].values())
         assert record["seconds"]["rollout"] >= record["round"]["longest"] * fastest
         assert 0 < record["engine"]["busy"] <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("limit", [32, 128, 512])
+def test_sizes_change_within_rounds_of_dynamic_sampling(limit: int) -> None:
+    """The last responses may end in the window after which the planner looks, and their rewards come one later."""
+    for seed in range(5):
+        c = config(
+            gpus=2,
+            cluster={"seed": seed},
+            scheduler={"policy": "synchronous", "dynamic_sampling": True, "max_draws": 16.0},
+            stream={"policy": "off"},
+            planner={"rule": "predict", "within_round": True},
+        )
+        run = simulate(c, replace(MODEL, lengths=replace(MODEL.lengths, limit=limit)))
+        assert len(run.records) == c.cluster.steps
+
+
+def test_the_papers_rule_reads_a_profile_that_is_there() -> None:
+    points = tuple((n, c, COSTS.decode(n, n * c)) for n in (1, 64) for c in (64, 1024))
+    sizes = {n: SizeProfile(PAGES, points, ((64, 1e-3), (1024, 1e-3))) for n in (1, 2)}
+    c = config(planner={"rule": "paper"}, stream={"policy": "off"})
+    for profile, known in ((Profile({}, sizes), {1, 2}), (None, set())):
+        planner = Simulation(c, MODEL, Hardware(), profile=profile).planner
+        assert planner and {*planner.times} == known
 
 
 def test_no_response_ends_before_its_tokens_nor_is_graded_before_its_end() -> None:

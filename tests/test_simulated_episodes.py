@@ -158,6 +158,17 @@ def test_every_prompt_is_trained_once_with_all_its_turns(seed: int) -> None:
     assert all(seconds >= 0 for record in run.records for seconds in record["seconds"].values())
 
 
+def test_replies_are_nothing_that_a_rank_decodes() -> None:
+    """beta* of a run is by tokens that are drawn, as `records.work_of` counts them."""
+    overlap = {"depth": 1.0, "bound": 2, "train_ranks": 2}
+    run = simulate(with_env(config(gpus=4, steps=5, overlap=overlap), 4, 0.5, reply_tokens=100), MODEL)
+    drawn = sum(max(run.rollout.sampled[id] for id in batch) for batch in run.trained) / len(run.trained)
+    step = max(r.busy for r in run.rollout.replicas) / max(r.iteration for r in run.rollout.replicas)
+    assert run.split_times().longest == pytest.approx(drawn * step)
+    assert all(run.rollout.sampled[id] <= n for id, n in run.rollout.lengths.items())
+    assert sum(run.rollout.sampled.values()) < sum(run.rollout.lengths.values())
+
+
 @pytest.mark.parametrize("clock", ["steps", "time"])
 def test_an_update_comes_while_all_episodes_wait_for_replies(clock: str) -> None:
     overlap = {"depth": 1.0, "bound": 2, "train_ranks": 2, "clock": clock}
