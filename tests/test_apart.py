@@ -222,6 +222,7 @@ def test_rounds_begin_and_end_on_a_part_of_their_ranks_and_their_tokens_stay(
         assert train.main(settings(name, **way, run__steps=3, run__eval_every=2)) == 0
         alone, shared = tmp_path / name, tmp_path / f"{name} shared"
         assert tokens_of(shared) == tokens_of(alone) and len(losses(shared)) == 3, name
+        assert any(r["seconds"].get("phase_evaluate") for r in steps_of(shared)), "not counted as a step's rollout"
         for mine, theirs in zip(losses(shared), losses(alone), strict=True):
             assert mine == pytest.approx(theirs, abs=1e-5), name
         assert evaluations(shared) == evaluations(alone), name

@@ -14,7 +14,7 @@ from test_simulate import MODEL, PAGES, config
 from config import ConfigError
 from core import Finished, SampleId
 from policies.step_times import FittedTimes, StepTimes
-from simulate import SimulationConfig, simulate
+from simulate import EndlessSimulation, SimulationConfig, simulate
 from simulation.episodes import EpisodeReplica, Episodes, EpisodesConfig, skip_idle
 
 IDS = [SampleId(0, p, r) for p in range(4) for r in range(4)]
@@ -162,6 +162,7 @@ def test_replies_are_nothing_that_a_rank_decodes() -> None:
     """beta* of a run is by tokens that are drawn, as `records.work_of` counts them."""
     overlap = {"depth": 1.0, "bound": 2, "train_ranks": 2}
     run = simulate(with_env(config(gpus=4, steps=5, overlap=overlap), 4, 0.5, reply_tokens=100), MODEL)
+    assert isinstance(run, EndlessSimulation)
     drawn = sum(max(run.rollout.sampled[id] for id in batch) for batch in run.trained) / len(run.trained)
     step = max(r.busy for r in run.rollout.replicas) / max(r.iteration for r in run.rollout.replicas)
     assert run.split_times().longest == pytest.approx(drawn * step)
