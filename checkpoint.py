@@ -587,6 +587,7 @@ def damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str:
     """Return a message if a file of a checkpoint is damaged, else "". Each rank looks at other files."""
     if (folder / "state.pt").exists():
         return f"{folder}: an earlier version has written it; this one can start a new run with model.path={folder}"
+    remedy = ""
     try:
         known = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         read = {
@@ -595,13 +596,14 @@ def damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str:
         }
         if unknown := read - known.keys() - {CHECKSUMS}:
             wrong = f"{folder / CHECKSUMS}: has no checksum of {min(unknown)}"
+            remedy = "move that file away if it is yours, or "
         else:
             own = sorted(known.items())[rank::num_ranks]
             changed = (folder / name for name, value in own if _checksum(folder / name) != value)
             wrong = next((f"{path}: damaged since it was written" for path in changed), "")
     except (OSError, ValueError, AttributeError) as error:
         wrong = f"{folder}: cannot be read ({error})"
-    return wrong and f"{wrong}; remove {folder} to resume from the checkpoint before it"
+    return wrong and f"{wrong}; {remedy}remove {folder} to resume from the checkpoint before it"
 
 
 def list_checkpoints(run: Path) -> list[Path]:

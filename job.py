@@ -568,7 +568,8 @@ def build_trainer(
     if trains and c.distill.teacher:
         teacher = Teacher(c.distill, shape.vocab_size, c.sampling, world.device, dtype)
     limits = c.rollout.max_response_tokens, c.run.steps * c.trainer.updates_per_step
-    trainer = Trainer(model, config, c.loss, c.sampling, world, *limits, reference, keeps_model, teacher)
+    loss = c.loss.for_dtype(model.dtype, c.trains_older)
+    trainer = Trainer(model, config, loss, c.sampling, world, *limits, reference, keeps_model, teacher)
     if not keeps_model:
         checkpoint.fill(trainer.model, checkpoint.check_model(newest)[1])
         trainer.start_from_model()

@@ -137,7 +137,7 @@ def learn(trainer: Trainer, buffer: SampleBuffer, progress: Callable[[], None] =
         for batch in buffer.deal(world.size, num_updates)
     ]
     if trainer.loss.old_logprobs == "trainer" and num_updates > 1:
-        shares = [trainer.with_old_logprobs(share) for share in shares]
+        shares = [trainer.with_old_logprobs(share, progress) for share in shares]
     updates = []
     for share in shares:
         trainer.accumulate(share, progress)

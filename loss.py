@@ -77,10 +77,15 @@ def ppo(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
 
 
 def gspo(t: Tokens, config: "LossConfig") -> tuple[Tensor, Tensor]:
-    """The ratio of a whole sequence, as a geometric mean over its tokens. (GSPO, arXiv 2507.18071, eq. 5 and 7)"""
-    difference = t.logprobs - t.old_logprobs
+    """The ratio of a whole sequence, as a geometric mean over its tokens. (GSPO, arXiv 2507.18071, eq. 5 and 7)
+
+    In the form for tokens with advantages of their own, as those of turns (eq. 13 and 14): for equal ones the gradient
+    is the same.
+    """
+    difference = (t.logprobs - t.old_logprobs).detach()
     mean = difference.new_zeros(len(t.lengths)).index_add(0, t.sample, difference) / t.lengths
-    return _clipped(mean.exp()[t.sample], t.advantages, config)
+    ratio = mean.exp()[t.sample] * (t.logprobs - t.logprobs.detach()).exp()
+    return _clipped(ratio, t.advantages, config)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: "LossConfig") -> tuple[Tensor, Tensor]:
@@ -164,7 +169,9 @@ OWN_OPTIONS = {  # settings that only some losses read; one of a user's own may 
     "tis": {"tis_cap"},
     "topr": {"tis_cap", "topr_positive", "topr_negative"},
     "kimi15": {"kimi_tau"},
+    "sft": set(),
 }
+OF_RATIO = {"cispo", "tis", "topr", "kimi15"}  # do nothing but REINFORCE at a ratio of 1
 RATIOS = {"ppo", "gspo"}  # clip a ratio, which rounding in bf16 moves; other weights correct for rounding, too
 
 
@@ -227,7 +234,8 @@ class LossConfig:
     old_logprobs: str = option(
         "auto",
         "ratio's denominator: rollout (as sampled), trainer (recomputed before a step's first update), or auto: "
-        "trainer in decoupled, and for a bfloat16 model in ppo and gspo; else rollout",
+        "trainer in decoupled, and for a bfloat16 model in ppo and gspo unless samples are of older weights; else "
+        "rollout",
         choices=("auto", "rollout", "trainer"),
     )
     tis_cap: float = option(
@@ -244,8 +252,11 @@ class LossConfig:
         """Whether a sample with these advantages has a gradient. In most losses it has none where all are 0."""
         return any(advantages) or self.name not in SCALED or bool(self.kl_coef or self.entropy_coef)
 
-    def for_dtype(self, dtype: torch.dtype) -> "LossConfig":
-        """Decide `old_logprobs = auto`: in bf16, rounding in rollout and trainer moves ratios as updates do."""
-        recomputed = self.name == "decoupled" or (self.name in RATIOS and dtype == torch.bfloat16)
+    def for_dtype(self, dtype: torch.dtype, are_older: bool = False) -> "LossConfig":
+        """Decide `old_logprobs = auto`: in bf16, rounding in rollout and trainer moves ratios as updates do.
+
+        `are_older`: samples may be of older weights, or of another run, for which the ratio has to correct.
+        """
+        recomputed = self.name == "decoupled" or (self.name in RATIOS and dtype == torch.bfloat16 and not are_older)
         found = "trainer" if recomputed else "rollout"
         return replace(self, old_logprobs=found) if self.old_logprobs == "auto" else self

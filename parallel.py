@@ -61,15 +61,22 @@ class World:
         return self.rank == 0
 
 
+def own_place() -> tuple[int, int]:
+    """Return this rank and the number of ranks, from torchrun; alone 0 and 1. Raises ConfigError. Not collective."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if (text := os.environ.get(name)) is not None and not (text.isascii() and text.isdecimal()):
+            raise ConfigError(f"the environment has {name} = {text!r}, which is no number; unset it")
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank >= size or (size > 1 and "RANK" not in os.environ):
+        told = f"RANK = {os.environ.get('RANK', 'nothing')} and WORLD_SIZE = {os.environ.get('WORLD_SIZE', 'nothing')}"
+        raise ConfigError(f"the environment has {told}, as of no rank; unset them, or start by --ranks or torchrun")
+    return rank, size
+
+
 def start(device: str, timeout_seconds: float) -> World:
     """Join the ranks that torchrun started (or run alone without torchrun). `device`: auto, cpu or cuda."""
     torch.set_flush_denormal(True)  # a denormal costs a hundred normal operations on a CPU
-    world = World(
-        rank=int(os.environ.get("RANK", 0)),
-        size=int(os.environ.get("WORLD_SIZE", 1)),
-        device=own_device(device),
-        timeout_seconds=timeout_seconds,
-    )
+    world = World(*own_place(), device=own_device(device), timeout_seconds=timeout_seconds)
     if world.device.type == "cpu":
         keep_memory()
     if world.size == 1:

@@ -24,7 +24,12 @@ class RewardConfig:
     max_failures: int = option(
         3, "hangs, crashes or leaks in a row of a grader that end the run; 0: the run never ends for them", min=0
     )
-    worker_gib: float = option(4.0, "memory at which a worker is killed and replaced", above=0, max=1e5)
+    worker_gib: float = option(
+        4.0,
+        "memory of its own at which a worker is killed and replaced; processes that it starts do not count",
+        above=0,
+        max=1e5,
+    )
     max_queue: int = option(4096, "gradings that may wait per rank; when the queue is full, generation waits", min=1)
     concurrency: str = option(
         "", "gradings at a time per rank and grader, as math=1,code=2; other graders may use every worker"

@@ -1,6 +1,8 @@
 """The settings of a run: all sections of the config, and the checks that refuse a run which would fail later."""
 
 import math
+import os
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,13 +18,13 @@ from engine import gradients
 from engine.cpu import can_pack
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
-from environments import EnvConfig, resolve
+from environments import EnvConfig, check_environment
 from envs.chat import Reader
 from envs.latency import Latency
 from envs.player import player_named
-from envs.pool import TRIES
+from envs.pool import TRIES, try_environments
 from envs.trial import tried
-from loss import ADVANTAGES, BATCH_WIDE, OWN_OPTIONS, LossConfig
+from loss import ADVANTAGES, BATCH_WIDE, OF_RATIO, OWN_OPTIONS, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
 from overlap.phases import GroupConfig
@@ -34,6 +36,8 @@ from policies.planner import PlannerConfig, refuse_within_round
 from policies.scale_down import StreamConfig, half, refuse_dynamic_sampling, replicas_together
 from policies.step_times import PROFILE_NAME, Profile, load_profile
 from reward import RewardConfig, by_grader
+from rewards import sandbox
+from rewards.box import box_paths
 from rewards.graders import GRADERS, TASK_OF_JUDGE, check_rewards
 from rewards.judge import JudgeConfig, check_judge
 from rewards.pool import try_graders
@@ -113,6 +117,11 @@ class Config:
     stream: StreamConfig = field(default_factory=StreamConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def trains_older(self) -> bool:
+        """Whether samples may be of older weights than those of their step, or of another run's."""
+        return bool(self.overlap.depth or self.run.replay)
 
 
 def load_run(path: str | None, overrides: Sequence[str]) -> Config:
@@ -432,7 +441,7 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
             "loss.name = sft ignores rewards and is for the warm start, and for recorded texts (run.replay); take ppo "
             "or another loss"
         )
-    check_loss(c.loss)
+    check_loss(c.loss, c.trainer.updates_per_step)
     check_distill(c)
     if c.trainer.updates_per_step > prompts:
         raise ConfigError(
@@ -509,6 +518,11 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
             "[judge] has no effect without judge.path; give a local Hugging Face folder and rows with the task "
             f"{TASK_OF_JUDGE}, or leave [judge] out"
         )
+    environments = sorted({prompt.env for prompt in everything if prompt.env})
+    for name in environments:
+        check_environment(name)
+    if is_main:
+        try_environments(c.reward, environments)
     check_environments(c, everything, tokenizer, plays)
     check_rewards(c.reward, everything)
     first.pop(TASK_OF_JUDGE, None)
@@ -522,6 +536,8 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
     if is_main:  # an episode whose first turn is cut off has no rewards of turns
         more: dict[str, dict] = {name: {"turn_rewards": []} if row.env else {} for name, row in first.items()}
         try_graders(c.reward, {name: replace(row, extra=row.extra | more[name]) for name, row in first.items()})
+        if "code" in first:
+            check_hidden(c, prompts)
     if (found := len(prompts)) < c.scheduler.num_prompts:
         every, _ = load_prompts(replace(c.data, eval_prompts=0), tokenizer, c.rollout.max_prompt_tokens)
         left = len(every) - found
@@ -533,14 +549,25 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         )
 
 
+def check_hidden(c: Config, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError where a program that is graded could read a run's data and responses in its box."""
+    shown = box_paths(sandbox.isolation().prefix)
+    files = {re.sub(r"(:| row )\d+$", "", prompt.where): "the data" for prompt in prompts if prompt.where}
+    for path, what in {c.run.dir: "the run (run.dir)", **files}.items():
+        real = os.path.realpath(path)
+        if folder := next((folder for folder in shown if real.startswith(f"{folder}/")), ""):
+            raise ConfigError(
+                f"{real} is below {folder}, which the sandbox shows to programs: they could read answers there; move "
+                f"{what} elsewhere, as to /data"
+            )
+
+
 def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer, plays: bool) -> None:
-    """Raise ConfigError on environments that cannot be imported, and on settings that have no place beside them.
+    """Raise ConfigError on settings that have no place beside environments.
 
     `plays`: play each at random, print what its episodes are like, and raise if it always fails.
     """
     names = {prompt.env for prompt in prompts if prompt.env}
-    for name in sorted(names):
-        resolve(name)
     chat = bool(names and c.data.chat and tokenizer.chat_template)
     reader = Reader(tokenizer, c.env.max_reply_tokens, chat)
     if not names and c.env != EnvConfig():
@@ -596,8 +623,8 @@ def check_warm_start(c: Config) -> None:
         )
 
 
-def check_loss(c: LossConfig) -> None:
-    """Refuse settings that the chosen loss does not read."""
+def check_loss(c: LossConfig, updates: int) -> None:
+    """Refuse settings that the chosen loss does not read, or that do nothing. `updates`: in a step."""
     everything = set[str]().union(*OWN_OPTIONS.values())
     for key in sorted(everything - OWN_OPTIONS.get(c.name, everything)):
         if (value := getattr(c, key)) != getattr(LossConfig, key):
@@ -613,17 +640,23 @@ def check_loss(c: LossConfig) -> None:
             "loss.name = decoupled with loss.old_logprobs = rollout is ppo; take ppo, or loss.old_logprobs = trainer"
         )
 
+    if c.name in OF_RATIO and c.old_logprobs == "trainer" and updates == 1:
+        raise ConfigError(
+            f"loss.name = {c.name} with loss.old_logprobs = trainer and trainer.updates_per_step = 1 has a ratio of 1, "
+            "so that its bounds and weights do nothing; take loss.old_logprobs = rollout, or more updates"
+        )
+
 
 def check_distill(c: Config) -> None:
     """Refuse combinations that have no place beside a teacher, or no effect without rewards."""
     if not c.distill.teacher:
         return
-    alone, one_ratio = not c.distill.reward_coef, c.loss.name == "gspo" and not c.distill.top_k
+    alone, nothing = not c.distill.reward_coef, "rewards teach nothing with distill.reward_coef = 0"
     equal = "groups of equal rewards teach as others do with distill.reward_coef = 0"
     for setting, is_given, reason in (
-        (f"loss.name = {c.loss.name}", one_ratio, "its ratio spreads a token's advantage over the response"),
         (f"loss.name = {c.loss.name}", c.loss.name == "sft", "it looks at no advantage"),
-        ("loss.credit = turn", alone and c.loss.credit == "turn", "rewards teach nothing with distill.reward_coef = 0"),
+        ("loss.credit = turn", alone and c.loss.credit == "turn", nothing),
+        (f"loss.advantage = {c.loss.advantage}", alone and c.loss.advantage != LossConfig.advantage, nothing),
         ("scheduler.dynamic_sampling = true", alone and c.scheduler.dynamic_sampling, equal),
         ("data.curriculum = pass_rate", alone and c.data.curriculum != "off", equal),
     ):
@@ -681,13 +714,11 @@ def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
     policy = POLICIES[c.scheduler.policy](c.scheduler)
     check_overlap(c.overlap, policy, c.stream.policy, c.planner.rule, c.run.replay)
     check_pools(c, world_size)
-    if not c.overlap.depth:
-        return
-    if c.loss.name != "decoupled" and c.loss.for_dtype(dtype).old_logprobs == "trainer":
+    if c.trains_older and c.loss.name not in ("decoupled", "sft") and c.loss.old_logprobs == "trainer":
+        way = f"overlap.depth = {c.overlap.depth:g}" if c.overlap.depth else "run.replay"
         raise ConfigError(
-            f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "
-            "loss.old_logprobs = trainer takes them for samples of the newest; take loss.name = decoupled, or "
-            "loss.old_logprobs = rollout"
+            f"{way} trains samples of older weights, but loss.name = {c.loss.name} with loss.old_logprobs = trainer "
+            "takes them for samples of the newest; take loss.name = decoupled, or loss.old_logprobs = rollout"
         )
 
 

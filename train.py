@@ -5,7 +5,6 @@ The command line and the step loop. `job.Job` has the parts of a step; formulas 
 
 import argparse
 import gc
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ if __name__ == "__main__":
 from config import ConfigError, describe
 from job import Job, open_job
 from metrics import Clock, Record
-from parallel import World
+from parallel import World, own_place
 from process import command, ending, launcher, run_folder
 from process.ending import StopSignal
 from records import of_replicas, step_record
@@ -101,8 +100,8 @@ def main(argv: list[str], script: str = __file__) -> int:
     asked, argv = launcher.parse(argv)
     flags, overrides = parser.parse_known_args(argv)
     launcher.settle()
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
+        rank, size = own_place()
         if flags.help is not None:
             print(describe(Config(), flags.help) if flags.help else USAGE + describe(Config(), is_short=True))
             return 0

@@ -244,10 +244,13 @@ class Trainer:
         return score_in_parts(model, hidden, targets, self.sampling, has_gradient, size)
 
     @torch.no_grad()
-    def with_old_logprobs(self, examples: Sequence[Example]) -> list[Example]:
+    def with_old_logprobs(
+        self, examples: Sequence[Example], progress: Callable[[], None] = lambda: None
+    ) -> list[Example]:
         """Return examples with the current policy's log-probs as the old ones, ahead of several updates.
 
-        Those without a sampled token are left out. Collective in a shard group, else not.
+        Those without a sampled token are left out. `progress` is called after each micro-batch. Collective in a shard
+        group, else not.
         """
         done = []
         with sharding.gathered(self.learner):  # what this leaves whole would hide the update from the next forward
@@ -260,6 +263,7 @@ class Trainer:
                 logprobs, _ = self._score(self.learner, batch)
                 parts = [array("f", part.tolist()) for part in logprobs.split([e.num_sampled for e in batch])]
                 done += [replace(e, old_logprobs=part) for e, part in zip(batch, parts, strict=True)]
+                progress()
         return done
 
     # ---- update ----------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class WarmStartConfig:
     num_heads: int = option(4, "query heads", min=1, max=1024)
     num_kv_heads: int = option(2, "key and value heads", min=1, max=1024)
     max_positions: int = option(4096, "longest context of the model, in tokens", min=64, max=2**22)
-    seed: int = option(0, "seed of weights and batches", min=0)
+    seed: int = option(0, "seed of weights and batches", min=0, max=2**63 - 1)
 
 
 def ensure_model(config: WarmStartConfig, train: str, models: Path, world: World) -> Path:

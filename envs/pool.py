@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import NamedTuple
 
+from config import ConfigError
 from environments import EnvConfig, Episode, EpisodeError, Played, resolve
 from envs.games import ENVIRONMENTS
 from envs.latency import Latency
@@ -102,6 +103,19 @@ class Episodes:
         if before[0]:
             episode.catch_up(Played(*before))
         return folder, episode
+
+
+def try_environments(limits: RewardConfig, names: Iterable[str]) -> None:
+    """Have a worker import users' environments, with its time limit. Raises ConfigError if it cannot."""
+    for name in names:
+        if name not in ENVIRONMENTS and not remote.is_address(name):
+            worker = Worker(WORKER, [name], limits.worker_gib, limits.startup_seconds, threading.Event())
+            try:
+                worker.start(attempts=1)
+            except WorkerError as error:
+                raise ConfigError(" ".join(str(error).split())) from None
+            finally:
+                worker.kill()
 
 
 class EnvPool:

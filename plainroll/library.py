@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from plainroll.config import ConfigError, load_config
 from plainroll.job import Job
 from plainroll.job import open_job as opened_job
 from plainroll.metrics import Clock, Record, read_records
-from plainroll.parallel import start, stop
+from plainroll.parallel import own_place, start, stop
 from plainroll.process import ending, launcher, run_folder
 from plainroll.settings import Config, check_run
 from plainroll.train import Callbacks, take_step
@@ -30,7 +31,11 @@ def run(settings: Mapping[str, object], callbacks: Callbacks = (), ranks: int = 
     try:
         ending.check_callbacks(callbacks)
         asked, _ = launcher.parse([f"--ranks={ranks}"])
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("a run is ended by signals, which reach the main thread only; call `run` there")
         if not is_rank and launcher.is_wanted(asked):
+            if not os.path.isfile(sys.argv[0]) or os.path.basename(sys.argv[0]) == "ipykernel_launcher.py":
+                raise ConfigError(f"ranks = {ranks}: torchrun starts a script, and there is none here; write one")
             return launcher.launch(sys.argv[0], asked, sys.argv[1:])
         launcher.settle()
         code = train.run(_checked(settings, resume), resume, callbacks)
@@ -60,6 +65,6 @@ def _checked(settings: Mapping[str, object], resume: bool) -> Config:
     if not isinstance(settings, Mapping):
         raise ConfigError(f"settings = {settings!r:.60}: not a dict of settings")
     config = load_config(Config, settings)
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = own_place()
     check_run(config, size, resume, is_main=rank == 0)
     return config

@@ -4,6 +4,7 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import NoReturn
 
 CLOSED = 141  # a shell's exit code of a process that SIGPIPE has ended
@@ -11,6 +12,9 @@ CLOSED = 141  # a shell's exit code of a process that SIGPIPE has ended
 
 def run(main: Callable[[list[str]], int]) -> NoReturn:
     """Run a command line and exit with its code; without a word where the reader of its output has ended."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a console may lack letters that texts have
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             code = main(sys.argv[1:])

@@ -72,7 +72,7 @@ def refuse(error: Exception, code: int = 2) -> int:
     """Say on one rank why the run does not start, or not go on; return the exit code."""
     if isinstance(error, BrokenPipeError) and output_is_closed():
         return CLOSED
-    if int(os.environ.get("RANK", 0)):
+    if os.environ.get("RANK", "0") != "0":
         _wait_for_torchrun(10.0)  # before this rank repeats it
     return _fail(str(error), code)
 
@@ -113,7 +113,7 @@ def _explain(error: BaseException, clock: Clock) -> int:
     stage = clock.failed_in or "start"
     place = f"{stage} of step {clock.step}"
     if isinstance(error, KeyboardInterrupt):  # the first one ahead of all steps, else the second
-        if int(os.environ.get("RANK", 0)) == 0:
+        if os.environ.get("RANK", "0") == "0":
             print(f"interrupted in {stage}", file=sys.stderr, flush=True)
         return 130
     if isinstance(error, BrokenPipeError) and output_is_closed():

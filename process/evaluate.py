@@ -27,7 +27,7 @@ import checkpoint
 from config import ConfigError, flatten, load_config
 from job import open_job
 from metrics import Clock, Record, of_failed
-from parallel import World
+from parallel import World, own_place
 from process import command, ending, launcher
 from scheduler import SchedulerConfig
 from settings import Config, check_run
@@ -134,12 +134,12 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     launcher.settle()
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or a folder would be left
     if "RANK" not in os.environ:  # a rank may be in a collective, and ends at once
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(launcher.SIGNALLED + number))
     with TemporaryDirectory(prefix="plainroll-", dir=os.environ.get(SCRATCH)) as scratch:
         try:
+            rank, size = own_place()
             folders, overrides = ([text for text in rest if text.startswith("--") == flag] for flag in (False, True))
             if len(folders) != 1:
                 raise ConfigError(
@@ -186,11 +186,12 @@ def report(config: Config, record: Record, texts: str, out: str | None) -> None:
     c = config
     drawn = f"{c.run.eval_samples} responses each, temperature {c.sampling.temperature:g}, seed {c.run.seed}"
     text = f"{texts}\n" if texts else ""
-    print(f"{text}{c.model.path}: {drawn}, {record['seconds']:.0f} s\n{table(record)}", flush=True)
-    if out:
+    if out:  # first: a console may fail
         told: Record = {name: asdict(getattr(c, name)) for name in ("data", "sampling")}
         told |= {"model": c.model.path, "eval_samples": c.run.eval_samples, "seed": c.run.seed, "eval": record}
         Path(out).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(f"{text}{c.model.path}: {drawn}, {record['seconds']:.0f} s\n{table(record)}", flush=True)
+    if out:
         print(f"written to {out}")
 
 

@@ -104,7 +104,7 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    ranks = int(flags.ranks or 1)
+    ranks, before, disabled = int(flags.ranks or 1), dict(os.environ), logging.root.manager.disable
     divide_cores(ranks)
     # A signal waits for the step and its checkpoint. An option of this name came with torch 2.12.
     os.environ.setdefault(SHUTDOWN, "600")
@@ -128,4 +128,8 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
             sys.stderr.flush()
             os._exit(code)  # a third signal leaves torch's threads without an end: Python would wait for them
         return code
+    finally:  # a script may go on after its run
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(before)
     return 0

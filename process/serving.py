@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from rewards import box, leftovers, sandbox, walls
+from rewards import box, leftovers, sandbox, user_files, walls
 
 
 def keep_worker() -> None:
@@ -80,8 +80,8 @@ def serve(load: Callable[[], Callable[..., Sequence[object]]]) -> None:
     error = ""
     try:
         answer = load()
-    except (Exception, SystemExit) as raised:
-        error = f"{type(raised).__name__}: {raised}"[:500]
+    except BaseException as raised:
+        error = user_files.said(raised)[:500]
     reply(0, error)
     for line in requests:
         id, *request = json.loads(line)

@@ -9,10 +9,12 @@ short, so a keeper has to start fast.
 
 import _signal as signal  # `signal` adds enumerations, which take a quarter of a keeper's start
 import builtins
+import errno
 import marshal
 import operator
 import os
 import resource
+import struct
 import sys
 import time
 import types
@@ -23,6 +25,7 @@ if __name__ != "__main__":  # inside a box of an assert test this file is alone
 NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NO_SUID, NO_DEV, READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 1, 32, 4096, 16384, 1 << 18, 2
 PARENT_DEATH, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38  # of prctl
+SET_ATTRIBUTES, ALL_BELOW = 442, 0x8000  # of mounts: the number of the call on every machine, and its flag
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # not zero: no limit would see its pages, as in walls.py
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 MOST_FILES = 4096  # files and folders of a program
@@ -209,6 +212,11 @@ def _show(path: bytes, root: bytes, flags: int = READ_ONLY | NO_SUID | NO_DEV) -
     walls.call("mount", path, target, None, BIND | RECURSIVE, None)
     kept = os.statvfs(target).f_flag & 0xF  # a user namespace may not take away noexec, nodev and the like
     walls.call("mount", None, target, None, BIND | REMOUNT | flags | kept, None)
+    try:  # mounts below it too: mount_setattr, from Linux 5.12 on, whose first flags are those of mount
+        walls.call("syscall", SET_ATTRIBUTES, -1, target, ALL_BELOW, struct.pack("4Q", flags, 0, 0, 0), 32)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
 
 
 def _write_files(files: dict[str, str], folder: str, uid: int | None) -> None:

@@ -162,12 +162,13 @@ class RewardPool:
         latency = time.perf_counter() - grading.submitted
         cause = Counter([reward.error.partition(":")[0]] if reward.error else [])
         self._stats.add(PoolStats(1, reward.seconds, latency, latency, replaced=int(failed), causes=cause))
+        failed |= reward.error.startswith(f"{sandbox.SandboxError.__name__}:")  # the machine's fault
         self._failures[grading.task] = self._failures[grading.task] + 1 if failed else 0
         if failed and self._failures[grading.task] == self._config.max_failures:
             error = WorkerError(
                 f"grader {grading.task} failed {self._config.max_failures} times in a row, the last time: "
-                f"{reward.error}; correct the grader or raise reward.timeout_seconds; with reward.max_failures = 0 "
-                "the run goes on"
+                f"{reward.error}; correct the grader or the machine, or raise reward.timeout_seconds; with "
+                "reward.max_failures = 0 the run goes on"
             )
             self._results.put(error)
             raise error

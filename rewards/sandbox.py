@@ -219,7 +219,10 @@ def _lines(text: bytes) -> list[bytes]:
 
 
 class _Box:
-    """A keeper and its program, from the start of the `with` block to the end of all their processes and files."""
+    """A keeper and its program, from the start of the `with` block to the end of all their processes and files.
+
+    Raises SandboxError where the machine has no room, no process or no file left.
+    """
 
     def __init__(
         self,
@@ -232,6 +235,20 @@ class _Box:
     ):
         self.output, self.errors, self.reports = bytearray(), bytearray(), bytearray()
         _wait_for_cleaners()
+        try:
+            self._start(how, limits, arguments, files, stdin, channels)
+        except OSError as error:
+            raise SandboxError(f"cannot start a program: {error}") from None
+
+    def _start(
+        self,
+        how: Isolation,
+        limits: Limits,
+        arguments: list[str],
+        files: dict[str, str],
+        stdin: str,
+        channels: tuple[int, ...],
+    ) -> None:
         self.folder = tempfile.mkdtemp(prefix="plainroll-box-")
         self.report, report = os.pipe()
         spec, text = os.memfd_create("spec"), os.memfd_create("stdin")

@@ -98,11 +98,20 @@ def load_module(source: str) -> ModuleType:
     return sys.modules[name]
 
 
+def said(error: BaseException) -> str:
+    """Return the kind and the text of an exception, whose own function makes the text."""
+    try:
+        text = str(error)
+    except BaseException:
+        text = "(its text cannot be made)"
+    return f"{type(error).__name__}: {text}"
+
+
 def names_in(folder: str) -> set[str]:
     """Return the names of the modules and packages in `folder`."""
     with os.scandir(folder) as entries:
         paths = [Path(entry) for entry in entries]
-    return {path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    return {path.stem for path in paths if path.suffix == ".py" or os.path.isfile(path / "__init__.py")}  # or no right
 
 
 def check_names(source: Path, folder: Path) -> None:
@@ -113,7 +122,7 @@ def check_names(source: Path, folder: Path) -> None:
     names, files = names_in(str(folder)), [source]
     for file in files:  # grows
         for name in sorted(imports(file) & names):
-            path = next(p for p in (folder / name / "__init__.py", folder / f"{name}.py") if p.is_file())
+            path = next(p for p in (folder / name / "__init__.py", folder / f"{name}.py") if os.path.isfile(p))
             if path == file == source and path.name != "__init__.py":
                 raise ImportError(f"{file} imports {name}, and would find itself; rename the file")
             if name in sys.stdlib_module_names:

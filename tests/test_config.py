@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import settings
 from config import Auto, ConfigError, check_options, describe, dump_toml, flatten, load_config, option
@@ -413,5 +414,9 @@ GROUPS = {CONFIGS / "mux.toml"}  # test_mux.py reads them
 
 
 @pytest.mark.parametrize("path", sorted({*CONFIGS.glob("*.toml"), *CONFIGS.glob("mux/*.toml")} - GROUPS), ids=str)
-def test_every_shipped_config_loads(path):
-    assert load_config(settings.Config, str(path), []) != settings.Config()
+def test_every_shipped_config_loads_and_fits_a_gpu_too(path, monkeypatch):
+    config = load_config(settings.Config, str(path), [])
+    assert config != settings.Config()
+    ranks = 4 + (config.overlap.train_ranks if isinstance(config.overlap.train_ranks, int) else 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    settings.check_settings(config, ranks, torch.bfloat16)  # to which model.dtype = auto leads there

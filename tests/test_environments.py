@@ -4,18 +4,20 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from statistics import mean
 
 import pytest
 from conftest import ROOT
 
-from config import load_config
+from config import ConfigError, load_config
 from core import Environment, Reply
 from environments import EnvConfig, Episode, EpisodeError, reply_tokens, resolve
 from envs import trial
 from envs.adapters import from_gym, tools
 from envs.games import ENVIRONMENTS, Player
 from envs.player import main, played, transcript, write_anything
+from envs.pool import try_environments
 from reward import RewardConfig
 from rewards import user_files
 from rewards.graders import exact_match
@@ -509,6 +511,35 @@ def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(ow
     said = capsys.readouterr().out
     assert "warning: 100 of 100 episodes cannot be replayed from their actions:\n    turn 0: a replay gives" in said
     assert "random.Random(seed)" in said and max(map(len, said.splitlines())) <= 110
+
+
+def test_an_environment_is_tried_in_a_worker_with_its_time_limit(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "import time\ntime.sleep(600)\ndef f(row, seed):\n    yield ''\n"
+    (tmp_path / "waits.py").write_text(text)
+    (tmp_path / "raises.py").write_text("import nowhere\n")
+    (tmp_path / "fine.py").write_text("from environments import Reply\ndef f(row, seed):\n    yield Reply('')\n")
+    limits = RewardConfig(startup_seconds=1.0)
+    try_environments(limits, ["guess", "fine.py:f"])
+    for name, said in (("waits", "did not finish within 1 s"), ("raises", "No module named 'nowhere'")):
+        with pytest.raises(ConfigError, match=f"{name}.py:f failed to start: .*{said}"):
+            try_environments(limits, [f"{name}.py:f"])
+    assert not [name for name in sys.modules if name.startswith("user:") and name.endswith(("fine.py", "waits.py"))]
+
+
+@pytest.mark.parametrize("beside", ["README", "secret"])
+def test_a_folder_that_may_not_be_read_is_no_module(tmp_path, monkeypatch, beside: str) -> None:
+    """As lost+found beside a grader: Python before 3.14 raises there."""
+    (tmp_path / beside).mkdir()
+    (tmp_path / "a.py").touch()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "__init__.py").touch()
+
+    def refuses(path: object) -> bool:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "is_file", refuses)
+    assert user_files.names_in(str(tmp_path)) == {"a", "b"}
 
 
 @pytest.mark.slow

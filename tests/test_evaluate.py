@@ -12,11 +12,12 @@ from conftest import ROOT, steps_of
 
 import train
 from checkpoint import list_checkpoints
-from config import ConfigError
+from config import ConfigError, load_config
 from loss import LOSSES
 from metrics import read_records
 from process import ending, evaluate
 from scheduler import POLICIES
+from settings import Config
 
 pytestmark = pytest.mark.slow  # processes and whole runs
 
@@ -140,6 +141,17 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(arguments, words, tiny_
     assert evaluate.main([*filled, *small]) == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith("error: ") and "\n" not in said and [w for w in words if w not in said] == [], said
+
+
+def test_the_file_is_written_though_the_console_fails(tmp_path, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(evaluate, "print", fails, raising=False)
+    monkeypatch.setattr(evaluate, "table", lambda record: "")
+    with pytest.raises(BrokenPipeError):
+        evaluate.report(load_config(Config, None), {"seconds": 1.0}, "", str(tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text())["eval"] == {"seconds": 1.0}
 
 
 def test_ranks_that_are_launched_may_share_a_model(tiny_folder, monkeypatch):

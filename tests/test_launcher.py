@@ -1,5 +1,6 @@
 """Ranks started by `--ranks`: what torchrun is told, what a check sees, and no traceback of torchrun's."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -49,6 +50,32 @@ def test_options_that_torchrun_takes_pass_and_are_documented(alone) -> None:
     assert launcher.is_wanted(flags) and len(launcher.given(flags)) == len(launcher.OPTIONS)
     text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     assert [name for name in launcher.OPTIONS if f"`--{name.replace('_', '-')}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"RANK": ""}, "RANK = ''"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two'"),
+        ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE = ''"),
+        ({"RANK": "1"}, "RANK = 1 and WORLD_SIZE = nothing"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK = 3 and WORLD_SIZE = 2"),
+        ({"WORLD_SIZE": "2"}, "RANK = nothing and WORLD_SIZE = 2"),
+    ],
+)
+def test_a_place_that_no_rank_has_is_refused_in_a_line(alone, settings, capsys, given: dict, said: str) -> None:
+    for name, value in given.items():
+        alone.setenv(name, value)
+    assert train.main([*settings(), "--check"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: the environment has ") and said in line and line.count("\n") == 1
+
+
+def test_a_script_goes_on_after_its_ranks_as_it_was(alone, monkeypatch) -> None:
+    monkeypatch.setattr("torch.distributed.run.main", lambda _: logging.error("told"))
+    before = dict(os.environ)
+    assert launcher.launch("script.py", launcher.parse(["--ranks=2"])[0], []) == 0
+    assert os.environ == before and logging.root.manager.disable == 0
 
 
 def test_the_cores_are_divided_unless_the_user_did(alone) -> None:

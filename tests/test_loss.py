@@ -117,7 +117,7 @@ def slow_loss(name: str, t: Tokens, config: LossConfig) -> tuple[tuple, tuple, t
     for i, a in enumerate(advantages):
         own = [j for j in range(len(new)) if owner[j] == owner[i]]
         ratio = math.exp(new[i] - old[i])
-        if name == "gspo":
+        if name == "gspo":  # the token's own gradient, by the ratio of its sample
             ratio = math.prod(math.exp(new[j] - old[j]) for j in own) ** (1 / len(own))
         bounded = min(max(ratio, low), high)
         too_far = ratio > high if a > 0 else ratio < low
@@ -136,7 +136,6 @@ def slow_loss(name: str, t: Tokens, config: LossConfig) -> tuple[tuple, tuple, t
             rows.append((-a * new[i] + config.kimi_tau / 2 * gap * gap, False, -a + config.kimi_tau * gap))
         else:
             weight = min(math.exp(old[i] - rollout[i]), config.tis_cap) if name == "decoupled" else 1.0
-            # In gspo each of the sample's tokens has this ratio and a share of 1 / length in it: they add up to one.
             loss, slope = -a * (bounded if too_far else ratio), 0.0 if too_far else -a * ratio
             rows.append((weight * loss, too_far, weight * slope))
     losses, flags, gradients = zip(*rows, strict=True)
@@ -266,6 +265,14 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str, normalisa
     assert count == expected_count
 
 
+def test_the_sequence_ratio_leaves_each_token_its_own_advantage() -> None:
+    """As of turns; with one gradient for all they would cancel."""
+    advantages, new = tensor([1.0, 1.0, -1.0, -1.0]), torch.full((4,), -1.0, dtype=torch.float64, requires_grad=True)
+    t = Tokens(new, new.detach(), new.detach(), advantages, torch.zeros(4, dtype=torch.int64), torch.tensor([4]))
+    LOSSES["gspo"](t, LossConfig())[0].sum().backward()
+    torch.testing.assert_close(t.logprobs.grad, -advantages)
+
+
 def test_off_policy_the_sequence_ratio_differs_from_the_token_ratio() -> None:
     gradients: list[torch.Tensor] = []
     for name in ("ppo", "gspo"):
@@ -324,7 +331,7 @@ def test_published_losses_and_advantages_name_their_source() -> None:
 
 
 def test_every_loss_reads_the_settings_that_are_said_to_be_its_own() -> None:
-    assert OWN_OPTIONS.keys() == LOSSES.keys() - {"sft"}
+    assert OWN_OPTIONS.keys() == LOSSES.keys()
     t = make_tokens(2)
     for name, own in OWN_OPTIONS.items():
         for key in set[str]().union(*OWN_OPTIONS.values()):

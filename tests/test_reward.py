@@ -44,6 +44,13 @@ def stops(response, answer, row): os.kill(os.getpid(), signal.SIGSTOP)
 def exits(response, answer, row): os._exit(3)
 def killed(response, answer, row): os.kill(os.getpid(), signal.SIGKILL)
 def raises(response, answer, row): return row["no such field"]
+def no_exception(response, answer, row): raise asyncio.CancelledError("late")
+class Mute(Exception):
+    def __str__(self): return 7
+def mute(response, answer, row): raise Mute
+def no_room(response, answer, row):
+    from rewards.sandbox import SandboxError
+    raise SandboxError("no room")
 def quits(response, answer, row): sys.exit("enough")
 def nan(response, answer, row): return float("nan")
 def huge(response, answer, row): return 10**400
@@ -397,6 +404,25 @@ def test_a_worker_that_dies_between_requests_costs_nothing(user):
         assert wait_until_gone([grade_one(pool, tasks[0]).value])
         graded = grade_one(pool, tasks[1], "a", "b", {"bonus": 3})
     assert graded.value == 3.0 and graded.error == ""
+
+
+def test_what_no_exception_ends_ends_no_worker(user):
+    tasks = [user + "no_exception", user + "mute", user + "pid"]
+    with RewardPool(RewardConfig(num_workers=1), tasks) as pool:
+        before = grade_one(pool, tasks[2]).value
+        assert grade_one(pool, tasks[0]).error.startswith("CancelledError: late")
+        assert grade_one(pool, tasks[1]).error.startswith("Mute: ")
+        assert grade_one(pool, tasks[2]).value == before
+
+
+def test_a_machine_that_can_run_no_program_ends_the_run(user):
+    """The model would learn from rewards of 0 otherwise, to the end."""
+    task = user + "no_room"
+    with RewardPool(RewardConfig(num_workers=1, max_failures=3), [task]) as pool:
+        for i in range(3):
+            pool.submit(i, task, "", "", {})
+        with pytest.raises(WorkerError, match="failed 3 times in a row, the last time: SandboxError: no room.*machine"):
+            pool.drain()
 
 
 def test_large_responses_and_rows(user):

@@ -15,8 +15,11 @@ from pathlib import Path
 import hostile
 import pytest
 
+from config import ConfigError
+from core import Prompt
 from rewards import box, leftovers, sandbox, walls
 from rewards.sandbox import Isolation, Limits, run
+from settings import Config, RunConfig, check_hidden
 
 pytestmark = pytest.mark.slow  # processes and whole runs
 
@@ -515,6 +518,44 @@ def test_a_keeper_that_cannot_start_is_no_fault_of_the_program(how, monkeypatch)
     monkeypatch.setattr(sandbox, "KEEPER", "import nonsense")
     with pytest.raises(sandbox.SandboxError, match="cannot start a program: .*No module named 'nonsense'"):
         sandbox.run("print(1)", {"stdin": "", "stdout": "1"}, sandbox.Limits(), how)
+
+
+def test_a_run_whose_data_programs_could_read_is_refused(monkeypatch, tmp_path):
+    """As in a container whose project lies below /usr."""
+    monkeypatch.setattr("settings.box_paths", lambda prefix: [str(tmp_path / "usr")])
+    prompts = [Prompt(0, (), "", "", "code", where=f"{tmp_path}/usr/src/rows.parquet row 7")]
+    outside, inside = (Config(run=RunConfig(dir=str(tmp_path / folder))) for folder in ("runs", "usr/src/runs"))
+    check_hidden(outside, [Prompt(0, (), "", "", "code", where=f"{tmp_path}/rows.jsonl:7")])
+    for config, rows, said in ((outside, prompts, "rows.parquet is below .*move the data"), (inside, [], "run.dir")):
+        with pytest.raises(ConfigError, match=said):
+            check_hidden(config, rows)
+
+
+def test_a_machine_without_room_is_no_fault_of_the_program(how, monkeypatch):
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(sandbox.SandboxError, match="cannot start a program: .*No space left"):
+        sandbox.run("print(1)", {"stdin": "", "stdout": "1"}, sandbox.Limits(), how)
+
+
+@pytest.mark.skipif("os.geteuid() or not FOUND['namespaces'][0]", reason="mounts, so it needs root and namespaces")
+def test_mounts_below_what_is_shown_are_read_only_too():
+    """In a mount namespace of its own, so that the machine has nothing of it."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(sandbox.__file__).parent.parent)!r})
+from rewards import box, sandbox, walls
+walls.call("unshare", box.NEW_MOUNT)
+walls.call("mount", None, b"/", None, box.RECURSIVE | box.PRIVATE, None)
+walls.call("mount", b"tmpfs", b"/usr/local/games", b"tmpfs", 0, b"mode=1777")
+found, _ = sandbox.try_isolation("namespaces")
+program = "try: open('/usr/local/games/x', 'w')\\nexcept OSError as error: print(error.strerror)"
+print(sandbox.execute(program, "", sandbox.Limits(), found)[1].decode())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "Read-only file system\n\n", ran.stdout + ran.stderr
 
 
 def wait_for(condition, seconds: float = 60.0) -> bool:

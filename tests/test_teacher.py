@@ -313,7 +313,7 @@ def test_a_resumed_run_has_the_teacher_of_before_wherever_it_lies(settings, fold
         (dict(distill__coef=0), ("distill.coef = 0.0", "more than 0")),
         (dict(distill__memory_gib=1e-6), ("distill.memory_gib", "trainer.tokens_per_microbatch")),
         (dict(rollout__max_response_tokens=240), ("context",)),
-        (dict(loss__name="gspo"), ("loss.name = gspo", "distill.teacher")),
+        (dict(loss__advantage="grpo"), ("loss.advantage = grpo", "reward_coef = 0")),
         (dict(loss__name="sft", run__replay="."), ("loss.name = sft", "distill.teacher")),
         (dict(scheduler__dynamic_sampling="true"), ("dynamic_sampling", "reward_coef = 0")),
     ],

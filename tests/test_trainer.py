@@ -556,6 +556,8 @@ def test_loss_and_dtype_choose_the_denominator(name: str, in_bf16: str, in_fp32:
     for dtype, denominator in ((torch.bfloat16, in_bf16), (torch.float32, in_fp32)):
         assert LossConfig(name=name).for_dtype(dtype).old_logprobs == denominator
         assert LossConfig(name=name, old_logprobs="rollout").for_dtype(dtype).old_logprobs == "rollout"
+        older = LossConfig(name=name).for_dtype(dtype, are_older=True).old_logprobs
+        assert older == ("trainer" if name == "decoupled" else "rollout"), "only that ratio corrects for them"
 
 
 @pytest.mark.parametrize("dtype, denominator", [(torch.bfloat16, "trainer"), (torch.float32, "rollout")])

@@ -579,7 +579,6 @@ REFUSED: list[tuple[int, dict, list[str]]] = [
     (2, dict(trainer__updates_per_step=5), ["trainer.updates_per_step = 5", "scheduler.num_prompts = 4"]),
     (2, dict(loss__name="gspo", loss__old_logprobs="trainer"), ["loss.name = gspo with", *UNCORRECTED]),
     (2, ONE_TRAINS | dict(loss__name="topr", loss__old_logprobs="trainer"), ["loss.name = topr with", *UNCORRECTED]),
-    (2, dict(model__dtype="bfloat16"), ["loss.name = ppo with loss.old_logprobs = trainer", *UNCORRECTED]),
 ]
 
 
