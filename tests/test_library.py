@@ -194,9 +194,11 @@ def test_scripts_and_their_files_are_installed(user) -> None:
     assert done.returncode == 0 and "--run.steps" in done.stdout, done.stderr
     assert "NAME is one of: train" in user("-m", "plainroll", "nothing").stderr
     assert "write python -m plainroll train" in user("-m", "plainroll.train").stderr
-    code = "from plainroll import simulate; from plainroll.engine.native import SOURCE; "
-    done = user("-c", f"{code}print(len(SOURCE) > 0, simulate.CONFIGS.exists())")
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    code = "import threading; from plainroll import simulate; from plainroll.engine.native import SOURCE; "
+    code += "from plainroll.library import run; print(len(SOURCE) > 0, simulate.CONFIGS.exists(), run({}, ranks=2)); "
+    done = user("-c", f"{code}threading.Thread(target=run, args=({{}},)).start()")
+    assert done.stdout.split() == ["True", "True", "2"], done.stderr
+    assert "torchrun starts a script, and there is none here" in done.stderr and "main thread only" in done.stderr
 
 
 def test_the_wheel_has_every_folder() -> None:
