@@ -584,6 +584,7 @@ def test_bad_settings_are_refused_in_one_line(settings, tmp_path, capsys, overri
 
 
 def test_a_world_size_that_does_not_divide_is_refused(settings, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train.main(settings(scheduler__num_prompts=3)) == 2
     assert "scheduler.num_prompts = 3 is not a multiple of the 2 replicas" in capsys.readouterr().err
