@@ -22,7 +22,10 @@ class RewardConfig:
     num_workers: int = option(2, "worker processes per rank, for graders that need them", min=1, max=1024)
     timeout_seconds: float = option(2.0, "time limit of a grading (RollPacker, section 4.3)", above=0, max=1e7)
     max_failures: int = option(
-        3, "hangs, crashes or leaks in a row of a grader that end the run; 0: the run never ends for them", min=0
+        3,
+        "hangs, crashes or leaks in a row of a grader, or sandboxes that cannot be made, which end the run; 0: the run "
+        "never ends for them",
+        min=0,
     )
     worker_gib: float = option(
         4.0,

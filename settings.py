@@ -537,7 +537,7 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         more: dict[str, dict] = {name: {"turn_rewards": []} if row.env else {} for name, row in first.items()}
         try_graders(c.reward, {name: replace(row, extra=row.extra | more[name]) for name, row in first.items()})
         if "code" in first:
-            check_hidden(c, prompts)
+            check_hidden(c, everything)
     if (found := len(prompts)) < c.scheduler.num_prompts:
         every, _ = load_prompts(replace(c.data, eval_prompts=0), tokenizer, c.rollout.max_prompt_tokens)
         left = len(every) - found
@@ -555,7 +555,7 @@ def check_hidden(c: Config, prompts: Sequence[Prompt]) -> None:
     files = {re.sub(r"(:| row )\d+$", "", prompt.where): "the data" for prompt in prompts if prompt.where}
     for path, what in {c.run.dir: "the run (run.dir)", **files}.items():
         real = os.path.realpath(path)
-        if folder := next((folder for folder in shown if real.startswith(f"{folder}/")), ""):
+        if folder := next((folder for folder in shown if real.startswith(f"{os.path.realpath(folder)}/")), ""):
             raise ConfigError(
                 f"{real} is below {folder}, which the sandbox shows to programs: they could read answers there; move "
                 f"{what} elsewhere, as to /data"
@@ -640,7 +640,8 @@ def check_loss(c: LossConfig, updates: int) -> None:
             "loss.name = decoupled with loss.old_logprobs = rollout is ppo; take ppo, or loss.old_logprobs = trainer"
         )
 
-    if c.name in OF_RATIO and c.old_logprobs == "trainer" and updates == 1:
+    is_weighted = c.name == "topr" and (c.topr_positive, c.topr_negative) != (1.0, 1.0)
+    if c.name in OF_RATIO and c.old_logprobs == "trainer" and updates == 1 and not is_weighted:
         raise ConfigError(
             f"loss.name = {c.name} with loss.old_logprobs = trainer and trainer.updates_per_step = 1 has a ratio of 1, "
             "so that its bounds and weights do nothing; take loss.old_logprobs = rollout, or more updates"
@@ -714,11 +715,11 @@ def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
     policy = POLICIES[c.scheduler.policy](c.scheduler)
     check_overlap(c.overlap, policy, c.stream.policy, c.planner.rule, c.run.replay)
     check_pools(c, world_size)
-    if c.trains_older and c.loss.name not in ("decoupled", "sft") and c.loss.old_logprobs == "trainer":
-        way = f"overlap.depth = {c.overlap.depth:g}" if c.overlap.depth else "run.replay"
+    if c.overlap.depth and c.loss.name != "decoupled" and c.loss.old_logprobs == "trainer":
         raise ConfigError(
-            f"{way} trains samples of older weights, but loss.name = {c.loss.name} with loss.old_logprobs = trainer "
-            "takes them for samples of the newest; take loss.name = decoupled, or loss.old_logprobs = rollout"
+            f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "
+            "loss.old_logprobs = trainer takes them for samples of the newest; take loss.name = decoupled, or "
+            "loss.old_logprobs = rollout"
         )
 
 

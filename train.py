@@ -101,7 +101,6 @@ def main(argv: list[str], script: str = __file__) -> int:
     flags, overrides = parser.parse_known_args(argv)
     launcher.settle()
     try:
-        rank, size = own_place()
         if flags.help is not None:
             print(describe(Config(), flags.help) if flags.help else USAGE + describe(Config(), is_short=True))
             return 0
@@ -111,7 +110,9 @@ def main(argv: list[str], script: str = __file__) -> int:
         if launcher.is_wanted(asked):
             if not flags.check:
                 return launcher.launch(script, asked, argv)
-            size = launcher.pretend(asked)
+            rank, size = 0, launcher.pretend(asked)
+        else:
+            rank, size = own_place()
         check_run(config, size, flags.resume, is_main=rank == 0, reports=flags.check)
     except (ConfigError, OSError) as error:  # of the system: a name that is too long, a folder that may not be read
         return ending.refuse(error)

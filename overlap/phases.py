@@ -71,6 +71,7 @@ class Phases:
         self.client: Client | None = None
         self.job: Shared | None = None  # until it is made nothing can be on the device
         self.own = world  # ranks of this one's pool
+        self.name = ""  # of the newest phase
         self.part = 0  # ranks of a replica, in a phase that has begun in parts
         self.ranks: list[int] = []  # of the pool, that have their permit
         self.count = 0
@@ -93,7 +94,8 @@ class Phases:
         if not self.config.server:
             yield
             return
-        part, name = part if self.config.tail_share else 0, name or phase
+        part = part if self.config.tail_share else 0
+        self.name = name = name or phase
         with self.clock.span(f"permit_{name}"):
             self._wait_for_permit(phase, part)
         if phase != "start" and self.pool not in ("all", phase):
@@ -128,12 +130,12 @@ class Phases:
     def come(self, ranks: list[int]) -> None:
         """Have the ranks of the pool with a permit on the device. No collective: others go on."""
         self.ranks = ranks
-        with self.clock.span("switch_rollout"):
+        with self.clock.span(f"switch_{self.name}"):
             self._take_back()
 
     def leave(self, ranks: Collection[int]) -> None:
         """Have ranks of the pool leave the device before the others, or never come. Collective in the pool."""
-        with self.clock.span("switch_rollout"):
+        with self.clock.span(f"switch_{self.name}"):
             assert self.job, "no job has joined"
             if self.own.rank in ranks and not self.job.is_released:
                 self.job.release()

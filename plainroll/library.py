@@ -34,7 +34,7 @@ def run(settings: Mapping[str, object], callbacks: Callbacks = (), ranks: int = 
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("a run is ended by signals, which reach the main thread only; call `run` there")
         if not is_rank and launcher.is_wanted(asked):
-            if not os.path.isfile(sys.argv[0]) or os.path.basename(sys.argv[0]) == "ipykernel_launcher.py":
+            if not (hasattr(sys.modules["__main__"], "__file__") and os.path.isfile(sys.argv[0])):
                 raise ConfigError(f"ranks = {ranks}: torchrun starts a script, and there is none here; write one")
             return launcher.launch(sys.argv[0], asked, sys.argv[1:])
         launcher.settle()

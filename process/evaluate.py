@@ -139,7 +139,6 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(launcher.SIGNALLED + number))
     with TemporaryDirectory(prefix="plainroll-", dir=os.environ.get(SCRATCH)) as scratch:
         try:
-            rank, size = own_place()
             folders, overrides = ([text for text in rest if text.startswith("--") == flag] for flag in (False, True))
             if len(folders) != 1:
                 raise ConfigError(
@@ -156,7 +155,8 @@ def main(argv: list[str]) -> int:
             source, without = flags.config or (str(own) if own else None), (*TRAINING, "scheduler.policy")
             given = load_config(Config, source, overrides, without)
             is_wanted = launcher.is_wanted(asked)
-            config = settled(given, model, scratch, launcher.num_ranks(asked) if is_wanted else size)
+            rank, size = (0, launcher.num_ranks(asked)) if is_wanted else own_place()
+            config = settled(given, model, scratch, size)
             refuse_without_effect(overrides, given, config)
             if not config.data.eval_prompts:
                 raise ConfigError("data.eval_prompts = 0 leaves nothing to evaluate; raise it")
@@ -186,11 +186,13 @@ def report(config: Config, record: Record, texts: str, out: str | None) -> None:
     c = config
     drawn = f"{c.run.eval_samples} responses each, temperature {c.sampling.temperature:g}, seed {c.run.seed}"
     text = f"{texts}\n" if texts else ""
-    if out:  # first: a console may fail
-        told: Record = {name: asdict(getattr(c, name)) for name in ("data", "sampling")}
-        told |= {"model": c.model.path, "eval_samples": c.run.eval_samples, "seed": c.run.seed, "eval": record}
-        Path(out).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    print(f"{text}{c.model.path}: {drawn}, {record['seconds']:.0f} s\n{table(record)}", flush=True)
+    try:
+        if out:
+            told: Record = {name: asdict(getattr(c, name)) for name in ("data", "sampling")}
+            told |= {"model": c.model.path, "eval_samples": c.run.eval_samples, "seed": c.run.seed, "eval": record}
+            Path(out).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    finally:  # file or console may fail, and the other has the scores
+        print(f"{text}{c.model.path}: {drawn}, {record['seconds']:.0f} s\n{table(record)}", flush=True)
     if out:
         print(f"written to {out}")
 

@@ -105,6 +105,7 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
     from torch.distributed.run import main
 
     ranks, before, disabled = int(flags.ranks or 1), dict(os.environ), logging.root.manager.disable
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}  # torch sets its own
     divide_cores(ranks)
     # A signal waits for the step and its checkpoint. An option of this name came with torch 2.12.
     os.environ.setdefault(SHUTDOWN, "600")
@@ -130,6 +131,8 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
         return code
     finally:  # a script may go on after its run
         logging.disable(disabled)
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(before)
     return 0

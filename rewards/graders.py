@@ -183,6 +183,8 @@ def grade(grader: Grader, response: str, answer: str, row: dict) -> Reward:
             error = f"the grader returned {repr(result)[:200]}, not a finite number of at most {LARGEST_REWARD:g}"
         elif not error:
             value, parts = number, known if isinstance(result, dict) else {}
+    except KeyboardInterrupt:  # a user's, where graders run in the trainer's process
+        raise
     except BaseException as raised:  # also of asyncio and of testing tools, which are no Exception
         error = user_files.said(raised)
     return Reward(value, time.perf_counter() - start, error[:500], cases, parts, turns)

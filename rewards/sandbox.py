@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import IO
 
@@ -142,6 +143,8 @@ def try_isolation(kind: str) -> tuple[Isolation | None, str]:
         try:
             outcome = run("print(input())", {"stdin": "ready", "stdout": "ready"}, Limits(), candidate)
         except SandboxError as error:
+            if isinstance(error.__cause__, OSError):
+                raise  # of no kind of box, and perhaps not for long
             cause = cause or str(error)
             continue
         if outcome.passed:
@@ -169,12 +172,21 @@ def _check_case(case: dict[str, str]) -> None:
         raise ValueError(f'a test case has {{"stdin", "stdout"}} or {{"test"}}, all text, not {json.dumps(case)[:80]}')
 
 
+@contextlib.contextmanager
+def _machine() -> Iterator[None]:
+    """Raise SandboxError where the machine has no room, no process or no free descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise SandboxError(f"cannot start a program: {error}") from error
+
+
 def run(program: str, case: dict[str, str], limits: Limits, how: Isolation | None = None) -> Outcome:
     """Run `program` on one case. Raises ValueError for an invalid case, SandboxError if no box can be made."""
     how = how or isolation()
     _check_case(case)
     if "test" in case:
-        with contextlib.ExitStack() as stack:
+        with _machine(), contextlib.ExitStack() as stack:
             return _run_test(program, case["test"], limits, how, stack)
     outcome, output = execute(program, case["stdin"], limits, how)
     if outcome.passed and _lines(output) != _lines(case["stdout"].encode(errors="surrogatepass")):
@@ -184,7 +196,8 @@ def run(program: str, case: dict[str, str], limits: Limits, how: Isolation | Non
 
 def execute(program: str, stdin: str, limits: Limits, how: Isolation | None = None) -> tuple[Outcome, bytes]:
     """Run `program`; return whether it ended well, and what it printed. Raises SandboxError if no box can be made."""
-    with _Box(how or isolation(), limits, ["-c", STARTER], {"program.py": program}, stdin) as main:
+    how = how or isolation()
+    with _machine(), _Box(how, limits, ["-c", STARTER], {"program.py": program}, stdin) as main:
         outcome = _watch(main, [], limits)
     return outcome, bytes(main.output[: limits.output_bytes])
 
@@ -192,9 +205,10 @@ def execute(program: str, stdin: str, limits: Limits, how: Isolation | None = No
 def _run_test(program: str, test: str, limits: Limits, how: Isolation, stack: contextlib.ExitStack) -> Outcome:
     with open(box.__file__, encoding="utf-8") as file:
         inside = file.read()
-    asked, answers, asks, answered = (*os.pipe(), *os.pipe())  # read end, write end; the program writes `answers`
-    channels = [asked, answers, asks, answered]
+    channels = [*os.pipe()]
     try:
+        channels += os.pipe()
+        asked, answers, asks, answered = channels  # read end, write end; the program writes `answers`
         serving = ["box.py", "serve", str(asks), str(answers)]
         testing = ["box.py", "test", str(asked), str(answered)]
         files = {"box.py": inside, "program.py": program}
@@ -219,10 +233,7 @@ def _lines(text: bytes) -> list[bytes]:
 
 
 class _Box:
-    """A keeper and its program, from the start of the `with` block to the end of all their processes and files.
-
-    Raises SandboxError where the machine has no room, no process or no file left.
-    """
+    """A keeper and its program, from the start of the `with` block to the end of all their processes and files."""
 
     def __init__(
         self,
@@ -235,24 +246,13 @@ class _Box:
     ):
         self.output, self.errors, self.reports = bytearray(), bytearray(), bytearray()
         _wait_for_cleaners()
-        try:
-            self._start(how, limits, arguments, files, stdin, channels)
-        except OSError as error:
-            raise SandboxError(f"cannot start a program: {error}") from None
-
-    def _start(
-        self,
-        how: Isolation,
-        limits: Limits,
-        arguments: list[str],
-        files: dict[str, str],
-        stdin: str,
-        channels: tuple[int, ...],
-    ) -> None:
-        self.folder = tempfile.mkdtemp(prefix="plainroll-box-")
-        self.report, report = os.pipe()
-        spec, text = os.memfd_create("spec"), os.memfd_create("stdin")
-        try:
+        with contextlib.ExitStack() as started, contextlib.ExitStack() as failed:
+            self.folder = tempfile.mkdtemp(prefix="plainroll-box-")
+            failed.callback(os.rmdir, self.folder)
+            self.report, report = os.pipe()
+            failed.callback(os.close, self.report)
+            started.callback(os.close, report)
+            spec, text = (self._memory(name, started) for name in ("spec", "stdin"))
             description = {
                 "isolation": how.kind,
                 "prefix": how.prefix,
@@ -281,13 +281,13 @@ class _Box:
                 pass_fds=(spec, report, *channels),
                 start_new_session=True,
             )
-        except BaseException:
-            os.close(self.report)
-            os.rmdir(self.folder)
-            raise
-        finally:
-            for handle in (spec, text, report):
-                os.close(handle)
+            failed.pop_all()
+
+    @staticmethod
+    def _memory(name: str, stack: contextlib.ExitStack) -> int:
+        """Return an open file in memory, closed with a stack."""
+        stack.callback(os.close, handle := os.memfd_create(name))
+        return handle
 
     def __enter__(self) -> "_Box":
         return self

@@ -66,16 +66,18 @@ def test_options_that_torchrun_takes_pass_and_are_documented(alone) -> None:
 def test_a_place_that_no_rank_has_is_refused_in_a_line(alone, settings, capsys, given: dict, said: str) -> None:
     for name, value in given.items():
         alone.setenv(name, value)
+    assert train.main(["--help"]) == 0 and "usage" in capsys.readouterr().out
     assert train.main([*settings(), "--check"]) == 2
     line = capsys.readouterr().err
     assert line.startswith("error: the environment has ") and said in line and line.count("\n") == 1
 
 
 def test_a_script_goes_on_after_its_ranks_as_it_was(alone, monkeypatch) -> None:
-    monkeypatch.setattr("torch.distributed.run.main", lambda _: logging.error("told"))
-    before = dict(os.environ)
+    monkeypatch.setattr("torch.distributed.run.main", lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     assert launcher.launch("script.py", launcher.parse(["--ranks=2"])[0], []) == 0
     assert os.environ == before and logging.root.manager.disable == 0
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_the_cores_are_divided_unless_the_user_did(alone) -> None:

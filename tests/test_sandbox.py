@@ -522,22 +522,29 @@ def test_a_keeper_that_cannot_start_is_no_fault_of_the_program(how, monkeypatch)
 
 def test_a_run_whose_data_programs_could_read_is_refused(monkeypatch, tmp_path):
     """As in a container whose project lies below /usr."""
-    monkeypatch.setattr("settings.box_paths", lambda prefix: [str(tmp_path / "usr")])
     prompts = [Prompt(0, (), "", "", "code", where=f"{tmp_path}/usr/src/rows.parquet row 7")]
+    (tmp_path / "link").symlink_to(tmp_path / "usr")
     outside, inside = (Config(run=RunConfig(dir=str(tmp_path / folder))) for folder in ("runs", "usr/src/runs"))
     check_hidden(outside, [Prompt(0, (), "", "", "code", where=f"{tmp_path}/rows.jsonl:7")])
-    for config, rows, said in ((outside, prompts, "rows.parquet is below .*move the data"), (inside, [], "run.dir")):
-        with pytest.raises(ConfigError, match=said):
-            check_hidden(config, rows)
+    for shown in ("usr", "link"):
+        monkeypatch.setattr("settings.box_paths", lambda prefix, shown=shown: [str(tmp_path / shown)])
+        for config, rows, said in ((outside, prompts, "parquet is below .*move the data"), (inside, [], "run.dir")):
+            with pytest.raises(ConfigError, match=said):
+                check_hidden(config, rows)
 
 
-def test_a_machine_without_room_is_no_fault_of_the_program(how, monkeypatch):
-    def full(**_):
+def test_a_machine_without_room_is_no_fault_of_the_program(how, clean, monkeypatch):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tempfile, "mkdtemp", full)
-    with pytest.raises(sandbox.SandboxError, match="cannot start a program: .*No space left"):
-        sandbox.run("print(1)", {"stdin": "", "stdout": "1"}, sandbox.Limits(), how)
+    open_files = len(os.listdir("/proc/self/fd"))
+    for place in ("tempfile.mkdtemp", "os.memfd_create", "os.pipe"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, full)
+            for case in ({"stdin": "", "stdout": "1"}, {"test": "f()"}):
+                with pytest.raises(sandbox.SandboxError, match="cannot start a program: .*No space left"):
+                    sandbox.run("print(1)", case, sandbox.Limits(), how)
+    assert len(os.listdir("/proc/self/fd")) == open_files and not list(clean.iterdir())
 
 
 @pytest.mark.skipif("os.geteuid() or not FOUND['namespaces'][0]", reason="mounts, so it needs root and namespaces")
