@@ -33,7 +33,12 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: Sequence[Mapping[str, str]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **options: object,
     ) -> str: ...
 
 

@@ -79,6 +79,11 @@ class DataConfig:
         choices=("off", "pass_rate"),
     )
     chat: bool = option(True, "wrap text prompts as a user message when the tokenizer has a chat template")
+    chat_options: str = option(
+        "",
+        'what the chat template reads beside the messages, as a JSON object: {"enable_thinking": false} has Qwen3 '
+        "answer at once",
+    )
     template: str = option(
         "{prompt}", "text put around a text prompt, before the chat template; {prompt} is the prompt"
     )
@@ -87,6 +92,24 @@ class DataConfig:
     def grader(self) -> str:
         """Of rows without a task."""
         return self.task or ("env" if self.env else "math")
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What the chat template reads beside the messages. Raises ConfigError."""
+        try:
+            found = json.loads(self.chat_options or "{}")
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"data.chat_options = {self.chat_options!r:.60} is no JSON object; write such as "
+                '{"enable_thinking": false}'
+            )
+        return found
+
+    def chat_for(self, tokenizer: Tokenizer) -> dict[str, object] | None:
+        """Return the options of the chat template that text prompts go through; None: they go as they are."""
+        return self.options if self.chat and tokenizer.chat_template else None
 
     @property
     def weights(self) -> dict[str, float]:
@@ -144,6 +167,8 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
                     f"data.{key} = {value!r} has no effect: the built-in task {config.train} names its grader; remove "
                     "it, or give your own rows as data.train"
                 )
+    if config.options and not tokenizer.chat_template:
+        raise ConfigError("data.chat_options has no effect: the tokenizer has no chat template; leave it out")
     train, held_out = list[_Row](), list[_Row]()
     for name, count in zip(weights, _shares(config.eval_prompts, weights.values()), strict=True):
         mine, rest = _divided(name, config, 0 if own else count)
@@ -418,7 +443,7 @@ class _Encoder:
             )
         start = time.monotonic()
         try:
-            text = converse(self.tokenizer, prompt, True, self.seconds_left)
+            text = converse(self.tokenizer, prompt, True, self.seconds_left, self.config.options)
         except TimeoutError:
             raise ConfigError(
                 f"{where}: the tokenizer's chat template takes too long: it may take {TEMPLATE_SECONDS:g} s for a row, "
@@ -430,9 +455,13 @@ class _Encoder:
 
 
 def converse(
-    tokenizer: Tokenizer, messages: list[dict], add_generation_prompt: bool, seconds: float = TEMPLATE_SECONDS
+    tokenizer: Tokenizer,
+    messages: list[dict],
+    add_generation_prompt: bool,
+    seconds: float = TEMPLATE_SECONDS,
+    options: Mapping[str, object] = {},
 ) -> str:
-    """Return the messages as the chat template writes them. Raises the template's own errors.
+    """Return the messages as the chat template writes them, which reads `options`. Raises the template's own errors.
 
     In the main thread it raises TimeoutError after `seconds`; in others, as a server's, nothing ends it.
     """
@@ -440,7 +469,7 @@ def converse(
     def ring(*_: object) -> None:
         raise TimeoutError(f"it does not end within {seconds:g} s")
 
-    kind = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    kind: dict = {**options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
     write = partial(tokenizer.apply_chat_template, messages, **kind)
     if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
         return write()

@@ -138,7 +138,7 @@ class Job:
         if saved:
             self.graders.timeouts.load_state_dict(state["timeouts"])
         played = (*prompts, *self.held_out) if self.decodes else ()
-        chat, log = config.data.chat and bool(self.tokenizer.chat_template), self.folder / "prints.log"
+        chat, log = config.data.chat_for(self.tokenizer), self.folder / "prints.log"
         self.episodes = Episodes(config.env, config.reward, played, self.tokenizer, config.run.seed, chat, log)
         settings = {key: value for key, (value, _) in flatten(config).items()}
         self.recorder = Recorder(self.folder, config.log, settings, self.step, config.run.steps, world.is_main)

@@ -122,6 +122,7 @@ RankTrack = tuple[list[Period], list[Count]]
 
 RECENT = 10  # rounds of a kind in a moving mean
 HEADER_EVERY = 25
+LEAST_VERDICTS = 0.1  # share of a judge's probability that its two words should have
 COLUMNS = {"step": 6, "round": 7, "reward": 8, f"mean {RECENT}": 8, "length": 8, "longest": 8, "wasted": 7}  # width
 COLUMNS |= {"entropy": 8, "grad": 8, "diff": 7, "rollout": 8, "train": 7, "tokens/s": 9, "left": 10}  # 110 at most
 
@@ -224,6 +225,12 @@ class Recorder:
                 f"{warning}dynamic sampling found {played['zero_variance']} of {played['prompts']} prompts with equal "
                 f"rewards and trains {played['padded']} of them, because scheduler.max_draws is reached; raise it, or "
                 "take prompts of medium difficulty"
+            )
+        if (mass := record.get("judge", {}).get("verdict_mass", 1.0)) < LEAST_VERDICTS:
+            self.say(
+                f"{warning}the judge gives judge.accept and judge.reject {mass:.1%} of its probability: it does not "
+                "answer by them, so that rewards are noise; take words that its answers begin with, or another "
+                "judge.template"
             )
         if failed := record.get("episodes", {}).get("failed"):
             self.say(f"{warning}{failed} episodes began again, because their environment failed")

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -98,12 +99,20 @@ def start(device: str, timeout_seconds: float) -> World:
     return replace(world, node_size=math.gcd(*gather_objects(world, own_node_size(world.size))))
 
 
+@cache
+def _warn_of_unseen_gpus() -> None:
+    if os.path.exists("/proc/driver/nvidia/version") and os.environ.get("RANK", "0") == "0":
+        print("WARNING: this machine has a GPU, but torch sees none: its build is for a CPU, or for another driver")
+
+
 def own_device(device: str) -> torch.device:
     """Return this rank's device, from then on torch's current one. `device`: auto, cpu or cuda. Not collective.
 
     A rank that asks a GPU for its memory before would open a context on the first rank's.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        if device == "auto":
+            _warn_of_unseen_gpus()
         return torch.device("cpu")
     own, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if not num_gpus:
@@ -145,6 +154,13 @@ def stop(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     dist.destroy_process_group()
+
+
+def collect() -> None:
+    """Give back what nobody uses any more: objects in cycles, and the GPU memory that torch keeps for the next."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def abandon(code: int) -> None:
@@ -604,7 +620,9 @@ class TensorParallel:
         x, group = x.contiguous(), self.world.tensors
         if group and self.symmetric is not None and x.nbytes <= self.symmetric.nbytes:
             place = self.symmetric[: x.nbytes].view(x.dtype).view_as(x)
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x, "sum", group.group_name)
+            # Copied by a kernel of its own: torch's form that copies too tells other ranks before all of it is written.
+            place.copy_(x)
+            return torch.ops.symm_mem.one_shot_all_reduce(place, "sum", group.group_name)
         dist.all_reduce(x, group=group)
         return x
 

@@ -51,6 +51,7 @@ from warm_start import WarmStartConfig, byte_tokenizer, hf_config, model_folder
 from weights.lora import check_lora, count
 
 OTHERWISE = "a smaller model, shorter responses, more ranks or adapters (trainer.lora.rank)"  # where no settings help
+MOST_LR, LARGE = 1e-5, 3e8  # learning rate that is said to be high for a model of so many weights
 MODELS = Path("models")  # folder of warm-started models
 
 
@@ -392,6 +393,12 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
     if is_main and not decoding.has_room:
         helps = find_remedy(config, memory, *given) or OTHERWISE
         print(f"few sequences can decode together: KV pages hold {decoding.sequences:.1f} of the longest; take {helps}")
+    numbers = decoding.demand.weights / dtype.itemsize
+    if is_main and config.trainer.lr > MOST_LR and numbers > LARGE and not config.trainer.lora.rank:
+        print(
+            f"WARNING: trainer.lr = {config.trainer.lr:g} trains all {numbers / 1e9:.1f}e9 weights: so large a model "
+            "may be lost in a few steps; 1e-6 is usual, or adapters (trainer.lora.rank)"
+        )
     shape, tokenizer = check_source(config)
     check_teacher(config.distill, shape, tokenizer, dtype, decoding.demand.cache.longest, decoding.demand.tokens)
     planned = replace(config, rollout=replace(config.rollout, kv_gib=decoding.kv / GIB, weights=decoding.layout))
@@ -568,7 +575,7 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
     `plays`: play each at random, print what its episodes are like, and raise if it always fails.
     """
     names = {prompt.env for prompt in prompts if prompt.env}
-    chat = bool(names and c.data.chat and tokenizer.chat_template)
+    chat = c.data.chat_for(tokenizer) if names else None
     reader = Reader(tokenizer, c.env.max_reply_tokens, chat)
     if not names and c.env != EnvConfig():
         raise ConfigError("[env] has no effect: no data row has an environment; give data.env, or leave it out")

@@ -4,7 +4,6 @@ The command line and the step loop. `job.Job` has the parts of a step; formulas 
 """
 
 import argparse
-import gc
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ if __name__ == "__main__":
 from config import ConfigError, describe
 from job import Job, open_job
 from metrics import Clock, Record
-from parallel import World, own_place
+from parallel import World, collect, own_place
 from process import command, ending, launcher, run_folder
 from process.ending import StopSignal
 from records import of_replicas, step_record
@@ -57,7 +56,7 @@ def train(config: Config, world: World, resume: bool, clock: Clock | None = None
     if ends:
         return
     del job  # ranks change sides in another one, which needs its memory
-    gc.collect()
+    collect()
     train(config, world, True, clock, callbacks)
 
 

@@ -1,6 +1,7 @@
 """What the model reads of an environment's texts, in a chat with what the template writes around them."""
 
 import math
+from collections.abc import Mapping
 
 from config import ConfigError
 from core import Tokenizer
@@ -18,10 +19,13 @@ TURNS = (  # (the model's text, the reply to it)
 class Reader:
     """Makes tokens of the texts that environments give."""
 
-    def __init__(self, tokenizer: Tokenizer, max_reply_tokens: int, chat: bool):
-        """`chat`: texts are messages of the user. Raises ConfigError as `chat_glue` does."""
+    def __init__(self, tokenizer: Tokenizer, max_reply_tokens: int, chat: Mapping[str, object] | None):
+        """`chat`: texts are messages of the user, for a template that reads these options; None: they are not.
+
+        Raises ConfigError as `chat_glue` does.
+        """
         self.tokenizer, self.max_reply_tokens = tokenizer, max_reply_tokens
-        self.before, self.after = chat_glue(tokenizer) if chat else ([], [])
+        self.before, self.after = ([], []) if chat is None else chat_glue(tokenizer, chat)
 
     def tokens(self, text: str, last: int | None, room: float = math.inf) -> list[int]:
         """Return the tokens that come after the token `last` of a turn; None: before the first turn.
@@ -41,17 +45,17 @@ class Reader:
         return reply
 
 
-def chat_glue(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the tokens before and after a reply, the reply being a message of the user.
+def chat_glue(tokenizer: Tokenizer, options: Mapping[str, object]) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after a reply, the reply being a message of the user. `options`: of the template.
 
     The first of them is the end token of the model's turn, where the template writes one. Raises ConfigError if the
     template does not just append: then ids that are built turn by turn are not those that the model knows.
     """
     found = set()
-    begin = converse(tokenizer, [QUESTION], True)
+    begin = converse(tokenizer, [QUESTION], True, options=options)
     for text, reply in TURNS:
         messages = [QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": reply}]
-        whole = converse(tokenizer, messages, True)
+        whole = converse(tokenizer, messages, True, options=options)
         rest = whole.removeprefix(begin + text)
         if rest == whole or rest.count(reply) != 1:
             raise ConfigError(

@@ -6,7 +6,7 @@ checkpoint, is played again from its turns.
 """
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -55,13 +55,13 @@ class Episodes:
         prompts: Iterable[Prompt],
         tokenizer: Tokenizer,
         seed: int,
-        chat: bool = False,
+        chat: Mapping[str, object] | None = None,
         log: Path | None = None,
     ):
-        """`chat`: prompts and replies are messages of a chat; `log`: as of the pool."""
+        """`chat`: prompts and replies are messages, for a template with these options; `log`: as of the pool."""
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self.names = {prompt.env for prompt in prompts if prompt.env}
-        self.reader = Reader(tokenizer, config.max_reply_tokens, chat and bool(self.names))
+        self.reader = Reader(tokenizer, config.max_reply_tokens, chat if self.names else None)
         self.pool = EnvPool(config, limits, self.names, log)
         self.awaited: dict[SampleId, Awaited] = {}
         self.open: set[SampleId] = set()  # the pool has their episodes

@@ -234,18 +234,24 @@ def _base(d: Demand) -> float:
     return d.trains * d.adapted * d.itemsize / d.shard * (d.shard > 1 or not d.has_reference)
 
 
+def _of_experts(d: Demand) -> int:
+    """Return the bytes of a token for each of its experts, as long as the hidden state; none without a mixture."""
+    return max(d.shape.experts_per_token, 1) * d.shape.hidden_size * d.itemsize if d.shape.num_experts else 0
+
+
 def layer_bytes(d: Demand) -> float:
     """Return what a layer keeps of one token for its backward pass."""
     s, b = d.shape, d.itemsize
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    mixed = 2 * _of_experts(d)  # what each expert reads, and what it makes of it
     if d.compiled:  # two norms and their results; q, k, v, the output; gate and up, silu(gate) * up
-        return (4 * s.hidden_size + 2 * heads + 2 * kv + 3 * s.mlp_width) * b + 8 * (heads + kv) * s.qk_norm
+        return (4 * s.hidden_size + 2 * heads + 2 * kv + 3 * s.mlp_width) * b + 8 * (heads + kv) * s.qk_norm + mixed
     # Two norms: the input in fp32, that normalised in fp32 for the gradient of their weights, the output.
     norms = 2 * (4 + 4 * (not d.adapters) + b) * s.hidden_size
     # q, k, v, the output. A CPU has k and v for all query heads, and pads the sequences: the packed output is a copy.
     attention = (2 * heads + 2 * kv if d.device else 5 * heads) * b
     qk_norms = 8 * (heads + kv) * s.qk_norm
-    return norms + attention + qk_norms + 4 * s.mlp_width * b  # gate and up, silu(gate), their product
+    return norms + attention + qk_norms + 4 * s.mlp_width * b + mixed  # gate and up, silu(gate), their product
 
 
 def _training(d: Demand) -> dict[str, Lines]:
@@ -267,7 +273,7 @@ def _training(d: Demand) -> dict[str, Lines]:
         "gradient of the head": head * s.tied,  # waits for the embedding's
         "activations of one layer": layer * T * d.recompute,
         # In the MLP: those of gate and up, before and after they are joined, less what is freed on the way.
-        "gradients of activations": (2 * s.mlp_width + 2 * s.hidden_size) * b * T,
+        "gradients of activations": ((2 * s.mlp_width + 2 * s.hidden_size) * b + 2 * _of_experts(d)) * T,
     }
     return {
         "as the teacher reads": {"two of its layers, activations, logits": d.teaching},
@@ -317,7 +323,7 @@ def _prefill(d: Demand) -> Lines:
     gathered = max(d.cache.longest, min(GATHERED_TOKENS, d.cache.longest * d.cache.max_running))
     numbers = 2 * max(s.num_kv_heads // d.tensor_parallel, 1) * s.head_dim  # keys and values of a token in a layer
     return {
-        f"activations of {tokens} tokens": 3 * (s.mlp_width + s.hidden_size) * b * tokens,
+        f"activations of {tokens} tokens": (3 * (s.mlp_width + s.hidden_size) * b + 3 * _of_experts(d)) * tokens,
         f"a layer's keys and values of {gathered} tokens": numbers * b * gathered,
         f"logits of {d.cache.max_running} rows": 20 * d.cache.max_running * s.vocab_size,
     }

@@ -18,6 +18,13 @@ import parallel
 from parallel import World
 
 REPORT = 0.8  # share of the time-out after which a wait is reported
+FAILED, FAILED_SECONDS = "failed", 10.0  # the key of a rank that has failed, and how long others go on on a GPU
+
+
+def tell_failure(world: World) -> None:
+    """Let the watchdogs of the other ranks know that this one ends by an error."""
+    assert world.store, "a rank among others has a store"
+    world.store.set(FAILED, str(world.rank))
 
 
 class Place(Protocol):
@@ -34,7 +41,7 @@ class Watchdog:
     The report names every rank that shows no life, and the stages of all others. The first rank that is alive and waits
     prints it, once for each wait; then all ranks write the stacks of their threads to `folder`, even if a call holds
     the interpreter for so long that this thread cannot run. On a GPU it also ends a rank whose wait for a lost rank is
-    over the time-out.
+    over the time-out, and one that goes on though another rank has failed: NCCL would wait for that for ever.
     """
 
     def __init__(self, world: World, place: Place, folder: Path):
@@ -74,6 +81,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         store, count, moves, still_since, reported, dumped = self.store, 0, -1, time.monotonic(), False, b"0"
+        ends = math.inf  # when this rank ends for another's failure
         while not self.ended.wait(self.every):
             faulthandler.dump_traceback_later(REPORT * self.timeout, file=self.file)
             count, now = count + 1, time.monotonic()
@@ -91,6 +99,12 @@ class Watchdog:
             if self.ends_process and still > self.timeout and gone:
                 where = f"{self._stage()} of step {self.place.step}"
                 print(f"error: rank {self.rank} lost ranks {gone} in {where}", file=sys.stderr, flush=True)
+                parallel.abandon(code=1)
+            if self.ends_process and ends == math.inf and store.check([FAILED]):
+                ends = now + FAILED_SECONDS
+            if now >= ends:
+                failed = store.get(FAILED).decode()
+                print(f"error: rank {self.rank} ends, for rank {failed} has failed", file=sys.stderr, flush=True)
                 parallel.abandon(code=1)
             if (asked := store.get("dumps") if store.check(["dumps"]) else b"0") != dumped:
                 dumped = asked

@@ -53,8 +53,11 @@ class JudgeConfig:
         True,
         "use the judge's chat template, if any: the text is the user's message; a reward model reads the conversation",
     )
-    accept: str = option(" yes", "verdict on a correct response, one token")
-    reject: str = option(" no", "verdict on a wrong response, one token")
+    accept: str = option(
+        "",
+        "verdict on a correct response, one token; empty: yes, with a space before it where no chat template is used",
+    )
+    reject: str = option("", "verdict on a wrong response, one token; empty: no, as for accept")
     label: int = option(1, "label that means correct, of a reward model with several labels", min=0)
     reward: str = option(
         "probability",
@@ -110,7 +113,9 @@ class Reader:
         return self._last_read(ids) if self.is_reward_model else ids
 
     def _converse(self, messages: list[dict], generation: bool) -> list[int]:
-        return self.tokenizer.encode(converse(self.tokenizer, messages, generation), add_special_tokens=False)
+        # Templates without thoughts ignore this; with others the judge would begin with one, and not with a verdict.
+        text = converse(self.tokenizer, messages, generation, options={"enable_thinking": False})
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _last_read(self, ids: list[int]) -> list[int]:
         """Remove padding at the end, as the reward models of transformers do, even where padding is the end token."""
@@ -122,8 +127,9 @@ class Reader:
 def verdict_ids(config: JudgeConfig, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of `accept` and `reject`. Raises ConfigError unless each is one token."""
     ids: list[int] = []
-    for key in ("accept", "reject"):
-        word = getattr(config, key)
+    space = "" if config.chat and tokenizer.chat_template else " "
+    for key, usual in (("accept", "yes"), ("reject", "no")):
+        word = getattr(config, key) or space + usual
         tokens = tokenizer.encode(word, add_special_tokens=False)
         if len(tokens) != 1:
             raise ConfigError(
@@ -132,7 +138,7 @@ def verdict_ids(config: JudgeConfig, tokenizer: Tokenizer) -> list[int]:
             )
         ids += tokens
     if ids[0] == ids[1]:
-        raise ConfigError(f"judge.accept and judge.reject are the same token: {config.accept!r}")
+        raise ConfigError(f"judge.accept and judge.reject are the same token: {config.accept!r} and {config.reject!r}")
     return ids
 
 

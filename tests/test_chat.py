@@ -78,7 +78,7 @@ def test_every_family_has_a_template_here() -> None:
 @pytest.mark.parametrize("ends", [True, False], ids=["its end sampled", "stopped by a text"])
 def test_a_chat_is_built_as_its_template_writes_it(family: str, ends: bool) -> None:
     tokenizer = chat_tokenizer(TEMPLATES[family])
-    reader, messages = Reader(tokenizer, 512, chat=True), [{"role": "user", "content": "Guess!"}]
+    reader, messages = Reader(tokenizer, 512, {}), [{"role": "user", "content": "Guess!"}]
 
     def written() -> list[int]:
         return tokenizer.apply_chat_template(messages, return_dict=False, add_generation_prompt=True)
@@ -107,7 +107,7 @@ def test_templates_that_do_not_only_append_are_refused(template: str) -> None:
     tokenizer = chat_tokenizer(CHATML)
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match="chat template (rewrites|writes turns in different ways)"):
-        chat_glue(tokenizer)
+        chat_glue(tokenizer, {})
 
 
 # ---- tools -------------------------------------------------------------------------------------------------------

@@ -123,6 +123,20 @@ def test_text_becomes_a_user_message_of_the_chat_template(jsonl, chat):
     assert raw.text == "[1 + 1 =]"
 
 
+def test_a_chat_template_reads_the_options_that_are_given(jsonl, chat, plain):
+    path = jsonl({"prompt": "1", "answer": "2"})
+    chat.chat_template += "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    for options, end in (("", "<assistant>"), ('{"enable_thinking": false}', "<assistant><think></think>")):
+        [prompt], _ = load(chat, path, chat_options=options)
+        assert prompt.text == f"<user>1</user>{end}"
+    for tokenizer, options, said in (
+        (chat, "enable_thinking=false", "is no JSON obj"),
+        (plain, '{"a": 1}', "no effect"),
+    ):
+        with pytest.raises(ConfigError, match=f"data.chat_options .*{said}"):
+            load(tokenizer, path, chat_options=options)
+
+
 def test_prompts_are_encoded_once_for_a_run_and_anew_where_anything_differs(jsonl, chat, monkeypatch):
     written = []
     monkeypatch.setattr(data, "converse", lambda *a, write=data.converse: written.append(a) or write(*a))

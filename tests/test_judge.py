@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,17 @@ from config import ConfigError
 from metrics import read_records
 from model import FAMILIES
 from reward import RewardConfig
-from rewards.judge import AllGraders, Judge, JudgeConfig, JudgeModel, Reader, check_judge, open_graders, reward_of
+from rewards.judge import (
+    AllGraders,
+    Judge,
+    JudgeConfig,
+    JudgeModel,
+    Reader,
+    check_judge,
+    open_graders,
+    reward_of,
+    verdict_ids,
+)
 from rewards.offload import OffloadedModel, ThreadCopies, token_bytes
 
 CPU = torch.device("cpu")
@@ -208,6 +219,19 @@ def test_chat_templates_wrap_the_question_to_a_writer_and_the_conversation_for_a
     assert tokenizer.decode(scored("8", "5", talk)) == "<system>add<user>2+3<assistant>8"
 
 
+def test_a_verdict_begins_the_judges_answer(writer):
+    """After a template it has no space before it, and no thought before it either."""
+    tokenizer = SimpleNamespace(encode=lambda word, **_: [len(word)], chat_template=None)
+    config = JudgeConfig()
+    assert verdict_ids(config, tokenizer) == [4, 3]
+    tokenizer.chat_template = "any"
+    assert verdict_ids(config, tokenizer) == [3, 2] and verdict_ids(replace(config, chat=False), tokenizer) == [4, 3]
+    assert verdict_ids(replace(config, accept="right"), tokenizer) == [5, 2]
+    chat = load_tokenizer(writer)
+    chat.chat_template = CHAT + "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+    assert chat.decode(Reader(config_for(writer), chat, False, None)("8", "5", ROW)) == "<user>2+3=5|8?<go>"
+
+
 def test_rewards_of_a_score():
     assert reward_of(-3.5, "score") == -3.5
     assert [reward_of(x, "hard") for x in (-0.1, 0.0, 0.1)] == [0.0, 0.0, 1.0]
@@ -369,7 +393,7 @@ def test_graders_waits_for_and_forgets_samples_of_every_task(writer):
         (dict(path=""), "judge.path is empty"),
         (dict(path="nowhere"), "judge.path = 'nowhere': no such folder"),
         (dict(accept=" yes"), "judge.accept = ' yes' is 4 tokens"),
-        (dict(reject=""), "judge.reject = '' is 0 tokens"),
+        (dict(reject=""), "judge.reject = 'no' is 2 tokens"),
         (dict(reject="y"), "same token"),
         (dict(template="{question}"), "does not contain {response}"),
         (dict(memory_gib=1e-5), "judge.memory_gib = 1e-05 is too small"),

@@ -274,6 +274,15 @@ def test_ranks_that_only_train_have_pages_for_one_sequence(run_ranks, tmp_path: 
     assert trains * GIB == longest * of_token and decodes == 0.25
 
 
+def test_a_mixture_keeps_what_each_expert_reads_and_makes() -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 704, "model_type": "qwen3_moe"}
+    mixture = parse_shape(QWEN_1B | sizes | {"decoder_sparse_step": 1, "norm_topk_prob": True}, "test")
+    dense = replace(mixture, num_experts=0, experts_per_token=0, intermediate_size=mixture.mlp_width)
+    demand = planned().demand
+    of_token = layer_bytes(replace(demand, shape=mixture)) - layer_bytes(replace(demand, shape=dense))
+    assert of_token == 2 * 4 * mixture.hidden_size * demand.itemsize
+
+
 def test_a_gpu_recomputes_and_holds_fewer_logits_unless_it_is_told() -> None:
     told = TrainerConfig(recompute="off", tokens_per_logits=100)
     auto = TrainerConfig()
@@ -298,6 +307,9 @@ def test_check_prints_the_plan_of_a_gpu_from_a_config_alone(alone, tmp_path: Pat
     assert train.main(command) == 2
     said = capsys.readouterr()
     assert "sum" in said.out and "a GPU of 79.6 GiB is too small" in said.err
+    for more, is_told in ((["--trainer.lr=3e-4"], True), (["--trainer.lr=3e-4", "--trainer.lora.rank=8"], False)):
+        assert train.main([*command, "--trainer.shard=8", *more]) == 2
+        assert ("WARNING: trainer.lr = 0.0003 trains all 7.6e9 weights" in capsys.readouterr().out) == is_told
 
 
 @pytest.fixture

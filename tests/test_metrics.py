@@ -312,6 +312,14 @@ def test_a_run_ends_with_a_table_of_its_evaluations(tmp_path, capsys) -> None:
     assert f"transcripts {tmp_path / 'samples'}" in capsys.readouterr().out
 
 
+def test_a_judge_that_does_not_answer_by_its_words_is_told_of(tmp_path, capsys) -> None:
+    recorder = make_recorder(tmp_path)
+    for step, judge in ((1, {"verdict_mass": 0.02}), (2, {"verdict_mass": 0.9}), (3, {})):
+        recorder.step(make_record(step, judge=judge))
+    said = capsys.readouterr().out
+    assert said.count("the judge gives") == 1 and "WARNING: step 1: the judge gives judge.accept and judge.rej" in said
+
+
 def test_a_run_with_environments_says_how_its_episodes_went(tmp_path, capsys) -> None:
     recorder = make_recorder(tmp_path)
     for step, failed in ((1, 2), (2, 0)):

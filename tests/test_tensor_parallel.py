@@ -214,21 +214,22 @@ def sums_by_one_kernel(world: World, refused: bool) -> None:
         if refused and world.rank == 1:
             raise RuntimeError("no peer access\nat ...")
 
-    def one_shot(place: torch.Tensor, x: torch.Tensor, operation: str, group: str) -> torch.Tensor:
-        assert (place.data_ptr(), place.shape, place.dtype) == (made[0].data_ptr(), x.shape, x.dtype)
-        assert operation == "sum" and group == world.tensors.group_name and x.is_contiguous()
-        sums.append(x)
-        total = x.clone()
+    def one_shot(place: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+        assert place.data_ptr() == made[0].data_ptr() and (place == 1).all()
+        assert operation == "sum" and group == world.tensors.group_name and place.is_contiguous()
+        sums.append(place)
+        total = place.clone()
         dist.all_reduce(total)
         return total
 
     _symmetric_memory.empty, _symmetric_memory.rendezvous = empty, rendezvous
-    patch.object(torch.ops.symm_mem, "one_shot_all_reduce_copy", one_shot, create=True).start()
+    patch.object(torch.ops.symm_mem, "one_shot_all_reduce", one_shot, create=True).start()
     tp, most = TensorParallel(replace(world, device=torch.device("cuda")), 2), ONE_SHOT_BYTES // 2 // 4
     assert (tp.symmetric is None) == refused
     small, large, columns = torch.ones(most), torch.ones(most + 1), torch.ones(3, 8, dtype=torch.bfloat16)[:, :4]
     for x in (small, large, columns):
-        assert (tp.reduce(x) == 2).all()
+        total = tp.reduce(x)
+        assert (total == 2).all() and (total.shape, total.dtype) == (x.shape, x.dtype)
     assert [x.numel() for x in sums] == ([] if refused else [most, 12])
 
 

@@ -16,6 +16,7 @@ import train
 from job import Job
 from metrics import Clock
 from parallel import World
+from process import ending, watchdog
 from process.watchdog import Watchdog
 
 pytestmark = pytest.mark.slow  # processes and whole runs
@@ -73,6 +74,26 @@ def test_ranks_that_live_but_are_elsewhere_are_named(store, tmp_path, capfd) -> 
             busy.move()
     said = capfd.readouterr().err
     assert "perhaps for [1], which are in other stages" in said and "makes progress, in train" in said
+
+
+def test_a_rank_on_a_gpu_ends_when_another_has_failed(store, tmp_path, capfd, monkeypatch) -> None:
+    """NCCL waits for the lost rank for ever, and in a call that no signal interrupts."""
+    ended = threading.Event()
+    monkeypatch.setattr(parallel, "abandon", lambda code: ended.set())
+    monkeypatch.setattr(watchdog, "FAILED_SECONDS", 0.1)
+    on_cpu, on_gpu = dogs(store, tmp_path, [waiting("train"), waiting("train")], size=3)
+    on_gpu.ends_process = True
+
+    def fails(_: World) -> None:
+        raise ValueError("mine")
+
+    with on_cpu, on_gpu:
+        monkeypatch.setattr(parallel, "start", lambda *_: world(2, 3, store))
+        assert ending.exit_code(fails, "cpu", TIMEOUT, Clock()) == 1
+        ended.clear()  # by the rank that failed
+        assert ended.wait(60)
+    said = capfd.readouterr().err
+    assert "error: rank 1 ends, for rank 2 has failed" in said and "rank 0 ends" not in said
 
 
 def test_who_gets_on_is_not_reported_and_leaves_no_file(store, tmp_path, capfd) -> None:
