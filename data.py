@@ -105,6 +105,8 @@ class DataConfig:
                 f"data.chat_options = {self.chat_options!r:.60} is no JSON object; write such as "
                 '{"enable_thinking": false}'
             )
+        if own := found.keys() & {"tokenize", "add_generation_prompt", "conversation"}:
+            raise ConfigError(f"data.chat_options sets {min(own)}, which is given to every template; leave it out")
         return found
 
     def chat_for(self, tokenizer: Tokenizer) -> dict[str, object] | None:
@@ -167,7 +169,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
                     f"data.{key} = {value!r} has no effect: the built-in task {config.train} names its grader; remove "
                     "it, or give your own rows as data.train"
                 )
-    if config.options and not tokenizer.chat_template:
+    if (options := config.options) and not tokenizer.chat_template:
         raise ConfigError("data.chat_options has no effect: the tokenizer has no chat template; leave it out")
     train, held_out = list[_Row](), list[_Row]()
     for name, count in zip(weights, _shares(config.eval_prompts, weights.values()), strict=True):
@@ -185,6 +187,10 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     ):
         raise ConfigError(
             f"data.template = {config.template!r:.60} has no effect: all prompts are messages; put it into them"
+        )
+    if options and not config.chat and all(isinstance(row.fields["prompt"], str) for row in train + held_out):
+        raise ConfigError(
+            "data.chat_options has no effect: with data.chat = false no prompt is a message; leave it out"
         )
     if empty := weights.keys() - {row.source for row in train} if len(weights) > 1 else ():
         raise ConfigError(f"data.mix: {min(empty)} has no row to train; leave it out")
@@ -398,6 +404,7 @@ class _Encoder:
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int):
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
+        self.reads_options = False  # the chat template, as a first prompt has shown
         self.seconds_left = TEMPLATE_SECONDS  # for the next row: each row adds some, and unused seconds are kept
 
     def prompts(self, rows: Sequence[_Row]) -> list[Prompt]:
@@ -441,9 +448,16 @@ class _Encoder:
             raise ConfigError(
                 f"{where}: prompt is a list of messages, but the tokenizer has no chat template; write it as text"
             )
-        start = time.monotonic()
+        options, start = self.config.options, time.monotonic()
         try:
-            text = converse(self.tokenizer, prompt, True, self.seconds_left, self.config.options)
+            text = converse(self.tokenizer, prompt, True, self.seconds_left, options)
+            if options and not self.reads_options:
+                if converse(self.tokenizer, prompt, True, self.seconds_left) == text:
+                    raise ConfigError(
+                        f"data.chat_options = {self.config.chat_options!r:.60} changes nothing that the chat template "
+                        f"writes of {where}; correct the names, or leave it out"
+                    )
+                self.reads_options = True
         except TimeoutError:
             raise ConfigError(
                 f"{where}: the tokenizer's chat template takes too long: it may take {TEMPLATE_SECONDS:g} s for a row, "

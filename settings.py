@@ -394,7 +394,8 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
         helps = find_remedy(config, memory, *given) or OTHERWISE
         print(f"few sequences can decode together: KV pages hold {decoding.sequences:.1f} of the longest; take {helps}")
     numbers = decoding.demand.weights / dtype.itemsize
-    if is_main and config.trainer.lr > MOST_LR and numbers > LARGE and not config.trainer.lora.rank:
+    trains_all = config.run.steps and config.loss.name != "sft" and not config.trainer.lora.rank
+    if is_main and trains_all and config.trainer.lr > MOST_LR and numbers > LARGE:
         print(
             f"WARNING: trainer.lr = {config.trainer.lr:g} trains all {numbers / 1e9:.1f}e9 weights: so large a model "
             "may be lost in a few steps; 1e-6 is usual, or adapters (trainer.lora.rank)"

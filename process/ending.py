@@ -7,14 +7,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 
 import parallel
 from config import ConfigError
 from environments import EpisodeError
 from metrics import Clock
 from parallel import World
-from process import watchdog
 from process.command import CLOSED, output_is_closed
 from process.permits import GroupError
 from process.workers import WorkerError
@@ -91,7 +89,6 @@ def exit_code(work: Callable[[World], None], device: str, timeout_seconds: float
     A user's error, such as a wrong setting, prints one line; our own its traceback. A rank that fails among others ends
     the process instead of returning.
     """
-    world = None
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with clock.span("rendezvous"):
@@ -101,9 +98,6 @@ def exit_code(work: Callable[[World], None], device: str, timeout_seconds: float
         return 0
     except (Exception, KeyboardInterrupt) as error:
         code = _explain(error, clock)
-    if world and world.store:
-        with suppress(Exception):  # the store's rank may be the first that is gone
-            watchdog.tell_failure(world)
     parallel.abandon(code)
     return code
 

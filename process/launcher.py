@@ -29,6 +29,7 @@ OPTIONS = {  # torchrun's own: a pattern for each, and its meaning
 }
 CORES = "PLAINROLL_CORES"  # in the environment: cores of each rank of this machine, such as 0,1;2,3 (mux.py)
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # in the environment: seconds between SIGTERM and SIGKILL to ranks
+TORCHS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # signals that its launcher handles
 SIGNALLED = 128  # a shell's exit code of a process that a signal has ended, less the signal's number
 
 
@@ -105,7 +106,7 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
     from torch.distributed.run import main
 
     ranks, before, disabled = int(flags.ranks or 1), dict(os.environ), logging.root.manager.disable
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}  # torch sets its own
+    handlers = {number: signal.getsignal(number) for number in TORCHS}  # torch sets its own
     divide_cores(ranks)
     # A signal waits for the step and its checkpoint. An option of this name came with torch 2.12.
     os.environ.setdefault(SHUTDOWN, "600")

@@ -3,13 +3,13 @@
 import fcntl
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from config import ConfigError, Dataclass, dump_toml
 from metrics import Clock
 from parallel import World
-from process.watchdog import Watchdog
+from process.watchdog import Watchdog, tell_failure
 
 LOCK_SECONDS = 10.0  # a killed run may take so long to let go of its folder
 
@@ -26,7 +26,13 @@ def guarded(config: Dataclass, folder: Path, world: World, clock: Clock) -> Iter
             write_settings(config, folder)
         if world.size > 1:
             stack.enter_context(Watchdog(world, clock, folder / "stacks"))
-        yield
+        try:
+            yield
+        except BaseException:
+            if world.store:
+                with suppress(Exception):  # the store's rank may be the first that is gone
+                    tell_failure(world)
+            raise
 
 
 @contextmanager

@@ -24,7 +24,12 @@ FAILED, FAILED_SECONDS = "failed", 10.0  # the key of a rank that has failed, an
 def tell_failure(world: World) -> None:
     """Let the watchdogs of the other ranks know that this one ends by an error."""
     assert world.store, "a rank among others has a store"
-    world.store.set(FAILED, str(world.rank))
+    world.store.set(FAILED, f"{world.rank} {time.time_ns()}")
+
+
+def told_failure(store: dist.Store) -> str:
+    """Return what `tell_failure` has said last, perhaps before torchrun's restart; "" for nothing."""
+    return store.get(FAILED).decode() if store.check([FAILED]) else ""
 
 
 class Place(Protocol):
@@ -49,6 +54,7 @@ class Watchdog:
         self.rank, self.size, self.timeout, self.place = world.rank, world.size, world.timeout_seconds, place
         # A connection of its own: the main thread may wait on the world's.
         self.store: dist.Store = world.store.clone()
+        self.before = told_failure(self.store)
         self.path = folder / f"rank_{self.rank}.txt"
         self.every = min(1.0, self.timeout / 20)
         # Gloo ends a wait with an error. NCCL never ends the wait for a collective that a CUDA graph holds.
@@ -76,8 +82,10 @@ class Watchdog:
     def _run(self) -> None:
         try:
             self._watch()
-        except Exception as error:  # the store's machine is gone: the main thread will notice it
+        except Exception as error:  # the store's machine is gone: with gloo the main thread will notice it
             print(f"rank {self.rank}: the watchdog has ended: {error}", file=sys.stderr, flush=True)
+            if self.ends_process and not self.ended.wait(FAILED_SECONDS):
+                parallel.abandon(code=1)
 
     def _watch(self) -> None:
         store, count, moves, still_since, reported, dumped = self.store, 0, -1, time.monotonic(), False, b"0"
@@ -100,10 +108,10 @@ class Watchdog:
                 where = f"{self._stage()} of step {self.place.step}"
                 print(f"error: rank {self.rank} lost ranks {gone} in {where}", file=sys.stderr, flush=True)
                 parallel.abandon(code=1)
-            if self.ends_process and ends == math.inf and store.check([FAILED]):
+            if self.ends_process and ends == math.inf and told_failure(store) != self.before:
                 ends = now + FAILED_SECONDS
             if now >= ends:
-                failed = store.get(FAILED).decode()
+                failed, _ = told_failure(store).split()
                 print(f"error: rank {self.rank} ends, for rank {failed} has failed", file=sys.stderr, flush=True)
                 parallel.abandon(code=1)
             if (asked := store.get("dumps") if store.check(["dumps"]) else b"0") != dumped:

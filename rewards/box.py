@@ -215,7 +215,10 @@ def _show(path: bytes, root: bytes, flags: int = READ_ONLY | NO_SUID | NO_DEV) -
     try:  # mounts below it too: mount_setattr, from Linux 5.12 on, whose first flags are those of mount
         walls.call("syscall", SET_ATTRIBUTES, -1, target, ALL_BELOW, struct.pack("4Q", flags, 0, 0, 0), 32)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EPERM):  # EPERM: a filter of system calls that does not know it
+        # An older kernel, or a filter of system calls that does not know it: then no other mounts may be there.
+        with open("/proc/self/mountinfo", "rb") as mounts:
+            is_alone = not any(line.split()[4].startswith(target + b"/") for line in mounts)
+        if error.errno not in (errno.ENOSYS, errno.EPERM) or not is_alone:
             raise
 
 

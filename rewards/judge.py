@@ -114,7 +114,8 @@ class Reader:
 
     def _converse(self, messages: list[dict], generation: bool) -> list[int]:
         # Templates without thoughts ignore this; with others the judge would begin with one, and not with a verdict.
-        text = converse(self.tokenizer, messages, generation, options={"enable_thinking": False})
+        options = {"enable_thinking": False} if generation else {}
+        text = converse(self.tokenizer, messages, generation, options=options)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _last_read(self, ids: list[int]) -> list[int]:

@@ -26,7 +26,8 @@ Event = Any  # of a copy: a CUDA event, or a future on a CPU
 
 def token_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
     """Return the activation bytes of one token at the peak of a layer: in its MLP, or in its attention."""
-    mlp = 3 * shape.mlp_width + 3 * shape.hidden_size
+    of_experts = 3 * shape.experts_per_token * shape.hidden_size  # of a mixture: as policies/memory_plan.py has it
+    mlp = 3 * shape.mlp_width + 3 * shape.hidden_size + of_experts * bool(shape.num_experts)
     attention = 3 * shape.hidden_size + (5 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
     return max(mlp, attention) * dtype.itemsize
 

@@ -130,11 +130,15 @@ def test_a_chat_template_reads_the_options_that_are_given(jsonl, chat, plain):
         [prompt], _ = load(chat, path, chat_options=options)
         assert prompt.text == f"<user>1</user>{end}"
     for tokenizer, options, said in (
-        (chat, "enable_thinking=false", "is no JSON obj"),
-        (plain, '{"a": 1}', "no effect"),
+        (chat, "enable_thinking=false", "is no JSON object"),
+        (chat, '{"enable_thinkin": false}', "changes nothing that the chat template writes of .*:1; correct"),
+        (chat, '{"tokenize": true}', "sets tokenize"),
+        (plain, '{"a": 1}', "has no effect: the tokenizer has no chat template"),
     ):
         with pytest.raises(ConfigError, match=f"data.chat_options .*{said}"):
             load(tokenizer, path, chat_options=options)
+    with pytest.raises(ConfigError, match=r"no effect: with data.chat = false"):
+        load(chat, path, chat_options='{"a": 1}', chat=False)
 
 
 def test_prompts_are_encoded_once_for_a_run_and_anew_where_anything_differs(jsonl, chat, monkeypatch):

@@ -73,11 +73,12 @@ def test_a_place_that_no_rank_has_is_refused_in_a_line(alone, settings, capsys, 
 
 
 def test_a_script_goes_on_after_its_ranks_as_it_was(alone, monkeypatch) -> None:
-    monkeypatch.setattr("torch.distributed.run.main", lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN))
-    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    monkeypatch.setattr("torch.distributed.run.main", lambda _: [signal.signal(s, signal.SIG_IGN) for s in numbers])
+    before, handlers = dict(os.environ), [*map(signal.getsignal, numbers)]
     assert launcher.launch("script.py", launcher.parse(["--ranks=2"])[0], []) == 0
     assert os.environ == before and logging.root.manager.disable == 0
-    assert signal.getsignal(signal.SIGTERM) == handler
+    assert [*map(signal.getsignal, numbers)] == handlers
 
 
 def test_the_cores_are_divided_unless_the_user_did(alone) -> None:

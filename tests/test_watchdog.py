@@ -16,8 +16,9 @@ import train
 from job import Job
 from metrics import Clock
 from parallel import World
-from process import ending, watchdog
+from process import run_folder, watchdog
 from process.watchdog import Watchdog
+from settings import Config
 
 pytestmark = pytest.mark.slow  # processes and whole runs
 
@@ -81,16 +82,14 @@ def test_a_rank_on_a_gpu_ends_when_another_has_failed(store, tmp_path, capfd, mo
     ended = threading.Event()
     monkeypatch.setattr(parallel, "abandon", lambda code: ended.set())
     monkeypatch.setattr(watchdog, "FAILED_SECONDS", 0.1)
+    watchdog.tell_failure(world(2, 3, store))  # before a restart
     on_cpu, on_gpu = dogs(store, tmp_path, [waiting("train"), waiting("train")], size=3)
     on_gpu.ends_process = True
-
-    def fails(_: World) -> None:
-        raise ValueError("mine")
-
     with on_cpu, on_gpu:
-        monkeypatch.setattr(parallel, "start", lambda *_: world(2, 3, store))
-        assert ending.exit_code(fails, "cpu", TIMEOUT, Clock()) == 1
-        ended.clear()  # by the rank that failed
+        assert not ended.wait(0.5)
+        with pytest.raises(ValueError, match="mine"):
+            with run_folder.guarded(Config(), tmp_path / "run", world(2, 3, store), Clock()):
+                raise ValueError("mine")
         assert ended.wait(60)
     said = capfd.readouterr().err
     assert "error: rank 1 ends, for rank 2 has failed" in said and "rank 0 ends" not in said
