@@ -277,7 +277,7 @@ def find_remedy(
         try:
             made = memory_plan(changed, shape, num_ranks, node_size, device, d.outside)
             if all(each.fits for each in made):
-                check_settings(changed, num_ranks, model_dtype(changed, device.type))
+                check_settings(changed, num_ranks)
             return made
         except ConfigError:
             return ()
@@ -380,7 +380,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
     device, node_size = planned_device(config), own_node_size(world_size)
     dtype = model_dtype(config, device.type)
     asked, config = config, with_split(config, world_size)
-    check_settings(config, world_size, dtype)
+    check_settings(config, world_size)
     check_loggers(config.log)
     check_run_folder(asked, resume)  # a run saves its settings as they were asked for
     given = shape_of(config), world_size, node_size, device
@@ -417,7 +417,7 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
         print(f"config, data, graders and model folder are fine for {ranks}")
 
 
-def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
+def check_settings(c: Config, world_size: int) -> None:
     """Raise ConfigError on values and combinations that need no file to be refused."""
     if not c.run.dir:
         raise ConfigError('run.dir = "" names no folder; give one, such as runs/mine')
@@ -435,7 +435,7 @@ def check_settings(c: Config, world_size: int, dtype: torch.dtype) -> None:
     refuse_commas("drafts.sources", c.drafts.sources)
     check_drafts(c)
     check_stream(c, world_size)
-    check_endless(c, world_size, dtype)
+    check_endless(c, world_size)
     decoding = world_size - c.overlap.train_ranks
     if not c.overlap.depth and prompts % (replicas := decoding // tp):
         raise ConfigError(
@@ -718,7 +718,7 @@ def check_stream(c: Config, num_ranks: int) -> None:
         )
 
 
-def check_endless(c: Config, world_size: int, dtype: torch.dtype) -> None:
+def check_endless(c: Config, world_size: int) -> None:
     """Refuse combinations that have no place in an endless rollout or on ranks apart."""
     policy = POLICIES[c.scheduler.policy](c.scheduler)
     check_overlap(c.overlap, policy, c.stream.policy, c.planner.rule, c.run.replay)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ALONE, ROOT, any_shape, steps_of, train_runs
 
 from checkpoint import list_checkpoints, load_state
@@ -254,4 +253,4 @@ def test_a_dry_replica_draws_first_what_it_will_decode(placement: str) -> None:
 def test_settings_that_have_no_place_are_refused(settings, arguments: dict, message: str) -> None:
     config = load_config(Config, None, settings("run", **arguments))
     with pytest.raises(ConfigError, match=message):
-        check_settings(config, 2, torch.float32)
+        check_settings(config, 2)
