@@ -9,6 +9,7 @@ import difflib
 import errno
 import json
 import math
+import os
 import re
 import stat
 import textwrap
@@ -198,6 +199,8 @@ def _within(key: str, value: object, old: object, limits: Mapping[str, Any], sou
         raise ConfigError(f"{source}{key} has a zero byte or over {LONGEST} characters; shorten or correct it")
     if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
         raise ConfigError(f"{source}{key} = {value!r} is not UTF-8 text; write it in UTF-8")
+    if isinstance(value, str) and value.startswith("~/"):  # the shell writes out only what stands by itself
+        value = os.path.expanduser(value)
     low, above, high, choices = (limits[name] for name in ("min", "above", "max", "choices"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{source}{key} = {value!r} is not one of: {', '.join(choices)}")

@@ -57,6 +57,7 @@ class DataConfig:
         "most a tenth of each file of data.train and data.mix",
     )
     eval_prompts: int = option(512, "prompts of an evaluation, at most; 0: no evaluation", min=0)
+    skip_long: bool = option(False, "leave out prompts over rollout.max_prompt_tokens, which are refused otherwise")
     prompt_field: str = option("prompt", "field (column) of a file's rows that has the prompt")
     answer_field: str = option("answer", "field (column) of a file's rows that has the answer")
     task: str = option(
@@ -84,6 +85,7 @@ class DataConfig:
         'what the chat template reads beside the messages, as a JSON object: {"enable_thinking": false} has Qwen3 '
         "answer at once",
     )
+    system: str = option("", "system message before text prompts, for a tokenizer with a chat template")
     template: str = option(
         "{prompt}", "text put around a text prompt, before the chat template; {prompt} is the prompt"
     )
@@ -179,16 +181,15 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     chosen = {row.told for row in held_out if row.source not in BUILT_IN}  # a file may repeat a prompt
     train = [row for row in train if row.source in BUILT_IN or row.told not in chosen]
     for name, count in zip(own, _shares(config.eval_prompts, [1.0] * len(own)), strict=True):
-        held_out += (
-            _divided(name, config, count)[1] if name in BUILT_IN else read_rows(name, "data.eval", config)[:count]
-        )
-    if config.template != DataConfig.template and not any(
-        isinstance(r.fields["prompt"], str) for r in train + held_out
-    ):
-        raise ConfigError(
-            f"data.template = {config.template!r:.60} has no effect: all prompts are messages; put it into them"
-        )
-    if options and not config.chat and all(isinstance(row.fields["prompt"], str) for row in train + held_out):
+        mine = _divided(name, config, count)[1] if name in BUILT_IN else read_rows(name, "data.eval", config)
+        held_out += _spread(mine, count)
+    if config.system and not (config.chat and tokenizer.chat_template):
+        raise ConfigError("data.system has no effect without data.chat and a chat template; write it into the prompts")
+    are_texts = [isinstance(row.fields["prompt"], str) for row in train + held_out]
+    for key in ("template", "system") if not any(are_texts) else ():
+        if (value := getattr(config, key)) != getattr(DataConfig, key):
+            raise ConfigError(f"data.{key} = {value!r:.60} has no effect: all prompts are messages; put it into them")
+    if options and not config.chat and all(are_texts):
         raise ConfigError(
             "data.chat_options has no effect: with data.chat = false no prompt is a message; leave it out"
         )
@@ -203,7 +204,18 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
 
 
 # The last prompts, after what they were made of: the check of a run, the run, ranks that change sides want the same.
-_encoded: list[tuple[object, tuple[list[Prompt], list[Prompt]]]] = []
+_encoded: list[tuple[tuple[list[_Row], list[_Row], object, object, object], tuple[list[Prompt], list[Prompt]]]] = []
+
+
+def notes_on(config: DataConfig, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Iterator[str]:
+    """Yield what a user should know of the prompts that `load_prompts` has just returned."""
+    (train, rows, *_), _ = _encoded[0]
+    if left_out := len(train) + len(rows) - len(prompts) - len(held_out):
+        yield f"{left_out} prompts are over rollout.max_prompt_tokens and left out (data.skip_long)"
+    own = {name.strip() for name in config.eval.split(",")} - {*BUILT_IN}
+    trained = {row.told for row in train}
+    if common := sum(row.told in trained for row in rows if row.source in own):
+        yield f"WARNING: {common} of {len(held_out)} held-out prompts are trained too: they are in data.train, as well"
 
 
 def _divided(name: str, config: DataConfig, count: int) -> tuple[list[_Row], list[_Row]]:
@@ -383,6 +395,10 @@ def _row(row: dict, where: str, source: str, words: Words, config: DataConfig, g
     )
     if not prompt or not (is_chat or isinstance(prompt, str)):
         raise ConfigError(f'{where}: prompt = {prompt!r:.60} must be text or a list of {{"role", "content"}} messages')
+    if is_chat and prompt[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{where}: the last message of the prompt is the assistant's, which the model is to write; remove it"
+        )
     for field in ("answer", "task"):
         if not isinstance(row.get(field, ""), str):
             raise ConfigError(f"{where}: {field} = {row[field]!r:.60} must be text; {words.as_text}")
@@ -408,27 +424,33 @@ class _Encoder:
         self.seconds_left = TEMPLATE_SECONDS  # for the next row: each row adds some, and unused seconds are kept
 
     def prompts(self, rows: Sequence[_Row]) -> list[Prompt]:
-        prompts, most = [self._prompt(i, row) for i, row in enumerate(rows)], self.max_tokens
+        prompts, most = [prompt for row in rows if (prompt := self._prompt(row))], self.max_tokens
         if empty := next((p for p in prompts if not p.token_ids), None):
             raise ConfigError(f"{empty.where}: the prompt has no tokens")
-        if long := [p for p in prompts if len(p.token_ids) > most]:
+        if self.config.skip_long:
+            prompts = [p for p in prompts if len(p.token_ids) <= most]
+        elif long := [p for p in prompts if len(p.token_ids) > most]:
             longest = max(len(p.token_ids) for p in long)
             raise ConfigError(
                 f"{long[0].where}: the prompt has {len(long[0].token_ids)} tokens, over rollout.max_prompt_tokens = "
-                f"{most}; raise it, or remove the row ({len(long)} are too long, the longest has {longest})"
+                f"{most}; raise it, or leave such rows out with data.skip_long ({len(long)} are too long, the longest "
+                f"has {longest})"
             )
-        return prompts
+        return [replace(prompt, index=i) for i, prompt in enumerate(prompts)]
 
-    def _prompt(self, index: int, row: _Row) -> Prompt:
+    def _prompt(self, row: _Row) -> Prompt | None:
+        """Return the row with its tokens; None: it is far too long, and may be left out."""
         where, tokenizer = row.where, self.tokenizer
         prompt, answer, task = (row.fields[name] for name in ("prompt", "answer", "task"))
         try:
             is_chat = not isinstance(prompt, str) or (self.config.chat and bool(tokenizer.chat_template))
             text = self._written(prompt, where) if is_chat else self.config.template.replace("{prompt}", prompt)
             if len(text) > TOKEN_CHARACTERS * self.max_tokens:  # to make its tokens could take minutes
+                if self.config.skip_long:
+                    return None
                 raise ConfigError(
                     f"{where}: the prompt has {len(text)} characters, far too many for rollout.max_prompt_tokens = "
-                    f"{self.max_tokens}; raise it, or remove the row"
+                    f"{self.max_tokens}; raise it, or leave such rows out with data.skip_long"
                 )
             text.encode()  # the tokenizer's message about half a character would not name the cause
             token_ids = tuple(tokenizer.encode(text, add_special_tokens=not is_chat))  # a chat template writes them
@@ -438,12 +460,13 @@ class _Encoder:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             said = one_line(error)
             raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
-        return Prompt(index, token_ids, text, answer, task, row.fields, where, row.env, row.source)
+        return Prompt(0, token_ids, text, answer, task, row.fields, where, row.env, row.source)
 
     def _written(self, prompt: str | list[dict], where: str) -> str:
         """Return the prompt as the chat template writes it."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": self.config.template.replace("{prompt}", prompt)}]
+            prompt = [{"role": "system", "content": self.config.system}] * bool(self.config.system) + prompt
         elif not self.tokenizer.chat_template:
             raise ConfigError(
                 f"{where}: prompt is a list of messages, but the tokenizer has no chat template; write it as text"

@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import secrets
 import sys
 import time
 from collections import defaultdict, deque
@@ -173,7 +174,11 @@ class Recorder:
         if config.wandb:
             import wandb
 
-            self.wandb = wandb.init(project=config.wandb, name=run.name, dir=str(run), config=settings)
+            name = run / "wandb_id"  # a resumed run goes on in the run that it has there
+            if not name.exists():
+                name.write_text(secrets.token_hex(4))
+            own = {"id": name.read_text(), "resume": "allow"}
+            self.wandb = wandb.init(project=config.wandb, name=run.name, dir=str(run), config=settings, **own)
 
     def say(self, text: str) -> None:
         """Print one line above the progress bar."""

@@ -138,18 +138,21 @@ def environment(c: MuxConfig, place: Place, is_gpu: bool) -> dict[str, str]:
 
 def make_jobs(c: MuxConfig, script: str, resume: bool) -> list[JobRun]:
     """Return the jobs that a group's file lists: all on all workers. Raises ConfigError."""
-    place, made = place_of(range(c.train_workers), range(c.rollout_workers)), list[JobRun]()
-    for path in c.jobs:
-        config = load_job(c, path)
-        if config.overlap.train_ranks not in (0, c.train_workers):
-            raise ConfigError(
-                f"{path}: overlap.train_ranks = {config.overlap.train_ranks} beside mux.train_workers = "
-                f"{c.train_workers}; take auto, or 0 for a job that has all workers in each of its phases"
-            )
-        check_run_folder(config, resume)
-        made.append(make_job(c, path, config, place, script))
+    made = [make_listed(c, path, script, resume) for path in c.jobs]
     check_together(c, made)
     return made
+
+
+def make_listed(c: MuxConfig, path: str, script: str, resume: bool) -> JobRun:
+    """Return a job of the group's file, on all workers. Raises ConfigError."""
+    config = load_job(c, path)
+    if config.overlap.train_ranks not in (0, c.train_workers):
+        raise ConfigError(
+            f"{path}: overlap.train_ranks = {config.overlap.train_ranks} beside mux.train_workers = "
+            f"{c.train_workers}; take auto, or 0 for a job that has all workers in each of its phases"
+        )
+    check_run_folder(config, resume)
+    return make_job(c, path, config, place_of(range(c.train_workers), range(c.rollout_workers)), script)
 
 
 def check_together(c: MuxConfig, jobs: Sequence[JobRun]) -> None:
@@ -170,14 +173,23 @@ def check_together(c: MuxConfig, jobs: Sequence[JobRun]) -> None:
 # ---- the group ---------------------------------------------------------------------------------------------------
 
 
+def whole_lines(path: Path) -> Path:
+    """Return the path of a file of lines, after what a full disk or a kill left of its last line is cut off."""
+    if path.is_file():
+        with open(path, "rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+    return path
+
+
 class Mux:
     """A server, and the jobs that it has started."""
 
     def __init__(self, config: MuxConfig, script: str, resume: bool):
         self.config, self.script, self.resume, self.jobs = config, script, resume, dict[str, JobRun]()
         secret = os.environ.get(SECRET, "") if isinstance(address_of(config.address), tuple) else ""
-        self.server = GroupServer({}, self.record, secret, config.phase_seconds, self.end_job, self.command)
-        self.events = open(Path(config.dir) / "mux.jsonl", "a", encoding="utf-8")
+        runs = lambda name: self.jobs[name].runs  # noqa: E731
+        self.server = GroupServer({}, self.record, secret, config.phase_seconds, self.end_job, self.command, runs)
+        self.events = open(whole_lines(Path(config.dir) / "mux.jsonl"), "a", encoding="utf-8")
         self.tasks, self.codes = set[asyncio.Task[None]](), dict[str, int]()
         self.steps, self.lines = dict[str, int](), dict[str, str]()  # the newest that were printed, by job
         self.left, self.signal = dict[str, float](), 0
@@ -233,9 +245,10 @@ class Mux:
             code = self.codes[job.name] = 1
             job.stopped, job.why = False, f"it cannot be started: {error}"
         self.record("exits", job=job.name, code=code)
+        self.server.forget(job.name)
         step = job.newest_record().get("step", 0)
         saved = max((step_of(path) or 0 for path in list_checkpoints(job.folder)), default=0)
-        if job.stopped and (saved < step or job.why):
+        if job.stopped and (saved < step > job.first or job.why):
             job.stopped, job.why = False, job.why or f"before its checkpoint; the newest is of step {saved}"
         if code and not job.stopped:
             how = job.why or (f"signal {-code} ended it" if code < 0 else f"exit code {code}: {job.last_words()}")
@@ -293,6 +306,7 @@ class Mux:
                 if not job.is_listed:
                     return self.submit(job.path, job.slo, len(job.place["rollout"]), job.seconds)
                 self._refuse_at_end()
+                job = make_listed(self.config, job.path, self.script, resume=True)
                 check_together(self.config, [*filter(lambda other: other.runs, self.jobs.values()), job])
                 self.start(job, resume=True)
                 return f"{name} goes on from its newest checkpoint"
@@ -339,7 +353,7 @@ class Mux:
         """Return a job, on so many workers, by its given seconds of rollout and training or those of its steps."""
         path = folder / "steps.jsonl"
         recorded = recorded_phases(read_records(path) if path.exists() else ())
-        rollouts, trains = ([given[0]], [given[1]]) if given else recorded
+        rollouts, trains = ([given[0]], [given[1]]) if given and not recorded[0] else recorded
         if not rollouts:
             raise ConfigError(
                 f"nobody knows how long the phases of {name} take: no step is in {folder}; give --rollout-seconds and "
@@ -389,7 +403,7 @@ class Mux:
             self.phase[job] = str(fields["phase"])
         elif event in ("ends", "left"):
             self.phase.pop(job, None)
-            if event == "left":
+            if event == "left" and "done" not in fields:
                 self.left[pool] = now
         elif event == "joined":
             self.left.pop(pool, None)
@@ -438,12 +452,13 @@ def run_group(config: MuxConfig, script: str, resume: bool) -> int:
     return code
 
 
-def check(jobs: Sequence[JobRun]) -> int:
+def check(jobs: Sequence[JobRun], resume: bool) -> int:
     """Check all jobs as `train.py --check` does; return the exit code."""
     codes = []
     for job in jobs:
         print(f"{job.name}:", flush=True)
-        codes.append(subprocess.run([*job.command, "--check"], env=os.environ | job.environment).returncode)
+        command = [*job.command, "--check", *["--resume"] * resume]
+        codes.append(subprocess.run(command, env=os.environ | job.environment).returncode)
     return next((code for code in codes if code), 0)
 
 
@@ -452,7 +467,8 @@ def ask(config: MuxConfig, words: Sequence[str], flags: argparse.Namespace) -> i
     message: Message = {"command": words[0]}
     if words[0] == "submit":
         given = [seconds for seconds in (flags.rollout_seconds, flags.train_seconds) if seconds is not None]
-        message |= {"path": str(Path(words[1]).resolve()), "slo": flags.slo, "seconds": given}
+        slo = SLO if flags.slo is None else flags.slo
+        message |= {"path": str(Path(words[1]).resolve()), "slo": slo, "seconds": given}
         message["rollout"] = flags.rollout_workers
     elif words[0] != "status":
         message["job"] = words[1]
@@ -478,10 +494,8 @@ def main(argv: list[str], script: str = str(HERE / "train.py")) -> int:
     for flag in ("--check", "--resume"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--slo", type=float, default=2.0)
-    parser.add_argument("--rollout-workers", type=int)
-    for flag in ("--rollout-seconds", "--train-seconds"):
-        parser.add_argument(flag, type=float)
+    for flag, kind in OF_SUBMIT.items():
+        parser.add_argument(f"--{flag.replace('_', '-')}", type=kind)
     try:
         flags, rest = parser.parse_known_args(argv)
         words = [text for text in rest if not text.startswith("--")]
@@ -492,17 +506,25 @@ def main(argv: list[str], script: str = str(HERE / "train.py")) -> int:
         wanted = COMMANDS.get(words[0], 0) if words else 0
         if len(words) > 1 + wanted or (words and words[0] in COMMANDS and len(words) < 1 + wanted):
             raise ConfigError(f"cannot read {' '.join(words)!r}; --help shows what mux.py takes")
-        if words and words[0] in COMMANDS:
+        is_command = bool(words) and words[0] in COMMANDS
+        without_effect = [name for name in ("check", "resume") if is_command and getattr(flags, name)]
+        if words[:1] != ["submit"]:
+            without_effect += [name for name in OF_SUBMIT if getattr(flags, name) is not None]
+        if without_effect:
+            raise ConfigError(f"--{without_effect[0].replace('_', '-')} has no effect here; --help says what takes it")
+        if is_command:
             return ask(load_config(GroupFile, None, overrides).mux, words, flags)
         config = load_config(GroupFile, words[0] if words else None, overrides).mux
         if flags.check:
-            return check(make_jobs(config, script, flags.resume))
+            return check(make_jobs(config, script, flags.resume), flags.resume)
         return run_group(config, script, flags.resume)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
+OF_SUBMIT = {"slo": float, "rollout_workers": int, "rollout_seconds": float, "train_seconds": float}
+SLO = 2.0  # of a job that is submitted without one
 COMMANDS = {"submit": 1, "status": 0, "cancel": 1, "resume": 1}  # words that follow
 USAGE = """plainroll: several jobs on one set of workers
 

@@ -13,13 +13,13 @@ import torch
 import checkpoint
 from config import Auto, ConfigError, flatten, load_config, option, toml_text
 from core import ModelShape, Prompt, Tokenizer
-from data import DUMP, DataConfig, load_prompts
+from data import DUMP, DataConfig, load_prompts, notes_on
 from engine import gradients
 from engine.cpu import can_pack
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
 from environments import EnvConfig, check_environment
-from envs.chat import Reader
+from envs.chat import Reader, chat_glue
 from envs.latency import Latency
 from envs.player import player_named
 from envs.pool import TRIES, try_environments
@@ -408,6 +408,11 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
     if is_main and (device.type == "cpu" or torch.cuda.is_available()):
         rollout_profile(config, shape, sizes, world_size, device)
     check_data(config, tokenizer, dtype, is_main, plays=reports and is_main)
+    if is_main and (end := open_end(config, tokenizer, shape.vocab_size)):
+        print(
+            f"WARNING: the chat template ends a turn with {end!r}, which is no end token of the model: it would go on "
+            f"behind its turns; take rollout.stop = [{toml_text(end)}]"
+        )
     if reports and is_main and config.drafts.sources:
         rounds = "evaluations" if config.scheduler.dynamic_sampling else "long rounds and evaluations"
         rounds = "the endless rollout and evaluations" if config.overlap.depth else rounds
@@ -506,12 +511,28 @@ def check_source(c: Config) -> tuple[ModelShape, Tokenizer]:
     return shape, tokenizer
 
 
+def open_end(c: Config, tokenizer: Tokenizer, vocab_size: int) -> str:
+    """Return the token by which a chat template ends the model's turn, if no response ends at it."""
+    options = c.data.chat_for(tokenizer)
+    if options is None or not c.model.path:
+        return ""
+    try:
+        ends, _ = chat_glue(tokenizer, options)
+    except Exception:  # a template that drops or rewrites turns is for one turn only, and may refuse others
+        return ""
+    text = tokenizer.decode(ends[:1])
+    is_end = not ends or ends[0] in checkpoint.eos_ids(c.model.path, tokenizer, vocab_size)
+    return "" if is_end or text in c.rollout.stop else text
+
+
 def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: bool, plays: bool) -> None:
     """Raise ConfigError on data that cannot be read or are too few, and on graders that do not work.
 
     `plays`: environments are played, too.
     """
     prompts, held_out = load_prompts(c.data, tokenizer, c.rollout.max_prompt_tokens)
+    for note in notes_on(c.data, prompts, held_out) if is_main else ():
+        print(note)
     everything = prompts + held_out
     first = dict.fromkeys(by_grader("reward.also", c.reward.also), everything[0])
     first |= {prompt.task: prompt for prompt in reversed(everything)}

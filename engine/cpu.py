@@ -284,11 +284,11 @@ def is_alive(pid: int) -> bool:
 class Packed:
     """A weight in oneDNN's own layout, for a CPU: faster than `F.linear`, but for small products.
 
-    A copy beside the weight, which itself multiplies few rows (MOST_ROWS in native.py). The operations are private to
+    A copy beside the weight, which itself multiplies few rows (`most_rows` in native.py). The operations are private to
     torch, hence the check of `can_pack`.
     """
 
-    MIN_WORK = 3 * 2**18  # multiplications, below which a call costs more than the layout gains
+    MIN_WORK = 3 * 2**18  # multiplications in float32, below which a call costs more than the layout gains
     SMALL = 2**18  # numbers of a weight, below which MKL's own products are faster on Intel's CPUs
     MIN_ROWS = 4  # oneDNN's products of fewer rows take longer than of these
 
@@ -300,7 +300,7 @@ class Packed:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if x.shape[0] * self.plain.numel() < self.MIN_WORK:
+        if x.dtype == torch.float32 and x.shape[0] * self.plain.numel() < self.MIN_WORK:
             return F.linear(x, self.plain, bias)
         if native.can_multiply(x, self.plain, bias):
             return native.multiply(x, self.plain, bias)

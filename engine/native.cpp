@@ -8,6 +8,12 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#if defined(__AMX_BF16__) && defined(__linux__) && !defined(__clang__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES
+#endif
 
 typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64)));
@@ -473,6 +479,123 @@ static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, co
   }
 }
 
+#ifdef HAS_TILES
+// ---- the same in bfloat16 by the CPU's matrix unit (AMX), whose tiles are 16 rows of 64 bytes --------------------
+
+// Whether the system lets this process have the unit: Linux wants to be asked.
+static bool may_have_tiles() {
+  static const bool may = !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* the tiles' state */);
+  return may;
+}
+
+// Exchanges what lies W off the diagonal, of 16 x 16 words.
+template <int W>
+static inline void exchange(Lanes *x) {
+  constexpr auto at = [](int k) { return k & W ? 16 + k - W : k; };
+  const Words near = {at(0), at(1), at(2),  at(3),  at(4),  at(5),  at(6),  at(7),
+                      at(8), at(9), at(10), at(11), at(12), at(13), at(14), at(15)};
+  for (int i = 0; i < 16; i++) {
+    if (i & W) continue;
+    Lanes a = x[i], b = x[i + W];
+    x[i] = __builtin_shuffle(a, b, near), x[i + W] = __builtin_shuffle(a, b, near + W);
+  }
+}
+
+static inline void transpose(Lanes *x) { exchange<8>(x), exchange<4>(x), exchange<2>(x), exchange<1>(x); }
+
+static inline Shorts rounded(Lanes x) {  // as Half rounds one number
+  const Words words = (Words)x, up = (words + 0x7fff + (words >> 16 & 1)) >> 16;
+  return __builtin_convertvector(x == x ? up : Words{} + 0x7fc0, Shorts);
+}
+
+#define EACH_GROUP(of) of(0) of(1) of(2) of(3) of(4) of(5)
+#define CLEAR(g) \
+  if (N > g) _tile_zero(g);
+#define ADD(g)                                   \
+  if (N > g) {                                   \
+    _tile_loadd(7, x + (g * count + t) * 512, 64); \
+    _tile_dpbf16ps(g, 6, 7);                     \
+  }
+#define STORE(g) \
+  if (N > g) _tile_stored(g, sums + 16 * g, 64);
+
+// sums [N, 16 rows of the weight, 16 of x] = w x^T, for `count` tiles of the weight, in the order of memory; `next` is
+// where it goes on. x [N, count, tile]
+template <int N>
+static void multiply_tiles(const Half *w, int64_t row, const Half *next, const Half *x, int64_t count, Lanes *sums) {
+  constexpr int64_t AHEAD = 4;  // tiles that come from memory meanwhile
+  EACH_GROUP(CLEAR)
+  for (int64_t t = 0; t < count; t++) {
+    const Half *after = t + AHEAD < count ? w + (t + AHEAD) * 32 : next + (t + AHEAD - count) * 32;
+    for (int r = 0; r < 16; r++) __builtin_prefetch(after + r * row, 0, 2);
+    _tile_loadd(6, w + t * 32, row * 2);
+    EACH_GROUP(ADD)
+  }
+  EACH_GROUP(STORE)
+}
+
+// multiply_any() for n <= 96, whole tiles of `size`, and rows >= 16. Here too a row of x does not depend on the others.
+static void multiply_by_tiles(const Half *x, int64_t n, const Half *weight, int64_t row, const Half *bias, Half *out,
+                              int64_t size, int64_t rows) {
+  struct {
+    uint8_t palette = 1, start = 0, none[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } const shape;
+  static const auto products = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
+                                multiply_tiles<4>, multiply_tiles<5>, multiply_tiles<6>};
+  static thread_local std::vector<Half> numbers;
+  const int64_t groups = (n + 15) / 16, count = size / 32, some = ((rows + 15) / 16 + 15) / 16;
+  if ((int64_t)numbers.size() < (groups * count + 1) * 512) numbers.resize((groups * count + 1) * 512);
+  Half *packed = (Half *)(((uintptr_t)numbers.data() + 63) & -64);  // [group, count, pair of numbers, row of it, 2]
+#pragma omp parallel for if (n * size > WORTH)
+  for (int64_t i = 0; i < groups * count; i++) {
+    Lanes tile[16] = {};
+    const int64_t first = i / count * 16;
+    const Half *from = x + first * size + i % count * 32;
+    for (int64_t j = 0; j < 16 && first + j < n; j++) tile[j] = *(const Lanes *)(from + j * size);
+    transpose(tile);
+    memcpy((void *)(packed + 512 * i), tile, sizeof tile);
+  }
+#pragma omp parallel if (size * rows > WORTH)
+  {
+    _tile_loadconfig(&shape);
+#pragma omp for schedule(dynamic, some)
+    for (int64_t o = 0; o < rows; o += 16) {
+      alignas(64) Lanes sums[6 * 16];
+      const int64_t first = o + 16 < rows ? o : rows - 16;  // the last overlap others, and write only their own
+      const Half *w = weight + first * row, *next = first + 32 <= rows ? w + 16 * row : w;
+      products.begin()[groups - 1](w, row, next, packed, count, sums);
+      Lanes offsets = {};
+      if (bias) offsets = at(bias + first);
+      for (int64_t g = 0; g < groups; g++) {
+        Lanes own[16];
+        const int64_t many = n - 16 * g < 16 ? n - 16 * g : 16;
+        memcpy(own, sums + 16 * g, sizeof own);
+        if (many > 3) transpose(own);
+        for (int64_t j = 0; j < many; j++) {
+          Lanes sum = own[j];
+          for (int r = 0; r < 16 && many <= 3; r++) sum[r] = own[r][j];
+          const Shorts result = rounded(sum + offsets);
+          Half *to = out + (16 * g + j) * rows + first;
+          if (o == first) *(Shorts *)to = result;
+          for (int64_t r = o - first; r < 16 && o > first; r++) to[r].bits = result[r];
+        }
+      }
+    }
+    _tile_release();
+  }
+}
+#endif
+
+extern "C" bool has_tiles() {
+#ifdef HAS_TILES
+  return may_have_tiles();
+#else
+  return false;
+#endif
+}
+
 struct Hash {
   uint64_t golden, mix1, mix2, numbers;
 };
@@ -693,6 +816,11 @@ extern "C" void add_rms_norm(bool half, const void *x, const void *residual, con
 
 extern "C" void multiply(bool half, const void *x, int64_t n, const void *weight, int64_t row, const void *bias,
                          void *out, int64_t size, int64_t rows) {
+#ifdef HAS_TILES
+  if (half && size % 32 == 0 && may_have_tiles())
+    return multiply_by_tiles((const Half *)x, n, (const Half *)weight, row, (const Half *)bias, (Half *)out, size,
+                             rows);
+#endif
   FOR_BOTH(multiply_any((const T *)x, n, (const T *)weight, row, (const T *)bias, (T *)out, size, rows))
 }
 

@@ -28,9 +28,11 @@ HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
 # Rows that `multiply` takes, at most (48, see native.cpp): on an Intel Xeon oneDNN's products of more are as fast. Of a
-# weight of fewer numbers than LARGE, which stays in the cache, it takes FEW_ROWS.
+# weight of fewer numbers than LARGE, which stays in the cache, it takes FEW_ROWS. TILED_ROWS and FEW_TILED_ROWS: the
+# same in bfloat16 where the CPU multiplies tiles (AMX), whole ones of TILE numbers of a row.
 MOST_ROWS = {torch.float32: 48 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2, torch.bfloat16: 3}
 FEW_ROWS, LARGE = 8, 2**19
+TILED_ROWS, FEW_TILED_ROWS, TILE = 96, 32, 32
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
 
@@ -140,11 +142,21 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
+@cache
+def has_tiles() -> bool:
+    """Whether the kernels multiply bfloat16 by the CPU's matrix unit."""
+    asked = getattr(library(), "has_tiles", None)
+    if asked:
+        asked.restype = _B
+    return asked is not None and bool(asked())
+
+
 def give_up() -> None:
     """Decode by torch's operations from now on, as without a compiler. (Child processes would inherit `CXX`.)"""
     global _is_given_up
     _is_given_up = True
     library.cache_clear()
+    has_tiles.cache_clear()
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -273,9 +285,17 @@ def paged_decode(
 
 def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `multiply` takes a weight, or a part of its columns, for x [n, in]."""
-    most = MOST_ROWS.get(x.dtype, 0)
-    is_few = 0 < len(x) <= (most if weight.numel() >= LARGE else min(most, FEW_ROWS)) and min(weight.shape) >= 16
+    is_few = 0 < len(x) <= most_rows(weight) and min(weight.shape) >= 16
     return is_few and x.dtype == weight.dtype and weight.stride(1) == 1 and takes(x, bias)
+
+
+def most_rows(weight: Tensor) -> int:
+    """Return how many rows `multiply` takes for such a weight, at most."""
+    is_large = weight.numel() >= LARGE
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % TILE == 0 and has_tiles():
+        return TILED_ROWS if is_large else FEW_TILED_ROWS
+    most = MOST_ROWS.get(weight.dtype, 0)
+    return most if is_large else min(most, FEW_ROWS)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ def from_gym(make: Callable) -> Environment:
 
     `make()` has `reset(seed=...)`, which gets the data row as `options` if it takes them, and `step(action)`, which
     returns (observation, reward, terminated, truncated, info), or (observation, reward, done) with or without an info.
+    The first observation follows the prompt. With a chat template it must be empty: write it into the row's prompt.
     """
 
     def environment(row: dict, seed: int) -> Turns:

@@ -12,7 +12,7 @@ from envs.agents import from_agent
 
 
 def solve(row, seed, address):
-    from openai import OpenAI
+    from openai import OpenAI  # pip install openai
 
     client, text = OpenAI(base_url=address, api_key="none"), row["prompt"]
     for tries in range(3):

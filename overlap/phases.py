@@ -172,6 +172,8 @@ class Phases:
     def __enter__(self) -> "Phases":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.client:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.client and kind:
             self.client.close()
+        elif self.client:
+            self.client.leave()

@@ -33,10 +33,12 @@ class JobRun:
     stopped: bool = False
     is_listed: bool = True  # in the group's file, else submitted
     printed: int = 0  # bytes of console.log before its newest start
+    first: int = 0  # its newest step then
 
     def begin(self) -> None:
         """Count as a job that runs from now on: `run` comes next."""
         self.why, self.stopped, self.process, self.starts = "", False, None, True
+        self.first = self.newest_record().get("step", 0)
 
     async def run(self, resume: bool) -> int:
         """Start the job, wait for its end, return its exit code. What it prints goes to console.log in its folder.
@@ -114,7 +116,7 @@ class JobRun:
 
 
 def _tail(path: Path) -> bytes:
-    with suppress(FileNotFoundError), open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
         return file.read()
     return b""

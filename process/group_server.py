@@ -1,7 +1,8 @@
 """The server of a co-execution group: says which job's phase may use which workers. (RollMux, section 4)
 
-The rule is `policies.group.Permits`. A pool of a job is one connection; when that closes, whatever the reason, its
-permit comes back at once. A message that is not one of docs/mux.md closes its connection, and nothing else happens.
+The rule is `policies.group.Permits`. A pool of a job is one connection. When that closes, whatever the reason, it waits
+for nothing any more, and its permit comes back when all processes of the job have ended: until then other ranks may be
+on their devices. A message that is not one of docs/mux.md closes its connection, and nothing else happens.
 """
 
 import asyncio
@@ -44,6 +45,7 @@ class Peer:
     number: int = 0  # of its requests
     begun: float = 0.0  # time at which it got the first workers of its phase
     told: Message | None = None  # the newest that it was told of its workers
+    is_done: bool = False  # it has said that it asks for nothing any more
 
     @property
     def name(self) -> str:
@@ -68,6 +70,7 @@ class GroupServer:
     phase_seconds: float  # a phase that takes longer hangs
     end_job: Callable[[str, str], None]  # ends a job that hangs, and says why
     command: Callable[[Message], str]  # does what a user asks for; raises ConfigError when it cannot
+    runs: Callable[[str], bool]  # whether a job has processes; when these have ended, `forget` is to be called
     permits: Permits = field(default_factory=Permits)
     peers: dict[str, Peer] = field(default_factory=dict)
 
@@ -94,7 +97,7 @@ class GroupServer:
                 if time.monotonic() > peer.begun + self.phase_seconds:
                     why = f"its phase {peer.phase} took over mux.phase_seconds = {self.phase_seconds:g}"
                     self.end_job(peer.job, why)
-                    peer.writer.transport.abort()  # gives its permit back
+                    peer.writer.transport.abort()
             elif peer.name in self.permits.parts and not peer.writer.transport.get_write_buffer_size():
                 _send(peer.writer, {"waits": peer.phase})
 
@@ -116,9 +119,21 @@ class GroupServer:
             writer.close()
         if peer:
             del self.peers[peer.name]
-            granted = self.permits.release(peer.name)
-            self.record("left", job=peer.job, pool=peer.pool, workers=[])
-            self._grant(granted)
+            self._take_back(peer.job, peer.pool, of_processes=not self.runs(peer.job), done=peer.is_done)
+
+    def forget(self, job: str) -> None:
+        """Take back the permits of a job whose processes have ended."""
+        for pool in self.places[job]:
+            if f"{job}/{pool}" not in self.peers and f"{job}/{pool}" in self.permits.granted:
+                self._take_back(job, pool, of_processes=True, done=True)
+
+    def _take_back(self, job: str, pool: str, of_processes: bool, done: bool) -> None:
+        """Withdraw what a pool waits for, and take back what it has if that is `of_processes` that have ended."""
+        name, permits = f"{job}/{pool}", self.permits
+        held = set() if of_processes else permits.granted.get(name, set())
+        granted = permits.release(name, {w for part in permits.parts.get(name, ()) for w in part} - held)
+        self.record("left", job=job, pool=pool, workers=sorted(held), **{"done": True} if done else {})
+        self._grant(granted)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer | None:
         """Return who has connected, or None if it only had a command. Raises ValueError on strangers."""
@@ -156,6 +171,8 @@ class GroupServer:
         match json.loads(line):
             case {"request": str(phase), "part": part, **rest} if phase in PHASES and not rest and type(part) is int:
                 self._ask(peer, phase, part)
+            case {"leaves": None, **rest} if not rest:
+                peer.is_done = True
             case {"release": None, **rest} if not rest:
                 self._give_back(peer, peer.workers)
             case {"release": [*numbers], **rest} if not rest and all(

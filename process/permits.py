@@ -141,6 +141,12 @@ class Client(Connection):
             case {"granted": [*ranks], "awaited": [*awaited], "number": self.number}:  # not of an earlier request
                 self.ranks, self.awaited = cast(list[int], ranks), cast(list[list[int]], awaited)
 
+    def leave(self) -> None:
+        """Say that the pool asks for nothing any more, and close: its job may take a while to end."""
+        with suppress(GroupError):
+            self.send({"leaves": None})
+        self.close()
+
     def release(self, ranks: Sequence[int] | None = None) -> None:
         """Give the permit back, or that for some of the pool's ranks. What has not been granted is withdrawn."""
         with suppress(GroupError):  # the next request says that the server has gone: others may need this phase's work

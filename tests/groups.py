@@ -21,7 +21,9 @@ class Group:
         self.server, self.secret = server, secret
         self.events: list[tuple[str, dict]] = []
         self.ended: list[tuple[str, str]] = []
-        self.core = GroupServer(dict(PLACES), self.record, secret, phase_seconds, self.end_job, str)
+        self.running = set[str]()  # jobs of which processes are said to be there
+        self.known, runs = set[str](), self.running.__contains__
+        self.core = GroupServer(dict(PLACES), self.record, secret, phase_seconds, self.end_job, str, runs)
         self.listens, self.stopping = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self.thread.start()
@@ -33,6 +35,9 @@ class Group:
         while not self.stopping.is_set():
             await asyncio.sleep(0.02)
             self.core.look_after()
+            for job in {*self.known} - self.running:
+                self.core.forget(job)
+            self.known = {*self.running}
 
     def record(self, event: str, **fields: object) -> None:
         self.events.append((event, fields))

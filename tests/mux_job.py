@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from process.launcher import SHUTDOWN
 from process.permits import Client, GroupError
 
 
@@ -63,9 +62,10 @@ def main() -> int:
     flags = vars(parser.parse_known_args()[0])
     settings = tomllib.loads(Path(flags["config"]).read_text())["run"]
     if flags["check"]:
-        print(
-            f"fine for {flags['ranks']} ranks on cores {os.environ['PLAINROLL_CORES']}; {os.environ[SHUTDOWN]} s to end"
-        )
+        from process.launcher import SHUTDOWN  # late: it imports torch
+
+        resumed, cores = ", resumed" * flags["resume"], os.environ["PLAINROLL_CORES"]
+        print(f"fine for {flags['ranks']} ranks on cores {cores}; {os.environ[SHUTDOWN]} s to end{resumed}")
         return 0
     folder, name = Path(settings["dir"]), flags["group.job"]
     records = folder / "steps.jsonl"

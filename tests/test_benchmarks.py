@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -200,6 +201,7 @@ def test_slow_environments_on_the_smallest_shape(monkeypatch: pytest.MonkeyPatch
     [slow] = load("slow_environments")
     for sigma, estimate in ((1, 1.16), (5, 1.6), (10, 1.9)):
         assert slow.waiting(f"normal(10,{sigma})", 256, turns=8) == pytest.approx(estimate, abs=0.05)
+    monkeypatch.setattr(slow, "waiting", partial(slow.waiting, draws=1))
     monkeypatch.setattr(slow, "SCALE", 0.0005)
     monkeypatch.setitem(slow.FAILURES, "stop", 0.3)
     monkeypatch.setitem(slow.FAILURES, "step_seconds", 0.2)
@@ -359,12 +361,14 @@ def test_runs_to_a_score_take_turns(time_to_score: ModuleType, monkeypatch: pyte
     )
     monkeypatch.setattr(time_to_score, "TURNS", str(script))
     monkeypatch.setattr(time_to_score, "NAME", f"test_{os.getpid()}")
+    smallest = ("run.eval_every=2", "data.eval_prompts=4", "warm_start.steps=1", "scheduler.num_prompts=4")
+    smallest += ("rollout.max_response_tokens=32",)
     task = time_to_score.Task("configs/tiny.toml", 0.0, steps=4, seconds=1000.0)
     never = replace(task, score=2.0)
     sync, ahead = (time_to_score.read_entries()[name] for name in ("sync", "async"))
     runs = {time_to_score.Asked("hailstone", entry, 0): goal for entry, goal in ((sync, task), (ahead, never))}
     try:
-        playing = {run: time_to_score.play(run, goal, time_to_score.QUICK) for run, goal in runs.items()}
+        playing = {run: time_to_score.play(run, goal, smallest) for run, goal in runs.items()}
         rows = {row["entry"]: row for row in time_to_score.play_in_turns(playing)}
         folder = ROOT / "runs" / time_to_score.NAME
         turns = {entry: (folder / f"hailstone-{entry}-0" / "turn").read_text() for entry in rows}

@@ -4,6 +4,7 @@ import json
 import runpy
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from transformers import PreTrainedTokenizerFast
 import train
 from config import ConfigError
 from core import Span, turns_of
+from data import DataConfig
 from environments import EnvConfig, Episode, resolve
 from envs.chat import Reader, chat_glue
 from model import FAMILIES
 from rewards import user_files
+from rollout import RolloutConfig
 from sampling import sample_key
+from settings import Config, ModelConfig, open_end
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -90,6 +94,20 @@ def test_a_chat_is_built_as_its_template_writes_it(family: str, ends: bool) -> N
         ids += reader.tokens(reply, ids[-1])
         messages += [{"role": "assistant", "content": turn}, {"role": "user", "content": reply}]
         assert ids == written()
+
+
+def test_a_turn_that_ends_with_no_end_token_of_the_model_is_told(tmp_path: Path) -> None:
+    """As in folders of base models, which name another end token than their template writes."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.eos_token, stopped = "a", RolloutConfig(stop=("<|im_end|>",))
+    config = Config(model=ModelConfig(path=str(tmp_path)))
+    assert open_end(config, tokenizer, 1000) == "<|im_end|>"
+    assert open_end(replace(config, rollout=stopped), tokenizer, 1000) == ""
+    assert open_end(replace(config, data=DataConfig(chat=False)), tokenizer, 1000) == ""
+    assert open_end(config, chat_tokenizer(CHATML), 1000) == ""
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    assert open_end(config, tokenizer, 1000) == "", "a template for one turn"
 
 
 THINKING = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip('\n') }}")
@@ -172,7 +190,7 @@ def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, 
     return run
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("family", [name for name in TEMPLATES if name not in ("qwen2", "qwen3")])
 @pytest.mark.slow
 def test_a_chat_with_tools_is_as_its_template_writes_it(trained_with_tools, family: str) -> None:
     """Random models, some of whose tokens are calls."""

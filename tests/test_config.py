@@ -56,6 +56,12 @@ def test_what_an_editor_puts_before_a_file_is_skipped(toml) -> None:
     assert load(path=toml("\ufeff[first]\ncount = 7\n")).first.count == 7
 
 
+def test_a_path_may_begin_in_the_home_folder(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_config(settings.Config, None, ["--model.path=~/qwen"]).model.path == "/home/me/qwen"
+    assert load_config(settings.Config, {"data.template": "~{prompt}"}).data.template == "~{prompt}"
+
+
 def test_a_text_is_not_cut_behind_a_quote() -> None:
     for text, name in (('"a" # b', '"a" # b'), ('"a # b"', "a # b"), ("a # b", "a # b"), ("'a'", "a")):
         assert load(f"--first.name={text}").first.name == name

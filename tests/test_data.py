@@ -26,6 +26,7 @@ from data import (
     dump_groups,
     load_groups,
     load_prompts,
+    notes_on,
     open_cursor,
     read_rows,
     write_transcripts,
@@ -153,7 +154,7 @@ def test_prompts_are_encoded_once_for_a_run_and_anew_where_anything_differs(json
     assert load(chat, path, eval_prompts=3)[0][0].text == first[0].text + "!"
     jsonl(*rows(31))
     assert len(load(chat, path, eval_prompts=0)[0]) == 31
-    with pytest.raises(ConfigError, match="raise it, or remove the row"):
+    with pytest.raises(ConfigError, match="raise it, or leave such rows out with data.skip_long"):
         load(chat, path, max_prompt_tokens=2, eval_prompts=0)
     assert len(load(chat, path, eval_prompts=0)[0]) == 31
 
@@ -366,10 +367,47 @@ def test_a_prompt_that_a_file_repeats_is_not_in_both_parts(jsonl, plain):
 def test_an_evaluation_file_takes_nothing_from_training(jsonl, plain):
     train, own = jsonl(*rows(50)), jsonl(*({"prompt": f"e{i}", "answer": ""} for i in range(9)), name="eval.jsonl")
     prompts, held_out = load(plain, train, eval=own, eval_prompts=4)
-    assert len(prompts) == 50 and [p.text for p in held_out] == ["e0", "e1", "e2", "e3"]
+    assert len(prompts) == 50 and [p.text for p in held_out] == ["e0", "e2", "e4", "e6"], "from all over the file"
     prompts, held_out = load(plain, "hailstone", eval=own)
     assert [p.text for p in held_out] == [f"e{i}" for i in range(9)]
     assert not any(is_held_out(p.extra["number"]) for p in prompts)
+
+
+def test_long_prompts_are_left_out_where_that_is_asked_for(jsonl, plain) -> None:
+    path = jsonl(*({"prompt": n * "x", "answer": str(n)} for n in (3, 50, 4, 10**6)))
+    with pytest.raises(ConfigError, match="50 tokens.*leave such rows out with data.skip_long"):
+        load(plain, jsonl({"prompt": 50 * "x", "answer": ""}, name="long.jsonl"), max_prompt_tokens=20)
+    config = DataConfig(train=path, skip_long=True, eval_prompts=0)
+    prompts, held_out = load_prompts(config, plain, 20)
+    assert [(p.index, p.answer) for p in prompts] == [(0, "3"), (1, "4")]
+    [note] = notes_on(config, prompts, held_out)
+    assert note == "2 prompts are over rollout.max_prompt_tokens and left out (data.skip_long)"
+
+
+def test_held_out_prompts_that_are_trained_are_told(jsonl, plain) -> None:
+    train, own = jsonl(*rows(50)), jsonl(*rows(60)[48:], name="eval.jsonl")
+    config = DataConfig(train=train, eval=own)
+    [note] = notes_on(config, *load_prompts(config, plain, 1000))
+    assert note.startswith("WARNING: 2 of 12 held-out prompts are trained too")
+    config = DataConfig(train=train)
+    assert not [*notes_on(config, *load_prompts(config, plain, 1000))], "rows held out of the file are not trained"
+
+
+def test_a_system_message_comes_before_text_prompts(jsonl, chat, plain) -> None:
+    path = jsonl({"prompt": "x", "answer": ""}, {"prompt": [{"role": "user", "content": "y"}], "answer": ""})
+    prompts, _ = load(chat, path, system="Be short.")
+    assert ["Be short." in p.text for p in prompts] == [True, False]
+    with pytest.raises(ConfigError, match="data.system has no effect without data.chat and a chat template"):
+        load(plain, path, system="Be short.")
+    messages = jsonl({"prompt": [{"role": "user", "content": "y"}], "answer": ""}, name="messages.jsonl")
+    with pytest.raises(ConfigError, match="data.system = 'Be short.' has no effect: all prompts are messages"):
+        load(chat, messages, system="Be short.")
+
+
+def test_a_prompt_that_holds_its_answer_is_refused(jsonl, chat) -> None:
+    said = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    with pytest.raises(ConfigError, match="rows.jsonl:1: the last message of the prompt is the assistant's"):
+        load(chat, jsonl({"prompt": said, "answer": "2"}))
 
 
 # ---- rollouts on disk

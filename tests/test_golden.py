@@ -18,6 +18,7 @@ import torch
 from conftest import ROOT, steps_of, train_runs
 
 from engine.cpu import cpu_maker
+from job import Job
 from parallel import World
 
 FILE = ROOT / "tests" / "golden.json"
@@ -59,8 +60,8 @@ SETTINGS["async"] = ((1, 2, 4), 0.0, ASYNC)
 SETTINGS["async, ranks apart"] = ((2, 4), 0.0, ASYNC | dict(overlap__train_ranks=1, overlap__update_iterations=8))
 # Played without GOLDEN, and for how many steps: two short rounds and a long one, or until the size changes.
 SHORT = {("tail batching", 1): 6, ("elastic", 2): 6}
-SHORT |= {("async", 2): 6, ("async, ranks apart", 2): 6}  # whole: the end of a run limits what it launches before
-SHORT |= {(name, 2): 3 for name in ("synchronous", "tail batching", "stream training", "tensor parallel", "sharded")}
+SHORT |= {("async", 1): 6, ("async, ranks apart", 2): 6}  # whole: the end of a run limits what it launches before
+SHORT |= {("synchronous", 1): 3} | {(name, 2): 3 for name in ("stream training", "tensor parallel")}
 SHORT |= {("sharded rollout over two", 2): 3}
 # One trajectory, however it is computed.
 SAME = ("tail batching", "stream training", "sharded", "sharded rollout", "sharded rollout over two", "tensor parallel")
@@ -69,7 +70,9 @@ SAME = ("tail batching", "stream training", "sharded", "sharded rollout", "shard
 def play(world: World, *runs: list[str]) -> None:
     """Train by torch's operations, which are bit-equal wherever a compiler is; tests/test_native.py has the others."""
     os.environ["CXX"] = ""
-    train_runs(world, *runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "evaluate", lambda *_, **__: {})  # of evaluations there are no golden numbers
+        train_runs(world, *runs)
 
 
 def trajectory(folder: Path) -> dict[str, list]:

@@ -50,19 +50,14 @@ def note(job, record):
 
 
 def fail(job, record):
-    if record["step"] == 2 and job.world.rank == 1:
+    if record["step"] == 3 and job.world.rank == 1:
         raise ValueError("no more")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "run":
-        code = run(SETTINGS, [note], ranks=2)
+        code = run(SETTINGS, [note, fail], ranks=2)
         print("ended", code)  # once
-    if sys.argv[1] == "refuse":
-        sys.exit(run(SETTINGS, [note, "fail"], ranks=2))
-    if sys.argv[1] == "fail":
-        sys.exit(run(SETTINGS, [fail], ranks=2))
-    if sys.argv[1] == "run":
         sys.exit()
     with open_job(SETTINGS | {{"run.steps": 1}}) as job:
         record = take_step(job)
@@ -138,23 +133,19 @@ TEXTS = ("run.dir", "run.device", "model.path", "data.train")
 def test_two_ranks_train_beside_modules_of_our_names(user, tmp_path) -> None:
     """What ranks send each other by pickle, graders in worker processes, and callbacks."""
     done = user("script.py", "run", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines().count("ended 0") == 1
-    said = (tmp_path / "user" / "said.txt").read_text().splitlines()
-    assert sorted(said) == [f"step {step} of rank {rank} plainroll.job" for step in (1, 2, 3) for rank in (0, 1)]
-    records = steps_of(tmp_path / "run")
-    assert len(records) == 3 and all(r["reward_errors"] == 0 for r in records)
-    assert any(r["reward"] > 0 for r in records)
-    refused = user("script.py", "refuse", str(tmp_path / "refused"))
-    assert (refused.returncode, refused.stderr) == (2, "error: callbacks: 'fail' is no function\n")
-    failed = user("script.py", "fail", str(tmp_path / "failed"))
-    [line] = [line for line in failed.stderr.splitlines() if "callback" in line]
-    assert failed.returncode == 1 and "Traceback" not in failed.stderr, failed.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.splitlines().count("ended 1") == 1, "the last callback has failed"
+    [line] = [line for line in done.stderr.splitlines() if "callback" in line]
     assert line.startswith("error: callback fail: ValueError: no more (") and "script.py:" in line
+    said = (tmp_path / "user" / "said.txt").read_text().splitlines()
+    assert {f"step {step} of rank {rank} plainroll.job" for step in (1, 2) for rank in (0, 1)} <= {*said}
+    records = steps_of(tmp_path / "run")
+    assert len(records) >= 2 and all(r["reward_errors"] == 0 for r in records)
+    assert any(r["reward"] > 0 for r in records)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("user", ["site", "editable"], indirect=True)
+@pytest.mark.parametrize("user", ["editable"], indirect=True)
 def test_a_job_is_stepped_by_hand(user, tmp_path) -> None:
     done = user("script.py", "step", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
@@ -163,18 +154,9 @@ def test_a_job_is_stepped_by_hand(user, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_with_a_run_is_refused_once_by_all_ranks(user, tmp_path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").touch()
-    ranks = user("script.py", "run", str(tmp_path / "run"))
-    assert ranks.returncode == 0 and ranks.stdout.splitlines().count("ended 2") == 1, ranks.stdout
-    assert "continue it with --resume (from Python: resume=True)" in ranks.stderr
-
-
-@pytest.mark.slow
 def test_the_example_trains_on_two_ranks(user, tmp_path) -> None:
     text = (ROOT / "examples" / "library.py").read_text()
-    for setting, value in {"steps": 2, "warm_start.steps": 1, "eval_prompts": 8, "max_response_tokens": 32}.items():
+    for setting, value in {"steps": 2, "warm_start.steps": 1, "eval_prompts": 0, "max_response_tokens": 32}.items():
         text, found = re.subn(f'"{setting}": \\d+', f'"{setting}": {value}', text)
         assert found == 1, setting
     (tmp_path / "user" / "example.py").write_text(text)
@@ -186,6 +168,7 @@ def test_the_example_trains_on_two_ranks(user, tmp_path) -> None:
     assert by_hand.returncode == 0, by_hand.stderr
     assert [line[:7] for line in by_hand.stdout.splitlines() if line.startswith("step ")] == ["step 1:", "step 2:"]
     assert len(steps_of(tmp_path / "user" / "runs" / "by_hand")) == 2
+    assert (tmp_path / "user/runs/by_hand/checkpoints/step_000002/state.json").exists()
 
 
 @pytest.mark.slow
@@ -195,9 +178,10 @@ def test_scripts_and_their_files_are_installed(user) -> None:
     assert "NAME is one of: train" in user("-m", "plainroll", "nothing").stderr
     assert "write python -m plainroll train" in user("-m", "plainroll.train").stderr
     code = "import threading; from plainroll import simulate; from plainroll.engine.native import SOURCE; "
-    code += "from plainroll.library import run; print(len(SOURCE) > 0, simulate.CONFIGS.exists(), run({}, ranks=2)); "
+    code += "from plainroll.library import run; print(len(SOURCE) > 0, simulate.CONFIGS.exists()); "
+    code += "print(run({}, ['fail']), run({}, ranks=2)); "
     done = user("-c", f"{code}threading.Thread(target=run, args=({{}},)).start()")
-    assert done.stdout.split() == ["True", "True", "2"], done.stderr
+    assert done.stdout.split() == ["True", "True", "2", "2"] and "callbacks: 'fail' is no function" in done.stderr
     assert "torchrun starts a script, and there is none here" in done.stderr and "main thread only" in done.stderr
 
 

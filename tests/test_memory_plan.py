@@ -358,16 +358,15 @@ def compare(memory: ModuleType, case: object, world: World) -> None:
     assert made.total == pytest.approx(max(peaks.values()), rel=0.15), (made.table(), peaks)
 
 
-@pytest.mark.parametrize("recompute", ["off", "on"])
 @pytest.mark.slow
-def test_a_run_holds_what_it_plans(memory: ModuleType, recompute: str) -> None:
-    compare(memory, memory.Case("nano", 1, recompute), ALONE)
-    compare(memory, memory.Case("nano", 1, recompute, lora=8), ALONE)
+def test_a_run_holds_what_it_plans(memory: ModuleType) -> None:
+    """Others than those below, and than that of the script for GPUs."""
+    compare(memory, memory.Case("nano", 1, "off", lora=8), ALONE)
 
 
 def compare_sharded(world: World) -> None:
     for memory in load("memory"):
-        compare(memory, memory.Case("tiny", world.size, "off", "whole"), world)
+        compare(memory, memory.Case("nano", world.size, "off", "whole"), world)
         compare(memory, memory.Case("tiny", world.size, "on", "sharded", lora=8), world)
 
 

@@ -372,10 +372,13 @@ def test_tensorboard_forgets_the_steps_that_are_told_again(first: int, purged: i
 
 
 def test_wandb_gets_every_number_under_a_flat_name(tmp_path, monkeypatch) -> None:
-    logged = []
+    logged, begun = [], []
     run = SimpleNamespace(log=lambda numbers, step: logged.append((step, numbers)), finish=lambda: logged.append("end"))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: begun.append(settings) or run))
+    make_recorder(tmp_path, config=LogConfig(wandb="project")).close()
+    logged.clear()
     recorder = make_recorder(tmp_path, config=LogConfig(wandb="project"))
+    assert begun[0]["id"] == begun[1]["id"] and begun[1]["resume"] == "allow", "a resumed run is one run there"
     recorder.write(make_record(3))
     recorder.finish(tmp_path, 9, 9)
     [(step, numbers), end] = logged

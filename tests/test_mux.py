@@ -47,6 +47,12 @@ def files(tiny_folder: Path, tmp_path: Path, monkeypatch) -> Callable[..., list[
     return make
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch) -> None:
+    """Have a group look after its jobs, and see their end, ten times a second."""
+    monkeypatch.setattr(mux, "SIGN_SECONDS", 0.1)
+
+
 def steps_of(name: str) -> list[int]:
     path = Path(name) / "steps.jsonl"
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
@@ -104,7 +110,7 @@ def test_a_job_that_dies_with_a_part_of_its_workers_holds_up_nobody(files, capsy
 
 
 def _main(arguments: list[str], *script: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"], mux.SIGN_SECONDS = "1", 0.1
     with open("out", "w") as sys.stdout:
         sys.exit(mux.main(arguments, *script))
 
@@ -126,8 +132,7 @@ def begin(fork_server) -> Iterator[Callable[..., BaseProcess]]:
 
 
 def test_a_killed_server_ends_all_jobs_with_one_clear_error_each_and_all_resume(files, begin) -> None:
-    arguments = files("slow", "a", steps=6)
-    Path("a.toml").write_text(Path("a.toml").read_text().replace("steps = 6", "steps = 600"))
+    arguments = files("slow", "a", steps=600)
     process = begin(arguments)
     until(lambda: 2 in steps_of("a") and 2 in steps_of("slow"))
     process.kill()
@@ -136,10 +141,12 @@ def test_a_killed_server_ends_all_jobs_with_one_clear_error_each_and_all_resume(
         text = Path(name, "console.log").read_text()
         gone = "it has gone; start the group again with mux.py --resume"
         assert text == f"error: group.server = 'mux/server/socket': {gone}\n"
-    done = len(steps_of("a"))
-    Path("a.toml").write_text(Path("a.toml").read_text().replace("steps = 600", f"steps = {done + 2}"))
+    done = {name: len(steps_of(name)) for name in ("slow", "a")}
+    for name, steps in done.items():
+        path = Path(f"{name}.toml")
+        path.write_text(path.read_text().replace("steps = 600", f"steps = {steps + 2}"))
     assert mux.main([*arguments, "--resume"], JOB) == 0
-    assert steps_of("slow") == [1, 2, 3, 4, 5, 6] and steps_of("a") == [*range(1, done + 3)]
+    assert all(steps_of(name) == [*range(1, steps + 3)] for name, steps in done.items())
 
 
 def test_an_interrupt_ends_all_jobs_after_their_steps(files, begin) -> None:
@@ -184,7 +191,8 @@ def test_a_job_that_is_killed_and_resumed_is_the_same_as_alone_and_so_are_the_ot
     process = begin(["--mux.jobs=[]", "--mux.dir=mux"], RANKS)
     until(Path("mux/server/socket").exists)
     for name in "ab":
-        assert mux.main(["submit", f"{name}.toml", "--rollout-seconds=2", "--train-seconds=2", "--mux.dir=mux"]) == 0
+        given = ["--slo=1000", "--rollout-seconds=2", "--train-seconds=2"]  # its own steps differ, on a busy machine
+        assert mux.main(["submit", f"{name}.toml", *given, "--mux.dir=mux"]) == 0
     until(lambda: 2 in steps_of("b"))
     for pid in [pid for pid in leftovers.descendants(process.pid) if b"--group.job=b" in _command(pid)]:
         os.kill(pid, signal.SIGKILL)
@@ -292,6 +300,22 @@ def test_check_looks_at_all_jobs(files, capfd) -> None:
     for line in told:
         assert re.fullmatch(r"fine for 2 ranks on cores \d+;\d+; 10000000 s to end", line), "others' phases take long"
     assert not Path("mux").exists()
+    assert mux.main([*files("a"), "--check", "--resume"], JOB) == 0
+    assert capfd.readouterr().out.endswith("s to end, resumed\n")
+
+
+def test_a_flag_that_a_word_does_not_take_is_refused(files, capsys) -> None:
+    group, job = files("a"), ["submit", "a.toml", "--mux.dir=mux"]
+    for arguments, flag in (
+        ([*job, "--check"], "check"),
+        ([*job, "--resume"], "resume"),
+        (["resume", "a", "--slo=1.2"], "slo"),
+        (["status", "--train-seconds=1"], "train-seconds"),
+        ([*group, "--rollout-workers=1"], "rollout-workers"),
+    ):
+        assert mux.main(arguments, JOB) == 2
+        assert f"error: --{flag} has no effect here" in capsys.readouterr().err
+    assert not Path("a").exists()
 
 
 @pytest.mark.parametrize(
@@ -337,7 +361,7 @@ def test_a_name_of_no_machine_is_one_clear_error(files, capsys, monkeypatch) -> 
 def test_a_check_that_a_signal_has_ended_is_not_well(tmp_path, monkeypatch) -> None:
     jobs = [sleeper(tmp_path) for _ in range(2)]
     jobs[0].command, jobs[1].command = ["sh", "-c", "kill -9 $$"], ["true"]
-    assert mux.check(jobs) == -signal.SIGKILL and mux.check(jobs[1:]) == 0
+    assert mux.check(jobs, False) == -signal.SIGKILL and mux.check(jobs[1:], False) == 0
 
 
 def test_a_job_that_starts_runs_and_hears_of_its_end(tmp_path, capsys) -> None:
@@ -369,6 +393,62 @@ def test_events_that_cannot_be_written_end_the_group(tmp_path, monkeypatch, caps
     assert mux.main(["--mux.jobs=[]", "--mux.dir=mux"], JOB) == 2
     said = "error: the group has ended: [Errno 28] No space left on device; go on with --resume\n"
     assert capsys.readouterr().err == said
+
+
+def test_what_a_kill_left_of_the_newest_event_is_cut_off(tmp_path) -> None:
+    events = tmp_path / "mux.jsonl"
+    for text, whole in (('{"at": 1}\n{"at": 2, "ev', '{"at": 1}\n'), ('{"at"', ""), ("", "")):
+        events.write_text(text)
+        assert mux.whole_lines(events).read_text() == whole
+    events.unlink()
+    assert not mux.whole_lines(events).exists()
+
+
+def test_no_folder_of_a_job_ends_the_others(tmp_path) -> None:
+    (tmp_path / "steps.jsonl").mkdir()
+    assert sleeper(tmp_path).newest_record() == {}
+
+
+def test_a_resumed_job_that_is_cancelled_before_its_first_step_has_lost_nothing(tmp_path, capsys) -> None:
+    group, job = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False), sleeper(tmp_path)
+    (tmp_path / "steps.jsonl").write_text('{"step": 7, "reward": 0.5}\n')
+    (tmp_path / "checkpoints" / "step_000004").mkdir(parents=True)
+
+    async def live() -> None:
+        group.start(job, True)
+        job.stop()
+        await asyncio.gather(*group.tasks)
+
+    asyncio.run(live())
+    assert job.stopped and "ended after" not in capsys.readouterr().out
+
+
+def test_a_listed_job_is_resumed_as_its_file_says_by_then(files) -> None:
+    arguments = files("a", steps=4)
+    config = load_config(mux.GroupFile, None, arguments).mux
+    Path("mux").mkdir()
+
+    async def live() -> str:
+        group = mux.Mux(config, JOB, False)
+        group.jobs["a"] = mux.make_listed(config, "a.toml", JOB, False)
+        Path("a.toml").write_text(Path("a.toml").read_text().replace("steps = 4", "steps = 100"))
+        group.command({"command": "resume", "job": "a"})
+        told = group.command({"command": "status"})
+        group.kill_all("enough")
+        await asyncio.gather(*group.tasks)
+        return told
+
+    assert asyncio.run(live()).startswith("a: step 0/100, waits")
+
+
+def test_recorded_seconds_say_more_than_those_of_the_submission(tmp_path) -> None:
+    group = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False)
+    found = group._asked("a", tmp_path, (2.0, 1.0), 2.0, 1, 1)
+    assert (found.rollout, found.train) == (2.0, 1.0)
+    seconds = {"rollout": 200.0, "train": 90.0, "step": 300.0}
+    (tmp_path / "steps.jsonl").write_text(json.dumps({"step": 1, "seconds": seconds}) + "\n")
+    found = group._asked("a", tmp_path, (2.0, 1.0), 2.0, 1, 1)
+    assert (found.rollout, found.train) == (200.0, 100.0)
 
 
 def test_a_job_that_is_cancelled_twice_ends_at_once(tmp_path, capsys) -> None:
@@ -424,13 +504,17 @@ def test_a_job_that_was_abandoned_ends_but_not_when_it_has_been_resumed(tmp_path
             await asyncio.sleep(0.01)
         group.end_abandoned()
         said = [job.why]
+        group.record("left", job="a", pool="rollout", workers=[], done=True)  # while others of its ranks end
+        group.end_abandoned()
+        said.append(job.why)
         group.record("left", job="a", pool="train", workers=[])
         group.end_abandoned()
         await asyncio.gather(*group.tasks)
         return [*said, job.why]
 
-    resumed, abandoned = asyncio.run(live())
-    assert not resumed and abandoned == "the rank that asked for its permits has gone: it has printed no error"
+    resumed, done, abandoned = asyncio.run(live())
+    assert not resumed and not done
+    assert abandoned == "the rank that asked for its permits has gone: it has printed no error"
 
 
 def test_a_timeline_shows_who_had_a_worker_and_when() -> None:

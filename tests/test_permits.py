@@ -140,6 +140,30 @@ def test_a_closed_connection_gives_back_its_permit_and_withdraws_its_request(gro
     group.connect("a").request("rollout")  # the job has been resumed
 
 
+def test_a_permit_comes_back_when_all_processes_of_its_job_have_ended(group: Group) -> None:
+    """The rank that had asked for it may be gone long before the others leave their devices."""
+    group.running.add("a")
+    until(lambda: "a" in group.known)
+    a, b, c = (group.connect(name) for name in "abc")
+    c.request("rollout")
+    a.send({"request": "rollout", "part": 1})
+    b.send({"request": "rollout", "part": 0})
+    until(lambda: len(group.came("asks")) == 3)
+    a.close()
+    until(lambda: len(group.came("left")) == 1)
+    c.release()
+    until(lambda: len(group.came("ends")) == 1)
+    assert [event["job"] for event in group.came("begins")] == ["c", "a"], "its other request is withdrawn"
+    group.running.clear()
+    until(lambda: [event["job"] for event in group.came("begins")] == ["c", "a", "b"])
+    assert [event["workers"] for event in group.came("left")] == [["rollout 0"], []]
+
+
+def test_a_pool_that_leaves_says_that_it_is_done(group: Group) -> None:
+    group.connect("a").leave()
+    until(lambda: group.came("left") == [{"job": "a", "pool": "rollout", "workers": [], "done": True}])
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -150,6 +174,7 @@ def test_a_closed_connection_gives_back_its_permit_and_withdraws_its_request(gro
         b"1\n",
         b"{}\n",
         b'{"request": "rollout"}\n',
+        b'{"leaves": "us"}\n',
         b'{"request": "lunch", "part": 0}\n',
         b'{"request": ["rollout"], "part": 0}\n',
         b'{"request": "rollout", "part": 0, "as": "root"}\n',

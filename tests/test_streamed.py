@@ -111,7 +111,7 @@ def streamed_gradients(world: World, settings: list[str], losses: list[str]) -> 
             assert (mine - expected).norm() / expected.norm() < 1e-6, name
             for key in ("loss", "entropy", "kl", "trained_tokens", "clip_fraction"):
                 assert mixed[key] == pytest.approx(plain[key], rel=1e-5, abs=1e-7), (name, key)
-            assert mixed["kl"] == 0 or mixed["trained_tokens"] > 0
+            assert mixed["trained_tokens"] > 0
     assert len(seen) == 2 * len(losses)
     SampleStream.take = take
     times = {n: [list(window) for window in known.windows] for n, known in job.streaming.times.items()}
@@ -205,7 +205,7 @@ def estimate_together(world: World, settings: list[str]) -> None:
 
 
 def test_ranks_that_estimate_know_the_same(run_ranks, settings, tmp_path) -> None:
-    run_ranks(2, estimate_together, settings("run", run__steps=6, stream__policy="estimate"))
+    run_ranks(2, estimate_together, settings("run", run__steps=6, stream__policy="estimate", data__eval_prompts=0))
     records = steps_of(tmp_path / "run")
     assert len(records) == 6 and sum(record["round"]["stream"]["samples"] > 0 for record in records) > 2
 

@@ -595,7 +595,7 @@ def test_a_run_folder_is_never_overwritten_or_resumed_with_other_settings(settin
     assert "starts afresh" in capsys.readouterr().out
     before = (tmp_path / "run" / "config.toml").read_text()
     assert train.main(settings(run__steps=1)) == 2
-    assert "--resume" in capsys.readouterr().err
+    assert "--resume (from Python: resume=True)" in capsys.readouterr().err
     assert train.main([*settings(run__steps=2, trainer__lr=1e-3), "--resume"]) == 2
     assert "trainer.lr is 0.001 now and was 0.003" in capsys.readouterr().err
     assert (tmp_path / "run" / "config.toml").read_text() == before
