@@ -351,6 +351,6 @@ def sequence_for(
         key,
         max_new_tokens,
         stop=stop,
-        max_turn_tokens=max_turn_tokens,
+        max_turn_tokens=max_turn_tokens if prompt.env else 0,
         has_turns=bool(prompt.env),
     )

@@ -172,7 +172,7 @@ class Round:
             if self.prefills_first:
                 events += prefill_first(self, steps)
             steps += 1
-            ended = [*self._step(), *(self.engine.land() if self.prefills_first and self.waits_for_replies else ())]
+            ended = [*self._step(), *(self.engine.land() if self.prefills_first and self.episodes.names else ())]
             events += self.finish(ended, steps)
             self.rewards.update(self.graders.poll())
         if lands or may_leave or self.config.migrate:
@@ -230,11 +230,11 @@ class Round:
     def _goes_on(self, iterations: float, steps: int, events: list[Finished]) -> bool:
         """Whether there is something to decode; waited for where the window has no end."""
         events += self.take_replies(steps, waits=self.waits_for_replies)
-        while self.engine.is_idle and self.episodes.awaited:
+        looks = steps
+        while self.engine.is_idle and self.episodes.awaited and looks < iterations:  # others may have more to do
             time.sleep(REPLY_SECONDS)
             events += self.take_replies(steps)
-            if iterations < math.inf:
-                break  # other ranks may have more to do
+            looks += 1
         return not self.engine.is_idle
 
     def start(self, sequence: EngineSequence) -> None:

@@ -624,6 +624,11 @@ def check_environments(c: Config, prompts: Sequence[Prompt], tokenizer: Tokenize
             f"env.step_seconds = {c.env.step_seconds:g}: a turn that hangs is tried {TRIES} times, for {longest:g} s, "
             f"but other ranks wait at most run.timeout_seconds = {c.run.timeout_seconds:g}; raise that"
         )
+    if told := [p for p in prompts if p.env and not c.data.chat and isinstance(p.extra.get("prompt"), list)]:
+        raise ConfigError(
+            f"{told[0].where}: the prompt is a list of messages, whose turns would not go on as a chat with "
+            "data.chat = false; write it as text, or leave data.chat out"
+        )
     Latency(c.env.latency, c.env.slow, c.env.stop)
     if c.env.barrier and (c.overlap.depth or c.scheduler.migrate or c.planner.rule != "fixed"):
         raise ConfigError(

@@ -60,7 +60,7 @@ def chat_glue(tokenizer: Tokenizer, options: Mapping[str, object]) -> tuple[list
         if rest == whole or rest.count(reply) != 1:
             raise ConfigError(
                 f"the tokenizer's chat template rewrites or drops earlier messages ({whole!r:.80}), so turns cannot be "
-                "appended to what was sampled; take another template, or data.chat = false"
+                "appended to what was sampled; take another template, or prompts of text with data.chat = false"
             )
         found.add(tuple(rest.split(reply)))
     if len(found) > 1:

@@ -19,6 +19,7 @@ from envs.chat import Reader
 from envs.pool import EnvPool
 from reward import RewardConfig
 
+TokenIds = tuple[list[int], int | None]  # of a text, and the token before it
 Ended = tuple[Sample, dict]  # of an episode, and what graders get to know of it
 
 
@@ -30,6 +31,7 @@ class Awaited:
     sequence: Sequence  # before its first token
     turn: Sample | None = None  # what the engine returned; None: the text before the first turn is awaited
     actions: list[str] = field(default_factory=list)  # to be sent first: a replay
+    before: list[TokenIds] = field(default_factory=list)  # tokens before each of them: those that the model has read
     since: float = field(default_factory=time.perf_counter)
 
 
@@ -86,7 +88,12 @@ class Episodes:
         actions = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
         awaited = self.awaited[turn.id] = Awaited(visit, sequence, turn)
         if not is_open:
-            self._begin(replace(awaited, actions=actions))
+            ids, ends = turn.token_ids, [0, *(place.stop for place in places)]
+            before = [
+                ([*ids[end : place.start]], ids[end - 1] if end else None)
+                for end, place in zip(ends, places, strict=False)
+            ]
+            self._begin(replace(awaited, actions=actions, before=before))
         elif is_whole:
             self.pool.act(turn.id, *actions)
         else:
@@ -102,8 +109,8 @@ class Episodes:
                 if error:
                     self.stats.failed += 1
                     self._play_again(awaited)
-                elif awaited.actions and not played.end:
-                    self.pool.act(id, awaited.actions.pop(0))
+                elif awaited.actions:
+                    self._go_on(awaited, played)
                 else:
                     self.stats.reply_seconds.append(time.perf_counter() - awaited.since)
                     try:
@@ -134,6 +141,22 @@ class Episodes:
         self.open.add(id)
         self.pool.begin(id, visit.prompt.env, visit.prompt.extra, seed)
 
+    def _go_on(self, awaited: Awaited, played: Played) -> None:
+        """Send the next turn of a replay. One that goes another way than the model knows begins from the beginning."""
+        (known, last), id = awaited.before.pop(0), awaited.sequence.id
+        try:
+            is_known = not played.end and self.reader.tokens(played.texts[-1], last) == known
+        except EpisodeError:
+            is_known = False
+        if is_known:
+            self.pool.act(id, awaited.actions.pop(0))
+            return
+        if not played.end:
+            self.pool.fail(id, f"environment {awaited.visit.prompt.env}: it is no function of row, seed and turns")
+        self.stats.failed += 1
+        self.open.discard(id)
+        self._begin(Awaited(awaited.visit, awaited.sequence, since=awaited.since))
+
     def _play_again(self, awaited: Awaited) -> None:
         """Play a failed episode again: from its turns where a run is a function of its seed, else from the beginning.
 
@@ -142,8 +165,9 @@ class Episodes:
         self.open.discard(awaited.sequence.id)
         if awaited.turn and self.config.clock == "steps":
             self.end_turn(awaited.visit, awaited.sequence, awaited.turn)
+            self.awaited[awaited.sequence.id].since = awaited.since
         else:
-            self._begin(Awaited(awaited.visit, awaited.sequence))
+            self._begin(Awaited(awaited.visit, awaited.sequence, since=awaited.since))
 
     def _answer(self, awaited: Awaited, played: Played) -> Sequence | Ended:
         """Append the reply, or end the episode: also where the reply would leave no room for a turn.
@@ -164,5 +188,5 @@ class Episodes:
         assert turn, "an episode does not end before its first turn"
         self.open.discard(turn.id)
         if not played.end:
-            self.pool.forget([turn.id])
+            self.pool.forget([turn.id], are_sound=True)
         return replace(turn, finish_reason=reason), {"turn_rewards": [*played.rewards]}

@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
         metavar="VALUE",
     )
     parser.add_argument("--turns", type=int, default=EnvConfig.max_turns, help="of an episode, at most")
-    parser.add_argument("--seed", type=int, default=SystemRandom().randrange(10**6), help="of row, environment, player")
+    parser.add_argument("--seed", type=int, help="of row, environment, player; drawn unless it is given")
     parser.add_argument(
         "--check", action="store_true", help=f"play {EPISODES} episodes (by random), and say how they went"
     )
@@ -114,12 +114,15 @@ def main(argv: list[str]) -> int:
             rows = [game.row(n) for n in game.numbers()]
         else:
             raise ConfigError("--data: give the rows of your own environment, a JSONL or parquet file")
+        if flags.check and flags.seed is not None:
+            raise ConfigError(f"--seed has no effect with --check, which plays seeds 0 to {EPISODES - 1}; leave it out")
+        seed = SystemRandom().randrange(10**6) if flags.seed is None else flags.seed
         if flags.check:
             config = EnvConfig(max_turns=flags.turns)
             trial = tried(flags.environment, rows, player, config, RewardConfig())
             print(trial.table(config))
             return 0 if trial.is_fine else 1
-        play(environment, Random(flags.seed).choice(rows), flags.seed, flags.turns, player)
+        play(environment, Random(seed).choice(rows), seed, flags.turns, player)
         return 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

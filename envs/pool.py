@@ -12,7 +12,8 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -28,6 +29,8 @@ from reward import RewardConfig
 from rewards import remote, user_files
 
 TRIES = 3  # of a turn: a service that the environment needs may be back
+PATIENCE = 50  # drawn failures of an episode in a row, after which they count as those of environments
+TIDY_SECONDS = 1.0  # for environments to end their episodes, at the end
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 
 
@@ -39,6 +42,7 @@ class Answer(NamedTuple):
     end: str = ""  # as in `Played`
     error: str = ""  # the environment has failed
     is_late: bool = False  # because env.step_seconds were over
+    is_drawn: bool = False  # by env.latency, env.slow or env.stop: the environment is sound
 
 
 class Start(NamedTuple):
@@ -54,9 +58,12 @@ class Start(NamedTuple):
 
 
 class Request(NamedTuple):
-    key: int  # of the episode
+    key: int  # of the episode; TIDY: no episode
     start: Start
     action: str | None  # None: the beginning of the episode is wanted
+
+
+TIDY = -1  # episodes that were forgotten are to be ended
 
 
 @dataclass
@@ -137,23 +144,26 @@ class EnvPool:
         self._here = Episodes(names & ENVIRONMENTS.keys())
         self._results: queue.SimpleQueue[tuple[int, Answer] | Exception] = queue.SimpleQueue()
         self._queues: list[queue.SimpleQueue[Request | None]] = []
-        self._threads: list[threading.Thread] = []
+        self._threads: list[tuple[threading.Thread, bool]] = []  # and whether it asks services
         self._closing = threading.Event()
         services = sorted(filter(remote.is_address, names))
         users = sorted(names - ENVIRONMENTS.keys() - {*services})
         servers: list[Worker | _Client] = []
         for _ in range(config.num_workers if users else 0):
             servers.append(Worker(WORKER, users, limits.worker_gib, limits.startup_seconds, self._closing, log))
-        of_services = range(len(servers), len(servers) + limits.remote_concurrency)
-        for _ in of_services if services else ():
+        of_services = range(len(servers), len(servers) + bool(services))
+        if services:
             servers.append(_Client(services, config.step_seconds, limits.remote_retries, self._closing))
         #: The servers of an environment, by their places; the built-in ones are played here.
         self._places = dict.fromkeys(users, range(config.num_workers)) | dict.fromkeys(services, of_services)
         self._ended = [deque[int]() for _ in range(len(servers) + 1)]  # forgotten: each server, then `_here`, is told
         for place, server in enumerate(servers):
             self._queues.append(queue.SimpleQueue())
-            self._threads.append(threading.Thread(target=self._serve, args=(place, server), daemon=True))
-            self._threads[-1].start()
+            held = set[int]()  # episodes at play there
+            for _ in range(limits.remote_concurrency if place in of_services else 1):
+                thread = threading.Thread(target=self._serve, args=(place, server, held), daemon=True)
+                self._threads.append((thread, place in of_services))
+                thread.start()
 
     def __enter__(self) -> "EnvPool":
         return self
@@ -186,7 +196,8 @@ class EnvPool:
         self._asked[entry.key] = id, due
         place = self._place(entry)
         if seconds > limit:
-            late = Answer(error=f"turn {turn + 1}: env.latency is over env.step_seconds = {limit:g}", is_late=True)
+            why = f"turn {turn + 1}: env.latency is over env.step_seconds = {limit:g}"
+            late = Answer(error=why, is_late=True, is_drawn=True)
             heappush(self._held, (due, entry.key, late))
         elif place < 0:
             self._results.put((entry.key, self._here.answer(entry.key, start, action, self._take_ended(place))))
@@ -200,7 +211,11 @@ class EnvPool:
 
     def _take_ended(self, place: int) -> list[int]:
         ended = self._ended[place]
-        return [ended.popleft() for _ in range(len(ended))]
+        taken = list[int]()
+        with suppress(IndexError):  # several threads may take from one place
+            while True:
+                taken.append(ended.popleft())
+        return taken
 
     @property
     def num_pending(self) -> int:
@@ -233,8 +248,8 @@ class EnvPool:
                 played.end = answer.end
                 del self._entries[id]
                 if answer.error:
-                    self._ended[self._place(entry)].append(key)  # it may be at play still
-                self._count(id, entry, answer.error, answer.is_late)
+                    self._end([entry])  # it may be at play still
+                self._count(id, entry, answer.error, answer.is_late, answer.is_drawn)
             else:
                 played.texts.append(answer.text)
             answered.append((id, played, answer.error))
@@ -262,17 +277,19 @@ class EnvPool:
     def fail(self, id: Hashable, error: str) -> None:
         """End an episode whose text cannot be read. Raises WorkerError as `poll` does."""
         entry = self._entries.pop(id)
-        self._ended[self._place(entry)].append(entry.key)
+        self._end([entry])
         self._count(id, entry, error)
 
-    def _count(self, id: Hashable, entry: _Entry, error: str, is_late: bool = False) -> None:
+    def _count(self, id: Hashable, entry: _Entry, error: str, is_late: bool = False, is_drawn: bool = False) -> None:
         """Count episodes that fail in a row. Raises WorkerError at the last of `max_failures`."""
-        self._failures = self._failures + 1 if error else 0
         if error:
             self._again[id] += 1
+            counts = not is_drawn or self._again[id] > PATIENCE
+            self._failures += counts
         else:
             del self._again[id]
-        if error and self._failures == self._config.max_failures:
+            self._failures, counts = 0, False
+        if counts and self._failures == self._config.max_failures:
             failure = WorkerError(
                 f"environments failed in {self._failures} episodes in a row, the last time: {error}, after the prompt "
                 f"{str(entry.row.get('prompt'))[:60]!r}; correct them{', or raise env.step_seconds' * is_late}; where "
@@ -281,29 +298,44 @@ class EnvPool:
             self._results.put(failure)
             raise failure
 
-    def forget(self, ids: Iterable[Hashable]) -> None:
-        """End these episodes, whose answers are not wanted."""
+    def forget(self, ids: Collection[Hashable], are_sound: bool = False) -> None:
+        """End these episodes, whose answers are not wanted. `are_sound`: their environments have not failed."""
+        entries = [self._entries.pop(id) for id in ids]
         for id in ids:
-            entry = self._entries.pop(id)
             del self._again[id]
+        for entry in entries:
             self._asked.pop(entry.key, None)
-            self._ended[self._place(entry)].append(entry.key)
+        self._failures *= not are_sound
+        self._end(entries)
+
+    def _end(self, entries: Iterable[_Entry]) -> None:
+        """Have servers end episodes, if they have them, before whatever else they do."""
+        places = {entry.key: self._place(entry) for entry in entries}
+        for key, place in places.items():
+            self._ended[place].append(key)
+        for place in {*places.values()} - {-1}:
+            self._queues[place].put(Request(TIDY, Start("", {}, 0, 0), None))
 
     def close(self) -> None:
-        """Kill the workers and end all episodes."""
-        self._closing.set()
-        for waiting in self._queues:
+        """End all episodes, and kill the workers."""
+        self.forget([*self._entries])
+        for waiting in self._queues * len(self._threads):  # more than are taken
             waiting.put(None)
-        for thread in self._threads:
-            thread.join()
+        deadline = time.monotonic() + TIDY_SECONDS
+        for thread, _ in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        self._closing.set()
+        for thread, asks_services in self._threads:
+            thread.join(TIDY_SECONDS if asks_services else None)  # a request over HTTP has a limit of its own
         self._asked.clear()
 
-    def _serve(self, place: int, server: "Worker | _Client") -> None:
+    def _serve(self, place: int, server: "Worker | _Client", held: set[int]) -> None:
         """Body of a thread: every request that it takes, unless the episode is forgotten, ends in one result."""
-        held: set[int] = set()  # episodes at play there
         try:
             while (request := self._queues[place].get()) is not None:
-                if request.key in self._asked:
+                if request.key == TIDY:
+                    self._tidy(place, server, held)
+                elif request.key in self._asked:
                     answer = self._answered(request, self._take_ended(place), server, held)
                     self._results.put((request.key, answer))
         except Closing:
@@ -313,10 +345,22 @@ class EnvPool:
         finally:
             server.kill()
 
+    def _tidy(self, place: int, server: "Worker | _Client", held: set[int]) -> None:
+        ended = self._take_ended(place)
+        if held.intersection(ended):
+            held.difference_update(ended)
+            try:
+                server.ask(Answer, (TIDY, None, None, ended), self._config.step_seconds)
+            except Failure:
+                held.clear()
+
     def _answered(self, request: Request, ended: list[int], server: "Worker | _Client", held: set[int]) -> Answer:
         key, start, action = request
         held.difference_update(ended)
+        answer = Answer(error="it is not wanted")
         for _ in range(TRIES):
+            if key not in self._asked:
+                break
             # A replay by itself: then this turn, if it hangs, has the time of one.
             messages: list[tuple] = [] if key in held else [(key, start, None, ended)]
             messages += [] if action is None else [(key, None, action, ended)]

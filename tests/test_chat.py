@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import train
 from config import ConfigError
-from core import Span, turns_of
+from core import Prompt, Span, turns_of
 from data import DataConfig
 from environments import EnvConfig, Episode, resolve
 from envs.chat import Reader, chat_glue
@@ -26,7 +26,7 @@ from model import FAMILIES
 from rewards import user_files
 from rollout import RolloutConfig
 from sampling import sample_key
-from settings import Config, ModelConfig, open_end
+from settings import Config, ModelConfig, check_environments, open_end
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -108,6 +108,15 @@ def test_a_turn_that_ends_with_no_end_token_of_the_model_is_told(tmp_path: Path)
     assert open_end(config, chat_tokenizer(CHATML), 1000) == ""
     tokenizer.chat_template = "{{ messages[-1].content }}"
     assert open_end(config, tokenizer, 1000) == "", "a template for one turn"
+
+
+def test_messages_with_an_environment_stay_a_chat() -> None:
+    row: dict = {"prompt": [{"role": "user", "content": "Guess!"}]}
+    prompt = Prompt(0, (5,), "", "", "env", row, where="a:1", env="guess")
+    config = Config(data=DataConfig(chat=False))
+    with pytest.raises(ConfigError, match="a:1: the prompt is a list of messages, whose turns"):
+        check_environments(config, [prompt], chat_tokenizer(CHATML), plays=False)
+    check_environments(Config(), [prompt], chat_tokenizer(CHATML), plays=False)
 
 
 THINKING = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip('\n') }}")

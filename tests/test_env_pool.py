@@ -6,13 +6,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import hostile
 import pytest
+from groups import until
 
+import envs.pool as pools
 from environments import EnvConfig, Episode, Played, resolve
 from envs.games import ENVIRONMENTS
 from envs.latency import Latency
@@ -70,6 +73,11 @@ def clings(row, seed):
         yield ""
     finally:
         while True: time.sleep(1)
+
+def hangs(row, seed):
+    with open("tries", "a") as file: file.write(".")
+    while True: time.sleep(1)
+    yield ""
 
 def stuck(row, seed):
     while True: time.sleep(1)
@@ -293,7 +301,6 @@ def test_what_an_environment_prints_goes_to_a_log(mine, capfd) -> None:
     ("config", "action", "is_late"),
     [
         (dict(step_seconds=0.3), "time.sleep(60)", True),
-        (dict(step_seconds=0.3, stop=0.9), "", True),
         (dict(), RAISES, False),
         (dict(), "os._exit(1)", False),
     ],
@@ -305,6 +312,30 @@ def test_more_time_is_advised_only_where_time_was_over(mine, config: dict, actio
             play(pool, lambda id, played: action)
     assert ("or raise env.step_seconds" in str(raised.value)) == is_late
     assert "env.max_failures" in str(raised.value)
+
+
+def test_drawn_seconds_end_no_run_unless_no_episode_can_end(monkeypatch) -> None:
+    config = EnvConfig(max_failures=2, step_seconds=0.01, latency="normal(1,0)")
+    for patience, ends in ((50, False), (0, True)):
+        monkeypatch.setattr(pools, "PATIENCE", patience)
+        with EnvPool(config, LIMITS, ["guess"]) as pool:
+            for i in range(5):
+                pool.begin(i, "guess", {"answer": "50"}, seed=0)
+            with pytest.raises(WorkerError, match="or raise env.step_seconds") if ends else nullcontext():
+                failed = play(pool, lambda id, played: "50")
+                assert all("env.latency is over" in error for _, error in failed.values()) and len(failed) == 5
+
+
+def test_failures_are_in_a_row_only_if_no_sound_episode_is_between(mine) -> None:
+    with EnvPool(EnvConfig(num_workers=1, max_failures=2), LIMITS, [mine + "bad"]) as pool:
+        for i, action in enumerate((RAISES, "", RAISES)):
+            pool.begin(i, mine + "bad", {}, seed=0)
+            assert pool.wait()
+            if action:
+                pool.act(i, action)
+                assert pool.wait()
+            else:  # it is cut for want of room
+                pool.forget([i], are_sound=True)
 
 
 def test_an_environment_that_keeps_failing_ends_the_run(mine) -> None:
@@ -352,9 +383,20 @@ def test_forgotten_episodes_are_closed_and_not_answered(mine) -> None:
         assert {id for _ in range(2) for id, _, _ in pool.wait()} == {0, 1}
         pool.begin("guess", "guess", {"answer": "50"}, 0)
         pool.forget([0, "guess"])
-        assert not pool.num_pending and not os.path.exists("closed0")
-        pool.act(1, "x")
-        assert [(id, played.end) for id, played, _ in pool.wait()] == [(1, "stop")] and os.path.exists("closed0")
+        assert not pool.num_pending
+        until(lambda: os.path.exists("closed0"))
+        assert not os.path.exists("closed1")
+    assert os.path.exists("closed1"), "at the end open ones are closed, too"
+
+
+def test_an_episode_that_is_not_wanted_is_not_tried_again(mine) -> None:
+    with EnvPool(EnvConfig(num_workers=1, step_seconds=0.5), LIMITS, [mine + "hangs", mine + "pid"]) as pool:
+        pool.begin("hangs", mine + "hangs", {}, 0)
+        until(lambda: os.path.exists("tries"))
+        pool.forget(["hangs"])
+        pool.begin("pid", mine + "pid", {}, 0)
+        [(id, _, error)] = pool.wait()
+        assert id == "pid" and not error and Path("tries").read_text() == "."
 
 
 def test_a_forgotten_episode_that_waits_for_a_worker_is_never_played(mine) -> None:

@@ -491,6 +491,8 @@ def test_a_person_is_told_what_the_environment_does(capsys, monkeypatch) -> None
 
 @pytest.mark.slow
 def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(own, capsys) -> None:
+    assert main([*own("fine"), "--check", "--seed=7"]) == 2
+    assert "--seed has no effect with --check" in capsys.readouterr().err
     assert main([*own("fine"), "--check"]) == 0
     said = capsys.readouterr().out
     rows = {line[2:26].strip(): line[26:].split() for line in said.splitlines()}

@@ -301,6 +301,29 @@ def test_an_episode_that_moved_goes_on_where_it_was() -> None:
     assert tokenizer.decode(sample.token_ids) == "50>06<12" and fields == {"turn_rewards": [0.0, 0.0, 1.0]}
 
 
+@pytest.mark.parametrize("clock", ["steps", "time"])
+def test_an_episode_that_moved_begins_anew_if_its_replay_goes_another_way(clock: str) -> None:
+    """The model has read other texts: it must not go on behind them in another state of the environment."""
+    env, tokenizer = CHAT.replace("chat", "guesses"), byte_tokenizer()
+    prompt = Prompt(3, (5, 6), "", "", "env", {}, "row 3", env=env)
+    visit, config = Visit(0, prompt), EnvConfig(clock=clock, num_workers=1)
+    sequence = sequence_for(visit, 1, 0, 99)
+    texts = []
+    with Episodes(config, RewardConfig(), [prompt], tokenizer, seed=0) as episodes:
+        episodes.begin(visit, sequence)
+        [begun] = episodes.poll(waits=True)
+        assert isinstance(begun, EngineSequence)
+        texts.append(begun.token_ids)
+    ids = [*begun.token_ids, *tokenizer.encode("50")]
+    spans = (*begun.spans, Span(len(begun.token_ids), len(ids), 0))
+    with Episodes(config, RewardConfig(), [prompt], tokenizer, seed=0) as other:
+        other.end_turn(visit, sequence, Sample(3, 1, 0, ids, [-1.0] * len(ids), "stop", spans))
+        [anew] = other.poll(waits=True)
+        assert isinstance(anew, EngineSequence) and other.stats.failed == 1 and not other.awaited
+        texts.append(anew.token_ids)
+    assert all(texts) and texts[0] != texts[1] and anew.spans == ()
+
+
 def test_a_text_that_cannot_be_read_fails_its_episode_only() -> None:
     """And is counted, as an error of the environment is: too many in a row end the run."""
     prompt = Prompt(3, (5, 6), "", "", "env", {}, "row 3", env=CHAT.replace("chat", "is_silent"))

@@ -350,3 +350,24 @@ def test_a_service_that_hangs_is_waited_for_as_long_as_a_turn_may_take(service):
     with pytest.raises(WorkerError, match=r"no reply within 0.1 s.* or raise env.step_seconds"):
         play_by_service(service, config=EnvConfig(step_seconds=0.1, max_failures=1))
     over.set()
+
+
+def test_a_slow_episode_of_a_service_holds_up_no_other(service) -> None:
+    """Nor does it hold up the end."""
+    held = threading.Event()
+
+    def act(handler, request) -> None:
+        if request["row"]["is_slow"]:
+            held.wait(60)
+        handler.reply(200, '{"text": "hi"}')
+
+    service.act = act
+    with EnvPool(EnvConfig(step_seconds=60), RewardConfig(remote_concurrency=2), [service.address]) as pool:
+        for i in range(5):
+            pool.begin(i, service.address, {"is_slow": i == 0}, 0)
+        found = set[object]()
+        while len(found) < 4:
+            found |= {id for id, _, _ in pool.wait()}
+        assert found == {1, 2, 3, 4}
+    assert not held.is_set()
+    held.set()

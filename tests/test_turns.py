@@ -19,7 +19,7 @@ from test_trainer import assert_same_gradient, gradient, make_trainer
 import parallel
 from buffer import SampleBuffer
 from checkpoint import load_model, load_tokenizer
-from core import FINISH_REASONS, Example, Group, Prompt, Reward, Sample, SampleId, Span, turns_of, with_span
+from core import FINISH_REASONS, Example, Group, Prompt, Reward, Sample, SampleId, Span, Visit, turns_of, with_span
 from engine.cpu import BatchedPages
 from engine.rows import Rows
 from engine.sequence import Sequence as EngineSequence
@@ -30,7 +30,7 @@ from model import Model
 from overlap.endless import _packed, _unpacked
 from parallel import TensorParallel, World
 from reward import RewardConfig
-from rollout import Engine, RolloutConfig
+from rollout import Engine, RolloutConfig, sequence_for
 from sampling import SamplingConfig, sample, score
 from trainer import Trainer, join, old_logprobs_of
 
@@ -120,6 +120,8 @@ def test_the_newest_turn_of_a_sequence_begins_behind_the_given_tokens() -> None:
     assert start.turn_start == 3 and start.limit == 7 and start.spans_to(5, 1) == (Span(3, 5, 1),)
     inside = replace(start, spans=(Span(0, 1, 0), Span(2, 3, 0)))
     assert inside.turn_start == 2 and inside.limit == 6 and inside.spans_to(6, 1)[1:] == (Span(2, 3, 0), Span(3, 6, 1))
+    row = Prompt(0, (5,), "", "", "env")  # without an environment it has no turns
+    assert [sequence_for(Visit(0, p), 0, 0, LIMIT, (), 4).limit for p in (row, replace(row, env="guess"))] == [LIMIT, 4]
     assert replace(inside, max_turn_tokens=0).limit == replace(inside, max_turn_tokens=LIMIT).limit == LIMIT
 
 
