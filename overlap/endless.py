@@ -137,7 +137,8 @@ class Endless:
         r = self.round
         samples = [(_packed(sample), sample.finish_reason, asdict(r.rewards[id])) for id, sample in r.samples.items()]
         early = [(event.iteration, event.id, event.num_tokens) for event in r.early]
-        own = {"sequences": [*map(_packed, self.interrupted)], "samples": samples, "early": early}
+        stopped = [(id, [*tokens]) for id, tokens in r.dropped.items()]
+        own = {"sequences": [*map(_packed, self.interrupted)], "samples": samples, "early": early, "stopped": stopped}
         replicas = parallel.gather_objects(r.world, own)[:: r.engine.parallel.size]
         return {"flow": self.flow.state_dict(), "iteration": r.iteration, "replicas": replicas}
 
@@ -148,13 +149,14 @@ class Endless:
         r.iteration = state["iteration"]
         r.prompts = {id: group.visit for id, group in self.flow.open.items()}
         if len(replicas) != (count := r.placement.num_replicas):
-            keys = ("sequences", "samples", "early")
-            whole = {key: sorted(x for part in replicas for x in part[key]) for key in keys}
+            keys = ("sequences", "samples", "early", "stopped")
+            whole = {key: sorted(x for part in replicas for x in part.get(key, ())) for key in keys}
             replicas = [{key: values[i::count] for key, values in whole.items()} for i in range(count)]
         for replica, part in enumerate(replicas):
             r.placement.hold(replica, {SampleId(*packed[0]): 1.0 for packed in part["sequences"]})  # all alike
         own = replicas[r.engine.parallel.replica]
         r.early = [Finished(at, SampleId(*id), count) for at, id, count in own["early"] if r.is_first]
+        r.dropped = {SampleId(*id): tokens for id, tokens in own.get("stopped", ()) if r.is_first}
         self.interrupted = [self._sequence(*packed) for packed in own["sequences"]]
         for packed, reason, reward in own["samples"] if r.is_first else ():
             id, tokens, logprobs, spans, experts = _unpacked(*packed)

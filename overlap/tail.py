@@ -17,7 +17,7 @@ computed again, others would be first. It has no tail either: the race leaves th
 from core import RoundPlan
 from engine.memory import cache_of
 from overlap.phases import Phases
-from policies.placement import Placement, tail_replicas
+from policies.placement import Placement, frees, tail_replicas
 from rollout import Engine
 from rounds import Referee, Round
 from scheduler import SchedulerConfig, races
@@ -73,7 +73,7 @@ class PartialRound:
         placement, part = self.round.placement, self.phases.part
         count = tail_replicas(placement.num_live, room_of(self.round.engine), placement.num_replicas)
         kept = {replica * part + i for replica in placement.replicas[:count] for i in range(part)}
-        if all(kept.intersection(ranks) for ranks in awaited):
+        if not frees(kept, awaited):
             return
         self.round.hand_over(placement.shrink(count))
         self.phases.leave([rank for rank in range(self.phases.own.size) if rank not in kept])

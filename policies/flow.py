@@ -262,10 +262,11 @@ class Flow:
             ],
             "complete": self.complete,
             "again": [(*visit.id, visit.launch) for visit in self.again],
+            "surplus_tokens": self.surplus_tokens,
         }
 
     def load_state_dict(self, state: dict, prompts: Sequence[Prompt]) -> None:
-        self.version = state["version"]
+        self.version, self.surplus_tokens = state["version"], state.get("surplus_tokens", 0)
         self.complete = [VisitId(*id) for id in state["complete"]]
         self.again = [Visit(epoch, prompts[i], launch) for epoch, i, launch in state["again"]]
         for epoch, i, launch, start, live, kept in state["groups"]:

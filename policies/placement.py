@@ -1,6 +1,6 @@
 """Who computes what: work spread over ranks and moved between them. Pure functions, the same on every rank."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from heapq import heapify, heapreplace
 
 from core import SampleId, VisitId
@@ -35,6 +35,14 @@ def tail_replicas(live: int, room: int, num_replicas: int) -> int:
     `room`: sequences that a replica holds to their end, however long they get.
     """
     return min(max(-(-live // room), 1), num_replicas)
+
+
+def frees(kept: Set[Hashable], awaited: Iterable[Iterable[Hashable]]) -> bool:
+    """Return whether another job can begin on workers of a round, if its tail goes on with those `kept`.
+
+    `awaited`: sets of the round's workers of which each would let another job begin.
+    """
+    return any(kept.isdisjoint(part) for part in awaited)
 
 
 class Placement:

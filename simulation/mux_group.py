@@ -15,7 +15,7 @@ from statistics import fmean
 
 from core import RoundPlan, SampleId
 from policies.group import Part, Permits
-from policies.placement import Placement
+from policies.placement import Placement, frees
 from policies.scale_down import StreamConfig
 from scheduler import RoundPolicy, SchedulerConfig
 from simulate import ClusterConfig, SimulatedRound, Simulation, SimulationConfig, load_hardware, load_model_file
@@ -244,9 +244,8 @@ class Group:
             return
         if job.round.share >= self.tail_share and not job.is_tail:
             kept = job.replicas[: self.tail_replicas]
-            leaving = [workers for workers in job.pool if workers not in kept]
-            freed = {*itertools.chain(*leaving)}
-            if any(freed.issuperset(part) for part in self.permits.awaited(f"{job.name} rollout")):
+            if frees({*itertools.chain(*kept)}, self.permits.awaited(f"{job.name} rollout")):
+                leaving = [workers for workers in job.pool if workers not in kept]
                 job.is_tail, job.replicas = True, kept
                 job.round.shrink(self.tail_replicas)
                 self._release(job, leaving, "rollout", now)

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from core import SampleId, VisitId
-from policies.placement import MARGIN, Placement, assign_by_load, tail_replicas
+from policies.placement import MARGIN, Placement, assign_by_load, frees, tail_replicas
 
 
 def random_loads(rng: Random, most: int) -> list[int]:
@@ -143,3 +143,8 @@ def test_handovers_and_shrinking_choose_as_a_look_at_all_replicas_would() -> Non
             counts[target] += 1
         assert counts == [len(live) for live in placement.live] and sum(counts) == placement.num_live
         assert all(id in placement.live[place] for id, place in placement.place.items())
+
+
+def test_a_tail_leaves_workers_on_which_another_job_can_begin() -> None:
+    assert frees({0, 1}, [[1, 2], [2, 3]]) and frees(set(), [[0]])
+    assert not frees({0, 1}, [[1, 2], [0]]) and not frees({0, 1}, [])

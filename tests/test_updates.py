@@ -371,6 +371,8 @@ def test_pools_of_any_size_train_the_same(settings, run_ranks, tmp_path: Path) -
 def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path, sync: str) -> None:
     often = dict(run__checkpoint_every=2, run__eval_every=3, data__eval_prompts=4, run__steps=5)
     pools = COUNTED if sync == "at_once" else APART
+    races = dict(scheduler__policy="tail_batching", scheduler__eta_prompts=1, scheduler__eta_responses=1.5)
+    often |= races if sync == "with_batch" else {}
     make = partial(settings, **pools | often | dict(overlap__sync=sync, overlap__depth=2))
     run_ranks(2, train_runs, make("straight"))
     with pytest.raises((ProcessError, ProcessException)):
@@ -379,6 +381,8 @@ def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path, sync: str
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
     assert tokens_of(tmp_path / "killed") == tokens_of(tmp_path / "straight")
     check_each_once(tmp_path / "killed", 5, 6)
+    wasted = [[r["round"]["wasted_tokens"] for r in steps_of(tmp_path / name)] for name in ("killed", "straight")]
+    assert wasted[0] == wasted[1] and (sum(wasted[0]) > 0) == (sync == "with_batch")
     differences = [r["train"]["logprob_diff_max"] for r in steps_of(tmp_path / "straight")]
     assert (None in differences[1:]) == (sync == "with_batch"), "no token is of the newest weights: no difference"
     scores = [[r["eval"]["avg@4"] for r in steps_of(tmp_path / name) if "eval" in r] for name in ("killed", "straight")]
