@@ -26,13 +26,14 @@ from core import SampleId
 from engine.sequence import Sequence as EngineSequence
 from policies.step_times import fit
 
-GRAM = 3  # tokens, at least, that agree before a draft
+GRAM = 2  # tokens, at least, that agree before a draft
 LONGEST = 64  # agreeing tokens that are counted; the first draft of an old text counts as that sure
-BINS = np.array([0, GRAM, 4, 5, 6, 8, 12, 16, 24, 32, 48, LONGEST])  # agreements that have a rate together
+BINS = np.array([0, GRAM, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, LONGEST])  # agreements that have a rate together
 NEWEST = 512.0  # tokens that a rate remembers
 PRIOR = 8.0  # tokens that a rate is worth before the first
 TRIAL_STEPS, TRIAL_ROWS = 128, 8  # steps between two trials; rows that take part
-REST_STEPS, REST_ROWS = 256, 8  # steps, at most, in which a source that was asked in vain rests; for each row
+REST_STEPS, REST_ROWS = 256, 8  # steps, at most, in which a source that was asked in vain rests; for each row,
+REST_SECONDS = 1e-3  # and less where steps take longer than this: then to ask costs little
 OLD_STEPS = 4096  # after which the seconds of a kind of step are forgotten: another try will measure them
 FIRST_DRAFTS = 0.2  # of a step without drafts costs that it has some, before this was measured
 REFIT_STEPS, SEEN = 64, 3  # steps between two fits; steps of a kind before it counts there
@@ -532,7 +533,8 @@ class DraftPolicy:
         if may_pay and self.is_alone and not self._knows(num_rows):
             may_pay = []
         if may_pay:
-            longest = min(REST_ROWS * num_rows, REST_STEPS)
+            slow = max(self.costs.alone(num_rows) / REST_SECONDS, 1.0) if self.costs.is_fitted else 1.0
+            longest = min(int(REST_ROWS * num_rows / slow), REST_STEPS)
             may_pay = [source for source in may_pay if self.steps - source.asked > min(source.rest, longest)]
         self.asked = may_pay
         return bool(self.asked or self.tries)
