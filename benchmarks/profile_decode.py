@@ -32,7 +32,12 @@ from engine.sequence import Sequence
 from rollout import Engine
 from warm_start import WarmStartConfig
 
-CASES = (("tiny", 32, 20), ("half", 1, 5), ("half", 32, 5))  # model, rows, steps
+CASES = (  # model, rows, steps
+    ("tiny", 32, 20, torch.float32),
+    ("half", 1, 5, torch.float32),
+    ("half", 32, 5, torch.float32),
+    ("half", 32, 5, torch.bfloat16),
+)
 PRODUCTS, TURNS = (1, 8, 32, 128), 50  # rows; calls of each kind, fewer for large models
 
 
@@ -124,10 +129,11 @@ def main() -> None:
     torch.set_num_threads(int(bench.THREADS))
     torch.set_flush_denormal(True)
     metrics: dict[str, str | float] = {"name": "profile_decode"}
-    for name, rows, steps in tqdm(cases, desc="profile", disable=None):
-        engine = Engine(bench.build(name)[0], bench.ROLLOUT, bench.GREEDY, [])
-        table, metrics[f"ms_a_step_{name}_{rows}"] = profile_steps(engine, rows, steps)
-        tqdm.write(f"{name}, {rows} rows\n{table}\n")
+    for name, rows, steps, dtype in tqdm(cases, desc="profile", disable=None):
+        engine = Engine(bench.build(name)[0].to(dtype), bench.ROLLOUT, bench.GREEDY, [])
+        suffix, what = ("", "") if dtype == torch.float32 else ("_bf16", ", in bfloat16")
+        table, metrics[f"ms_a_step_{name}_{rows}{suffix}"] = profile_steps(engine, rows, steps)
+        tqdm.write(f"{name}, {rows} rows{what}\n{table}\n")
     with torch.inference_mode():
         print(json.dumps(metrics | print_products(quick)))
 
