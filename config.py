@@ -199,8 +199,9 @@ def _within(key: str, value: object, old: object, limits: Mapping[str, Any], sou
         raise ConfigError(f"{source}{key} has a zero byte or over {LONGEST} characters; shorten or correct it")
     if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
         raise ConfigError(f"{source}{key} = {value!r} is not UTF-8 text; write it in UTF-8")
-    if isinstance(value, str) and value.startswith("~/"):  # the shell writes out only what stands by itself
-        value = os.path.expanduser(value)
+    if key.rpartition(".")[2] not in ("template", "system", "stop"):  # the shell writes out a ~/ that stands alone
+        texts = tuple(os.path.expanduser(text) if text.startswith("~/") else text for text in texts)
+        value = texts if isinstance(value, tuple) else texts[0] if isinstance(value, str) else value
     low, above, high, choices = (limits[name] for name in ("min", "above", "max", "choices"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{source}{key} = {value!r} is not one of: {', '.join(choices)}")

@@ -200,6 +200,11 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         encoder = _Encoder(config, tokenizer, max_prompt_tokens)
         _encoded[:] = [(told, (encoder.prompts(train), encoder.prompts(held_out)))]
     prompts, others = _encoded[0][1]
+    if lost := weights.keys() - {prompt.source for prompt in prompts} if config.skip_long else ():
+        raise ConfigError(
+            f"data.skip_long leaves out all prompts of {min(lost)}: they are over rollout.max_prompt_tokens = "
+            f"{max_prompt_tokens}; raise it"
+        )
     return [*prompts], [*others]
 
 
@@ -213,9 +218,9 @@ def notes_on(config: DataConfig, prompts: Sequence[Prompt], held_out: Sequence[P
     if left_out := len(train) + len(rows) - len(prompts) - len(held_out):
         yield f"{left_out} prompts are over rollout.max_prompt_tokens and left out (data.skip_long)"
     own = {name.strip() for name in config.eval.split(",")} - {*BUILT_IN}
-    trained = {row.told for row in train}
-    if common := sum(row.told in trained for row in rows if row.source in own):
-        yield f"WARNING: {common} of {len(held_out)} held-out prompts are trained too: they are in data.train, as well"
+    trained, there = {row.told for row in train}, {prompt.where for prompt in held_out}
+    if common := sum(row.told in trained for row in rows if row.source in own and row.where in there):
+        yield f"WARNING: {common} of {len(held_out)} held-out prompts are trained too: training files have them as well"
 
 
 def _divided(name: str, config: DataConfig, count: int) -> tuple[list[_Row], list[_Row]]:

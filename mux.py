@@ -248,7 +248,7 @@ class Mux:
         self.server.forget(job.name)
         step = job.newest_record().get("step", 0)
         saved = max((step_of(path) or 0 for path in list_checkpoints(job.folder)), default=0)
-        if job.stopped and (saved < step > job.first or job.why):
+        if job.stopped and (saved < step != job.first or job.why):
             job.stopped, job.why = False, job.why or f"before its checkpoint; the newest is of step {saved}"
         if code and not job.stopped:
             how = job.why or (f"signal {-code} ended it" if code < 0 else f"exit code {code}: {job.last_words()}")

@@ -64,8 +64,8 @@ def may_decide(plan: RoundPlan, num_prompts: int, live: Mapping[VisitId, int]) -
 def prefill_first(r: "Round", steps: int) -> list[Finished]:
     """Prefill what waits and finds room, and the replies to turns that end with it; return the events.
 
-    With `env.clock` = steps no step may be under way: a GPU tells a step late what has ended, but here at once, and
-    which rank has a reply to prefill would count.
+    With environments no step may be under way: a GPU tells a step late what has ended, but here at once, and which rank
+    has a reply to prefill would count.
     """
     events = list[Finished]()
     while r.engine.batcher.waiting:

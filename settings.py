@@ -521,8 +521,9 @@ def open_end(c: Config, tokenizer: Tokenizer, vocab_size: int) -> str:
     except Exception:  # a template that drops or rewrites turns is for one turn only, and may refuse others
         return ""
     text = tokenizer.decode(ends[:1])
-    is_end = not ends or ends[0] in checkpoint.eos_ids(c.model.path, tokenizer, vocab_size)
-    return "" if is_end or text in c.rollout.stop else text
+    marks = {*getattr(tokenizer, "all_special_ids", ())}  # a line break is none: responses have many
+    is_open = marks.intersection(ends[:1]) - checkpoint.eos_ids(c.model.path, tokenizer, vocab_size)
+    return text if is_open and text not in c.rollout.stop else ""
 
 
 def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: bool, plays: bool) -> None:

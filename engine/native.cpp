@@ -537,11 +537,11 @@ static void multiply_tiles(const Half *w, int64_t row, const Half *next, const H
 // multiply_any() for n <= 96, whole tiles of `size`, and rows >= 16. Here too a row of x does not depend on the others.
 static void multiply_by_tiles(const Half *x, int64_t n, const Half *weight, int64_t row, const Half *bias, Half *out,
                               int64_t size, int64_t rows) {
-  struct {
-    uint8_t palette = 1, start = 0, none[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } const shape;
+  static const struct {
+    uint8_t palette, start, none[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  } shape = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
   static const auto products = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
                                 multiply_tiles<4>, multiply_tiles<5>, multiply_tiles<6>};
   static thread_local std::vector<Half> numbers;

@@ -86,10 +86,11 @@ class Episodes:
     def answer(self, key: int, start: Sequence | None, action: str | None, ended: Iterable[int]) -> Answer:
         """Take a turn of an episode. `start` is None only where the episode should be at play here."""
         for other in ended:
-            if other in self._episodes:
-                self._episodes.pop(other)[1].close()
+            if found := self._episodes.pop(other, None):
+                found[1].close()
         try:
-            folder, episode = self._episodes.pop(key) if key in self._episodes else self._begun(start)
+            here = self._episodes.pop(key, None)
+            folder, episode = here or self._begun(start)
             user_files.enter(folder)
             if action is not None:
                 episode.act(action)
@@ -325,8 +326,9 @@ class EnvPool:
         for thread, _ in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._closing.set()
+        deadline += TIDY_SECONDS  # for requests over HTTP, which have a limit of their own
         for thread, asks_services in self._threads:
-            thread.join(TIDY_SECONDS if asks_services else None)  # a request over HTTP has a limit of its own
+            thread.join(max(deadline - time.monotonic(), 0.0) if asks_services else None)
         self._asked.clear()
 
     def _serve(self, place: int, server: "Worker | _Client", held: set[int]) -> None:
@@ -337,6 +339,9 @@ class EnvPool:
                     self._tidy(place, server, held)
                 elif request.key in self._asked:
                     answer = self._answered(request, self._take_ended(place), server, held)
+                    if request.key not in self._asked:  # forgotten meanwhile, and perhaps before it was held
+                        self._ended[place].append(request.key)
+                        self._tidy(place, server, held)
                     self._results.put((request.key, answer))
         except Closing:
             pass
@@ -358,8 +363,8 @@ class EnvPool:
         key, start, action = request
         held.difference_update(ended)
         answer = Answer(error="it is not wanted")
-        for _ in range(TRIES):
-            if key not in self._asked:
+        for tries in range(TRIES):
+            if tries and key not in self._asked:
                 break
             # A replay by itself: then this turn, if it hangs, has the time of one.
             messages: list[tuple] = [] if key in held else [(key, start, None, ended)]

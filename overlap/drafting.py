@@ -19,7 +19,7 @@ import parallel
 from core import RoundPlan, Sample, SampleId, VisitId
 from metrics import Record
 from parallel import World
-from policies.drafts import LAST_EPOCH, DraftPolicy, DraftsConfig, Known, Texts, Tokens
+from policies.drafts import BINS, LAST_EPOCH, DraftPolicy, DraftsConfig, Known, Texts, Tokens
 from policies.placement import Placement
 from rollout import Engine
 from rounds import Round
@@ -131,7 +131,8 @@ class Drafting:
 
     def load_state_dict(self, state: Record) -> None:
         """Go on from there; texts are dealt to the ranks, however many there are now."""
-        is_known = len(state["known"]) == len(Known._fields)  # else by older code: it is measured anew
+        known = state["known"]  # else by older code: it is measured anew
+        is_known = len(known) == len(Known._fields) and all(len(rates) == len(BINS) for rates in known[0])
         if is_known and state["sources"] == list(self.config.sources):
             self.policy.agree(Known(*state["known"]), is_alone=True)
         for kept, texts in zip((self.old, self.trained), state["texts"], strict=True):

@@ -262,11 +262,13 @@ class Flow:
             ],
             "complete": self.complete,
             "again": [(*visit.id, visit.launch) for visit in self.again],
-            "surplus_tokens": self.surplus_tokens,
+            "wasted": (self.surplus_tokens, self.dropped, self.dropped_length, self.stopped),
         }
 
     def load_state_dict(self, state: dict, prompts: Sequence[Prompt]) -> None:
-        self.version, self.surplus_tokens = state["version"], state.get("surplus_tokens", 0)
+        self.version = state["version"]
+        self.surplus_tokens, self.dropped, self.dropped_length, stopped = state.get("wasted", (0, 0, [], []))
+        self.stopped = [SampleId(*id) for id in stopped]
         self.complete = [VisitId(*id) for id in state["complete"]]
         self.again = [Visit(epoch, prompts[i], launch) for epoch, i, launch in state["again"]]
         for epoch, i, launch, start, live, kept in state["groups"]:

@@ -3,14 +3,15 @@
 import asyncio
 import json
 import os
+import secrets
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from process.group_server import Place
-from rewards import leftovers
 
+MARK = "PLAINROLL_GROUP_PROCESS"  # in the environment of all processes of a job: its value says of which start
 TAIL = 2**20  # bytes at the end of a file that are read for its newest line
 
 
@@ -28,7 +29,8 @@ class JobRun:
     slo: float  # times of what it takes alone that it may take
     seconds: tuple[float, float] | None = None  # of a rollout and a training, as its user says
     process: asyncio.subprocess.Process | None = None
-    starts: bool = False  # it runs, but has no process yet
+    runs: bool = False  # processes of it are there, or will be
+    mark: str = ""  # of its newest start
     why: str = ""  # it was killed
     stopped: bool = False
     is_listed: bool = True  # in the group's file, else submitted
@@ -37,11 +39,14 @@ class JobRun:
 
     def begin(self) -> None:
         """Count as a job that runs from now on: `run` comes next."""
-        self.why, self.stopped, self.process, self.starts = "", False, None, True
+        self.why, self.stopped, self.process, self.runs = "", False, None, True
+        self.mark = f"{MARK}={secrets.token_hex(8)}"
         self.first = self.newest_record().get("step", 0)
 
     async def run(self, resume: bool) -> int:
-        """Start the job, wait for its end, return its exit code. What it prints goes to console.log in its folder.
+        """Start the job, wait until all of its processes have ended, return its exit code.
+
+        What it prints goes to console.log in its folder.
 
         Raises OSError when it cannot be started.
         """
@@ -50,19 +55,22 @@ class JobRun:
                 self.printed = console.tell()
                 self.process = await asyncio.create_subprocess_exec(
                     *(*self.command, *["--resume"] * resume),
-                    env=os.environ | self.environment,
+                    env=os.environ | self.environment | {MARK: self.mark.partition("=")[2]},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=console,
                     stderr=console,
                     start_new_session=True,  # Ctrl-C is for the server alone, which tells its jobs
                 )
+            if self.why:  # told meanwhile
+                self.kill(self.why)
+            elif self.stopped:
+                self.process.terminate()
+            code = await self.process.wait()
+            while self._processes():  # ranks may outlive their launcher, and be on their devices
+                await asyncio.sleep(0.05)
+            return code
         finally:
-            self.starts = False
-        if self.why:  # told meanwhile
-            self.kill(self.why)
-        elif self.stopped:
-            self.process.terminate()
-        return await self.process.wait()
+            self.runs = False
 
     @property
     def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -70,26 +78,29 @@ class JobRun:
         train, rollout = (tuple(int(worker.split()[1]) for worker in self.place[pool]) for pool in ("train", "rollout"))
         return train, rollout
 
-    @property
-    def runs(self) -> bool:
-        return self.starts or (self.process is not None and self.process.returncode is None)
-
     def stop(self) -> None:
         """Let the job end after its step, with a checkpoint."""
         if self.runs and not self.stopped:
             self.stopped = True
-            if self.process:
+            if self.process and self.process.returncode is None:
                 self.process.terminate()
 
     def kill(self, why: str) -> None:
-        """End the launcher and its ranks at once, stopped ones too; what ranks have started ends with them. (Linux)"""
+        """End all of its processes at once, stopped ones too. (Linux)"""
         if self.runs:
             self.why = why
-        if self.process and self.runs:
-            ranks = [pid for pid, parent, *_ in leftovers.processes() if parent == self.process.pid]
-            for pid in (self.process.pid, *ranks):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in self._processes() if self.process and self.runs else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _processes(self) -> list[int]:
+        """Return the numbers of its processes that are there; those that have ended have no environment any more."""
+        found = []
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            with suppress(OSError):  # it has just ended, or is another user's
+                if self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.append(int(pid))
+        return found
 
     def newest_record(self) -> dict:
         """Return the record of its newest step, or an empty one."""

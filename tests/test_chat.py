@@ -106,6 +106,8 @@ def test_a_turn_that_ends_with_no_end_token_of_the_model_is_told(tmp_path: Path)
     assert open_end(replace(config, rollout=stopped), tokenizer, 1000) == ""
     assert open_end(replace(config, data=DataConfig(chat=False)), tokenizer, 1000) == ""
     assert open_end(config, chat_tokenizer(CHATML), 1000) == ""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    assert open_end(config, tokenizer, 1000) == "", "responses have line breaks"
     tokenizer.chat_template = "{{ messages[-1].content }}"
     assert open_end(config, tokenizer, 1000) == "", "a template for one turn"
 

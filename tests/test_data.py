@@ -382,6 +382,8 @@ def test_long_prompts_are_left_out_where_that_is_asked_for(jsonl, plain) -> None
     assert [(p.index, p.answer) for p in prompts] == [(0, "3"), (1, "4")]
     [note] = notes_on(config, prompts, held_out)
     assert note == "2 prompts are over rollout.max_prompt_tokens and left out (data.skip_long)"
+    with pytest.raises(ConfigError, match="data.skip_long leaves out all prompts of .*_tokens = 2; raise it"):
+        load_prompts(config, plain, 2)
 
 
 def test_held_out_prompts_that_are_trained_are_told(jsonl, plain) -> None:

@@ -421,6 +421,36 @@ def test_a_resumed_job_that_is_cancelled_before_its_first_step_has_lost_nothing(
 
     asyncio.run(live())
     assert job.stopped and "ended after" not in capsys.readouterr().out
+    job.command = ["sh", "-c", "trap 'exit 143' TERM; while true; do sleep 0.1; done"]
+
+    async def lose() -> None:
+        group.start(job, True)
+        while not job.process:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # for its trap; without it -15 is the code, and the message the same
+        (tmp_path / "steps.jsonl").write_text('{"step": 6, "reward": 0.5}\n')  # its steps 5 and 6
+        job.stop()
+        await asyncio.gather(*group.tasks)
+
+    asyncio.run(lose())
+    assert "before its checkpoint; the newest is of step 4" in capsys.readouterr().out
+
+
+def test_a_job_runs_until_its_last_process_has_ended(tmp_path) -> None:
+    """Ranks that outlive their launcher, too."""
+    group, job = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False), sleeper(tmp_path)
+    job.command = ["sh", "-c", f"setsid sleep 60 & echo $! > {tmp_path}/rank; exit 3"]
+
+    async def live() -> tuple[bool, int]:
+        group.start(job, False)
+        while not job.process or job.process.returncode is None:
+            await asyncio.sleep(0.01)
+        still = job.runs
+        os.kill(int((tmp_path / "rank").read_text()), signal.SIGKILL)
+        await asyncio.gather(*group.tasks)
+        return still, group.codes["a"]
+
+    assert asyncio.run(live()) == (True, 3) and not job.runs
 
 
 def test_a_listed_job_is_resumed_as_its_file_says_by_then(files) -> None:

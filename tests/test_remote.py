@@ -354,11 +354,12 @@ def test_a_service_that_hangs_is_waited_for_as_long_as_a_turn_may_take(service):
 
 def test_a_slow_episode_of_a_service_holds_up_no_other(service) -> None:
     """Nor does it hold up the end."""
-    held = threading.Event()
+    held, over = threading.Event(), threading.Event()
 
     def act(handler, request) -> None:
         if request["row"]["is_slow"]:
             held.wait(60)
+            over.set()
         handler.reply(200, '{"text": "hi"}')
 
     service.act = act
@@ -369,5 +370,5 @@ def test_a_slow_episode_of_a_service_holds_up_no_other(service) -> None:
         while len(found) < 4:
             found |= {id for id, _, _ in pool.wait()}
         assert found == {1, 2, 3, 4}
-    assert not held.is_set()
+    assert not over.is_set()
     held.set()
