@@ -105,13 +105,7 @@ def load_config(
                 raise ConfigError(f"{min(twice)} is given twice; give it once")
             given |= {*_keys(values)}
     elif (path := source) is not None:
-        try:
-            values = tomllib.loads(Path(regular(path)).read_text(encoding="utf-8-sig"))  # editors put a mark before
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot read it ({error.strerror}); configs/ has examples") from None
-        except (ValueError, RecursionError) as error:  # TOML, encoding, a number of thousands of digits
-            raise ConfigError(f"{path}: not valid TOML: {error}") from None
-        config = _merge(config, _less(values, without), source=f"{path}: ")
+        config = _merge(config, _less(_read(path), without), source=f"{path}: ")
     for override in overrides:
         key, equals, text = override.removeprefix("--").partition("=")
         if not override.startswith("--") or not equals or not all(key.split(".")):
@@ -120,6 +114,20 @@ def load_config(
             )
         config = _merge(config, _nested(key, _parse(text)), source="", raw=text)
     return config
+
+
+def keys_in(path: str | None) -> set[str]:
+    """Return the keys that a TOML file gives, as `section.key`; none without a file. Raises ConfigError."""
+    return {*_keys(_read(path))} if path else set()
+
+
+def _read(path: str) -> dict:
+    try:
+        return tomllib.loads(Path(regular(path)).read_text(encoding="utf-8-sig"))  # editors put a mark before
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read it ({error.strerror}); configs/ has examples") from None
+    except (ValueError, RecursionError) as error:  # TOML, encoding, a number of thousands of digits
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
 def _less(values: Mapping, without: Collection[str], prefix: str = "") -> dict:

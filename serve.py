@@ -6,6 +6,7 @@ those of a folder that an authorised client names.
 
 import argparse
 import ipaddress
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,17 +28,20 @@ import torch
 
 import checkpoint
 import parallel
-from config import ConfigError, describe, load_config, one_line, option
+from config import ConfigError, describe, flatten, keys_in, load_config, one_line, option, toml_text
 from core import ModelShape, Tokenizer
+from data import DataConfig
 from process import command, ending
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 from server.endpoint import Endpoint, Limits
 from server.loop import EngineLoop
-from server.wire import ApiError, Json
+from server.wire import ApiError, Chat, Json
+from settings import Config, ModelConfig, open_end, settings_of
 
 TOKEN = "PLAINROLL_TOKEN"  # in the environment: a command line can be read by everybody on the machine
 LOOK_SECONDS = 1.0  # between two looks for a newer checkpoint
+MOST_SECONDS = 60.0  # between two tries of one that cannot be taken
 LAST_SECONDS = 0.5  # at the end, in which requests under way get their error
 
 
@@ -47,6 +51,11 @@ class ServeConfig:
     port: int = option(8000, "port to listen at; 0: any that is free", min=0, max=65535)
     name: str = option("", "name of the model for clients; empty: that of the followed run, else of the folder")
     follow: str = option("", "folder of a run, whose newer checkpoints are taken as they come; empty: none")
+    system: str = option("", "system message of chats that have none; empty: data.system of the checkpoint's run")
+    chat_options: str = option(
+        "",
+        "what the chat template reads beside messages, as data.chat_options; empty: those of the checkpoint's run",
+    )
     device: str = option("auto", "auto (GPU if there is one), cpu or cuda", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto", "auto (bfloat16 on GPU, float32 on CPU), float32 or bfloat16", choices=("auto", "float32", "bfloat16")
@@ -78,14 +87,14 @@ class Weights:
 
     def __init__(self, folder: Path, shape: ModelShape, loop: EngineLoop, words: Words):
         self.folder, self.shape, self.loop, self.words, self.version = folder, shape, loop, words, 0
+        self.step = checkpoint.step_of(folder.resolve())  # of a link, by now
         self.lock = threading.Lock()
 
     def about(self) -> Json:
         c = self.loop.engine.config
         most = min(self.shape.max_positions, c.max_prompt_tokens + c.max_response_tokens)
         about: Json = {"weights": str(self.folder), "version": self.version, "max_model_len": most}
-        step = checkpoint.step_of(self.folder)
-        return about if step is None else about | {"step": step}
+        return about if self.step is None else about | {"step": self.step}
 
     def take(self, folder: Path) -> None:
         """Have the loop decode with the weights of a folder. Raises ApiError; then the old ones stay.
@@ -109,24 +118,32 @@ class Weights:
             except Exception as error:  # as safetensors' own, or no memory: who follows a run tries the next one
                 raise ApiError(500, f"{folder}: {one_line(error)}", "server_error") from None
             self.loop.change_weights(weights, self.version + 1)
-            self.folder, self.version = folder, self.version + 1
+            self.folder, self.version, self.step = folder, self.version + 1, checkpoint.step_of(folder.resolve())
 
     def follow(self, run: Path) -> None:
-        """Take newer checkpoints of a run as they come, to the server's end. A damaged one is told of, and passed."""
-        seen = self.folder
+        """Take newer checkpoints of a run as they come, to the server's end.
+
+        One that cannot be taken is told of, and tried again less and less often until there is a newer one.
+        """
+        seen, failing, told, pause, due = self.folder, Path(), "", 0.0, 0.0
         with suppress(OSError):
             if not checkpoint.list_checkpoints(run):
                 print(f"waits for the first checkpoint in {run}", flush=True)
         while not self.loop.is_stopping:
             with suppress(OSError):  # a file system that is away for a while, a console that nobody reads any more
                 newest = checkpoint.list_checkpoints(run)[-1:]
-                if newest and newest[0] != seen:
-                    seen = newest[0]
+                if newest and newest[0] != failing:
+                    failing, told, pause, due = newest[0], "", LOOK_SECONDS, 0.0
+                if newest and newest[0] != seen and time.monotonic() >= due:
                     try:
-                        self.take(seen)
+                        self.take(newest[0])
+                        seen = newest[0]
                         print(f"weights: {seen} (version {self.version})", flush=True)
                     except ApiError as error:
-                        print(f"passed: {error}", file=sys.stderr, flush=True)
+                        pause, due = min(2 * pause, MOST_SECONDS), time.monotonic() + pause
+                        if str(error) != told:
+                            told = str(error)
+                            print(f"passed: {error}", file=sys.stderr, flush=True)
             time.sleep(LOOK_SECONDS)
 
 
@@ -146,11 +163,18 @@ class Service:
         self.engine.runner.capture()
         self.loop, self.config = EngineLoop(self.engine, c.queue), c
         self.weights = Weights(folder, model.shape, self.loop, words)
-        name = c.name or Path(c.follow or folder).resolve().name
+        name = c.name or os.path.basename(os.path.abspath(c.follow or folder))
+        chat = Chat(c.system, DataConfig(chat_options=c.chat_options).options)
+        told_model = replace(Config(), model=ModelConfig(path=str(folder)), rollout=config.rollout)
+        if end := open_end(told_model, self.tokenizer, model.shape.vocab_size):
+            print(
+                f"WARNING: the chat template ends a turn with {end!r}, which is no end token of the model: it would go "
+                f"on behind its turns; take rollout.stop = [{toml_text(end)}]"
+            )
         limits = Limits(c.request_seconds, int(c.max_mib * 2**20), c.connections)
         told = self.weights.about, lambda given: self.weights.take(Path(given))
         try:
-            self.endpoint = Endpoint((c.host, c.port), self.loop, self.tokenizer, name, token, limits, *told)
+            self.endpoint = Endpoint((c.host, c.port), self.loop, self.tokenizer, name, token, limits, *told, chat)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot listen at {c.host} port {c.port}: {error}; choose another") from None
         self.address = "http://{}:{}/v1".format(
@@ -209,7 +233,7 @@ def main(argv: list[str]) -> int:
         return 0
     folders, overrides = ([text for text in rest if text.startswith("--") == flag] for flag in (False, True))
     try:
-        config = load_config(ServeFile, flags.config, overrides)
+        config = load_config(ServeFile, flags.config, overrides, OTHERS)
         if len(folders) > 1 or not (folders or config.serve.follow):
             raise ConfigError("name one folder of a model, or a run to follow: --serve.follow=RUN_FOLDER")
         followed = [] if folders else checkpoint.list_checkpoints(Path(config.serve.follow))
@@ -222,6 +246,8 @@ def main(argv: list[str]) -> int:
             raise ConfigError(
                 f"{folder}: no model there (config.json); name a Hugging Face folder or a checkpoint, or follow a run"
             )
+        given = keys_in(flags.config) | {text[2:].partition("=")[0] for text in overrides}
+        config = load_config(ServeFile, flags.config, [*of_run(folder, given), *overrides], OTHERS)
         service = Service(config, folder, os.environ.get(TOKEN, ""))
     except (ConfigError, OSError) as error:
         return ending.refuse(error)
@@ -232,13 +258,30 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+# Of a file of settings: what is for training. A run's file may be given.
+OTHERS = {each.name for each in fields(Config)} - {each.name for each in fields(ServeFile)}
+OTHERS |= {"rollout.tensor_parallel", "rollout.weights"}
+
+
+def of_run(folder: Path, given: set[str]) -> list[str]:
+    """Return how the run of a checkpoint writes prompts, samples and ends answers, but for keys that are `given`."""
+    if not (path := settings_of(folder)):
+        return []
+    own = load_config(Config, str(path))
+    found = {"serve.system": own.data.system, "serve.chat_options": own.data.chat_options}
+    found |= {"rollout.stop": json.dumps(own.rollout.stop)}
+    found |= {f"sampling.{key}": toml_text(value) for key, (value, _) in flatten(own.sampling).items()}
+    return [f"--{key}={value}" for key, value in found.items() if value and key not in given]
+
+
 USAGE = f"""plainroll: a model behind an OpenAI-compatible endpoint
 
 usage: python serve.py FOLDER [--config FILE.toml] [--section.key=value ...]
        python serve.py --serve.follow=RUN_FOLDER
 
   FOLDER          a Hugging Face folder or a checkpoint of a run; without it the newest of serve.follow
-  --config FILE   settings from a TOML file
+  --config FILE   settings from a TOML file, which may be that of a run. A checkpoint of a run has its run's sampling,
+                  stop texts, system message and chat options, unless they are given
   --help          this text
 
 POST /v1/completions, /v1/chat/completions, /weights; GET /v1/models, /health. Clients send the token in {TOKEN}, if

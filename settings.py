@@ -349,6 +349,13 @@ def profile_path(config: Config) -> Path:
     return Path(config.planner.profile or model_source(config) / PROFILE_NAME)
 
 
+def settings_of(model: Path) -> Path | None:
+    """Return the file of settings of the run whose checkpoint this folder is; None: it is no such folder."""
+    place = Path(os.path.abspath(model))  # without .., and a link stays one
+    settings = place.parent.parent / "config.toml"
+    return settings if place.parent.name == "checkpoints" and settings.exists() else None
+
+
 def profile_conditions(config: Config, shape: ModelShape, num_ranks: int, device: torch.device) -> dict[str, object]:
     """Return the conditions that a rollout profile depends on. A profile made under other conditions is refused."""
     return {

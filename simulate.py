@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean
 
-from config import Auto, ConfigError, describe, load_config, option
+from config import Auto, ConfigError, describe, keys_in, load_config, option
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
 from data import PromptCursor
 from engine.pages import LAYOUTS, Cache, pages_needed
@@ -326,6 +326,8 @@ class Simulation:
             "scheduler.migrate = true": config.scheduler.migrate,
             f"env.barrier = true and overlap.depth = {o.depth:g}": config.env.barrier and o.depth > 0,
         }
+        if o.depth and config.grading != GradingConfig():
+            raise ConfigError("[grading] has no effect with overlap.depth: rewards take no time there; leave it out")
         check_episodes(config.env, others)
         check_drafts(
             config.drafts, others | {"env.turns": config.env.turns > 0, f"overlap.depth = {o.depth:g}": o.depth > 0}
@@ -364,11 +366,21 @@ class Simulation:
             )
         found: dict[int, Costs]
         if self.profile:
+            if (size := self.profile.made_on.get("page_size", c.page_size)) != c.page_size:
+                raise ConfigError(
+                    f"the profile counts pages of {size} tokens, cluster.page_size = {c.page_size}; take {size}"
+                )
             sizes = {n: p for n, p in self.profile.sizes.items() if gpus % n == 0}
             found = {n: Measured(*given, n, measured, c.page_size) for n, measured in sizes.items()}
         else:
             node = min(self.hardware.node_gpus, gpus)
-            own = {c.tensor_parallel} | {n for n in group_sizes(gpus, node) if n <= self.model.shape.kv_heads}
+            possible = group_sizes(gpus, node)
+            if c.tensor_parallel not in possible:
+                raise ConfigError(
+                    f"cluster.tensor_parallel = {c.tensor_parallel} is not one of {possible}, the sizes of groups "
+                    f"inside a node of {node} GPUs"
+                )
+            own = {c.tensor_parallel} | {n for n in possible if n <= self.model.shape.kv_heads}
             found = {n: Costs(*given, n, self.num_pages(n, c.weights), c.page_size) for n in sorted(own)}
         if c.tensor_parallel not in found:
             raise ConfigError(f"cluster.tensor_parallel = {c.tensor_parallel}: the profile has only {[*found]}")
@@ -725,6 +737,7 @@ def main(argv: list[str]) -> int:
         recorded = Recorded(flags.replay) if flags.replay else None
         profile = read_profile(Path(flags.profile)) if flags.profile else None
         given = {override.partition("=")[0] for override in overrides}
+        given |= {f"--{key}" for key in keys_in(flags.config)}
         settings = [s for s in (recorded.settings if recorded else ()) if s.partition("=")[0] not in given]
         config = load_config(SimulationConfig, flags.config, settings + overrides)
         run = simulate(config, workload=recorded, profile=profile)

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import getdoc
 from random import Random, SystemRandom
 
@@ -21,6 +21,8 @@ from rewards import user_files
 @dataclass(frozen=True)
 class Rows:
     data: DataConfig = field(default_factory=DataConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
 
 
 def ask_human(row: dict, texts: Sequence[str], actions: Sequence[str], rng: Random) -> str:
@@ -92,21 +94,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data", help="file of rows (JSONL, parquet), which your own environment needs")
     parser.add_argument(
         "--data.KEY",
-        help="as for train.py, where rows need it: --data.prompt_field=question",
+        help="as for train.py, where rows need it: --data.prompt_field=question; so are --env.KEY and --reward.KEY",
         dest="_",
         metavar="VALUE",
     )
-    parser.add_argument("--turns", type=int, default=EnvConfig.max_turns, help="of an episode, at most")
+    parser.add_argument("--turns", type=int, help="of an episode, at most (env.max_turns)")
     parser.add_argument("--seed", type=int, help="of row, environment, player; drawn unless it is given")
     parser.add_argument(
         "--check", action="store_true", help=f"play {EPISODES} episodes (by random), and say how they went"
     )
     flags, overrides = parser.parse_known_args(argv)
     try:
-        if flags.turns < 1:
+        if flags.turns is not None and flags.turns < 1:
             raise ConfigError(f"--turns = {flags.turns} is too small: at least 1")
         environment = resolve(flags.environment)
-        data = load_config(Rows, None, [f"--data.env={flags.environment}", *overrides]).data
+        told = load_config(Rows, None, [f"--data.env={flags.environment}", *overrides])
+        data, turns = told.data, flags.turns or told.env.max_turns
         player = player_named(flags.by or ("random" if flags.check else "human"), flags.environment)
         if flags.data:
             rows = [row.fields for row in read_rows(flags.data, "--data", data)]
@@ -118,11 +121,11 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--seed has no effect with --check, which plays seeds 0 to {EPISODES - 1}; leave it out")
         seed = SystemRandom().randrange(10**6) if flags.seed is None else flags.seed
         if flags.check:
-            config = EnvConfig(max_turns=flags.turns)
-            trial = tried(flags.environment, rows, player, config, RewardConfig())
+            config = replace(told.env, max_turns=turns)
+            trial = tried(flags.environment, rows, player, config, told.reward)
             print(trial.table(config))
             return 0 if trial.is_fine else 1
-        play(environment, Random(seed).choice(rows), seed, flags.turns, player)
+        play(environment, Random(seed).choice(rows), seed, turns, player)
         return 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -39,14 +39,16 @@ def in_batches() -> float:
     """Return the mean seconds until 8 prompts have passed the filter, where batches of 8 start until they have."""
     played = run(8, 8)
     full = passed = 0
-    for ids in played.trained:
+    spent, used = 0.0, 0.0  # the last batch may not be full
+    for ids, seconds in zip(played.trained, decoding(played), strict=True):
+        spent += seconds
         rewards: dict[VisitId, set[float]] = {}
         for id in ids:
             rewards.setdefault(id.visit, set()).add(played.reward(id))
         passed += sum(len(values) > 1 for values in rewards.values())
         if passed >= 8:  # those beyond 8 are lost
-            full, passed = full + 1, 0
-    return sum(decoding(played)) / full
+            full, passed, used = full + 1, 0, spent
+    return used / full
 
 
 def main() -> None:

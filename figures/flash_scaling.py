@@ -10,7 +10,7 @@ PAPER = {
     "Think": {"async": (1.00, 1.88, 3.86, 7.60), "naive": (1.02, 1.57, 2.31, 3.57)},
     "Base": {"async": (1.00, 1.47, 2.02, 2.40), "naive": (0.65, 0.82, 0.96, 1.07)},
 }
-LABELS = {"async": f"asynchronous, ratio {ALPHA}", "naive": "synchronous"}
+LABELS = {"async": f"asynchronous, ratio {ALPHA}", "naive": "synchronous (the paper's naive one)"}
 
 
 def main() -> None:

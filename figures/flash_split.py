@@ -28,7 +28,7 @@ def main() -> None:
     table.add("16 train, 24 decode, over all do both", PAPER[0] / PAPER[16], found[0] / found[16])
     note(
         f"Best: {names[best]}. Fitted: training, to its bars; one number of the engine, seconds of a layer, to three "
-        "bars: all do both, 24 / 16, 32 / 8; the mean length. Predicted: 8 / 32 and 16 / 24, and so the best. "
+        "bars: all do both, 24 / 16, 32 / 8; the mean length. Predicted: 16 / 24, and so the best. "
         f"beta* of Proposition 2 by the times of the best run: {share:.3f}, which is {share * GPUS:.1f} GPUs."
     )
     style()

@@ -109,6 +109,11 @@ WHY = [  # table, part of a row's name, why it is over 15 % off; `python figures
     ),
     (
         "RollMux, Figure 13",
+        "veRL over",
+        "co-located jobs cost what they do in the paper; shared nodes cost more here, for its mix of jobs is not known",
+    ),
+    (
+        "RollMux, Figure 13",
         "",
         "the paper's mix of jobs is not known (with jobs of several turns alone both ratios are within 15 %), and its "
         "tail migration is not modelled; here more jobs have rollout nodes of their own, and share training nodes",

@@ -8,6 +8,7 @@ python figures/timeline.py TRACE.json ...  draws any run's trace.json (--log.tra
 import argparse
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import matplotlib
@@ -28,6 +29,8 @@ RUNS = {
     "tail batching, twice four short rounds and a long one": [*SETTINGS, "scheduler.eta_responses=1.25"],
 }
 COLORS = {  # of a trace's spans; those that enclose others are left out
+    "evaluate": ("#eeeeee", "evaluate, checkpoint"),
+    "checkpoint": ("#eeeeee", "evaluate, checkpoint"),
     "prefill": ("#edae49", "prefill"),
     "decode": ("#2a6f97", "decode"),
     "verify": ("#61a5c2", "decode with drafts"),
@@ -37,7 +40,7 @@ COLORS = {  # of a trace's spans; those that enclose others are left out
     "hand_over": ("#6a4c93", "hand-over, exchange"),
     "resize": ("#6a4c93", "hand-over, exchange"),
     "exchange": ("#6a4c93", "hand-over, exchange"),
-    "reward": ("#8d6a4f", "reward"),
+    "reward": ("#8d6a4f", "wait for graders"),
     "stream_train": ("#b5d99c", "train what is complete"),
     "stream_wait": ("#d9d9d9", "wait for complete groups"),
     "wait_batch": ("#d9d9d9", "wait for complete groups"),
@@ -45,16 +48,20 @@ COLORS = {  # of a trace's spans; those that enclose others are left out
     "train": ("#66a182", "train"),
     "sync": ("#66a182", "train"),
 }
-WAITS = ("idle", "window_wait", "stream_wait", "wait_batch")
+WAITS = ("idle", "window_wait", "stream_wait", "wait_batch", "reward")
+BESIDE = ("evaluate", "checkpoint")  # between steps: neither busy nor idle
 Span = tuple[int, str, float, float, int]  # replica, name, start, end, step
 
 
 def read_trace(path: Path, steps: int = 0) -> list[Span]:
     """Return the drawn spans of the last `steps` steps (0: all), in seconds from the first on."""
-    text = (
-        path.read_text(encoding="utf-8").rstrip().rstrip("]").rstrip().rstrip(",")
-    )  # a run that goes on has no end yet
-    events = [e for e in json.loads(text + "]") if e["ph"] == "X" and e["name"] in COLORS]
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():  # a run that goes on, or was killed, has no end
+        with suppress(ValueError):
+            events.append(json.loads(line.strip().lstrip("[").rstrip(",]")))
+    events = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and e["name"] in COLORS]
+    if not events:
+        raise SystemExit(f"{path}: no step is in it yet")
     first_step = max(e["args"]["step"] for e in events) - steps + 1 if steps else 0
     events = [e for e in events if e["args"]["step"] >= first_step]
     zero = min(e["ts"] for e in events)
@@ -82,7 +89,8 @@ def draw(timelines: dict[str, list[Span]], path: Path, caption: str) -> None:
         end = max(e for _, _, _, e, _ in spans)
         for step in sorted({span[4] for span in spans}):
             axes.axvline(min(s for _, _, s, _, n in spans if n == step), color="0.2", linewidth=0.8)
-        busy = sum(e - s for _, n, s, e, _ in spans if n not in WAITS) / (end * count)
+        beside = sum(e - s for _, n, s, e, _ in spans if n in BESIDE)
+        busy = sum(e - s for _, n, s, e, _ in spans if n not in (*WAITS, *BESIDE)) / max(end * count - beside, 1e-9)
         axes.set(title=f"{title}: {end:.1f} s, replicas busy {busy:.0%}", ylim=(count - 0.4, -0.6))
         axes.set(yticks=range(count), yticklabels=[f"replica {r}" for r in range(count)])
         axes.grid(False)
@@ -101,15 +109,19 @@ def draw(timelines: dict[str, list[Span]], path: Path, caption: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="*", type=Path, help="trace.json of one or several runs")
+    parser.add_argument("traces", nargs="*", type=Path, help="trace.json, or folder, of one or several runs")
     parser.add_argument("--draw", action="store_true", help="only draw, from figures/timeline.json")
     parser.add_argument(
         "--last", type=int, default=STEPS, help="how many of the last steps to draw (default 10; 0: all)"
     )
     args = parser.parse_args()
     if args.traces:
-        timelines = {str(path.parent): read_trace(path, args.last) for path in args.traces}
-        out = args.traces[0].with_name("timeline.png")
+        traces = [path / "trace.json" if path.is_dir() else path for path in args.traces]
+        try:
+            timelines = {str(path.parent): read_trace(path, args.last) for path in traces}
+        except OSError as error:
+            raise SystemExit(f"{error.filename}: {error.strerror}") from None
+        out = traces[0].with_name("timeline.png")
         draw(timelines, out, " ".join(["python figures/timeline.py", *map(str, args.traces)]))
         print(out)
         return

@@ -30,7 +30,7 @@ from metrics import Clock, Record, of_failed
 from parallel import World, own_place
 from process import command, ending, launcher
 from scheduler import SchedulerConfig
-from settings import Config, check_run
+from settings import Config, check_run, settings_of
 
 SCRATCH = (
     "PLAINROLL_SCRATCH"  # in the environment: the launcher's folder, as ranks may be ended before they remove theirs
@@ -56,10 +56,7 @@ def model_of(folder: Path) -> tuple[Path, Path | None]:
         if not saved:
             raise ConfigError(f"{folder}: holds neither a model (config.json) nor checkpoints; give one that does")
         model = saved[-1]
-    place = Path(os.path.abspath(model))  # without .., and a link stays one
-    settings = place.parent.parent / "config.toml"
-    is_of_run = place.parent.name == "checkpoints" and settings.exists()
-    return model, settings if is_of_run else None
+    return model, settings_of(model)
 
 
 def settled(config: Config, model: Path, folder: str, num_ranks: int) -> Config:

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from core import Tokenizer
 from server.loop import EngineLoop, Ticket
-from server.wire import Answers, ApiError, Ask, Json, Piece, read_ask, read_object
+from server.wire import Answers, ApiError, Ask, Chat, Json, Piece, read_ask, read_object
 
 LOOK_SECONDS = 0.25  # between two looks whether a client is still there
 IDLE_SECONDS = 60.0  # of a connection without bytes
@@ -48,6 +48,7 @@ class Endpoint(ThreadingHTTPServer):
         limits: Limits,
         weights: Callable[[], Json],
         swap: Callable[[str], None],
+        chat: Chat,
     ):
         """`token`: that clients must send; empty: none. `weights` says which there are; `swap(folder)` takes others.
 
@@ -56,7 +57,7 @@ class Endpoint(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
         self.loop, self.tokenizer, self.name, self.token = loop, tokenizer, name, token
-        self.limits, self.weights, self.swap = limits, weights, swap
+        self.limits, self.weights, self.swap, self.chat = limits, weights, swap, chat
         self.places = threading.Semaphore(limits.connections)
 
     def server_bind(self) -> None:
@@ -163,6 +164,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         if status == 429:
             self.send_header("Retry-After", "1")
+        if status == 504:  # OpenAI's clients would ask for the same work again, twice
+            self.send_header("x-should-retry", "false")
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
@@ -198,7 +201,7 @@ class Handler(BaseHTTPRequestHandler):
         if (name := read_object(body).get("model")) not in (None, endpoint.name):
             raise ApiError(404, f"the model here is {endpoint.name!r}, not {name!r:.60}", code="model_not_found")
         defaults = loop.engine.sampling, config.stop, config.max_prompt_tokens, loop.most
-        ask = read_ask(body, path == "/v1/chat/completions", endpoint.tokenizer, *defaults)
+        ask = read_ask(body, path == "/v1/chat/completions", endpoint.tokenizer, *defaults, endpoint.chat)
         number, ticket = loop.submit(ask)
         answers = Answers(ask, number, endpoint.name, endpoint.tokenizer)
         try:

@@ -3,12 +3,12 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 from config import ConfigError, check_options, one_line
 from core import Span, Tokenizer
-from data import TOKEN_CHARACTERS, converse
+from data import TOKEN_CHARACTERS, DataConfig, converse
 from sampling import SamplingConfig
 from server.fields import NEUTRAL, asks_for
 
@@ -22,6 +22,8 @@ SAMPLING = {"temperature": float, "top_p": float, "min_p": float, "top_k": int}
 COMMON = {*SAMPLING, "model", "n", "max_tokens", "stop", "seed", "stream", "stream_options", "return_token_ids"}
 COMMON |= {"user", "metadata", "store", "safety_identifier"}  # these tell nothing that a server here wants to know
 FIELDS = {False: COMMON | {"prompt", "logprobs"}, True: COMMON | {"messages", "max_completion_tokens", "logprobs"}}
+FIELDS[True] |= {"chat_template_kwargs"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # and what templates know
 
 
 class ApiError(Exception):
@@ -31,6 +33,14 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.body: Json = {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How chats are written that do not say otherwise."""
+
+    system: str = ""  # message before those that have none
+    options: Mapping[str, object] = field(default_factory=dict)  # of the chat template
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,7 @@ def read_ask(
     stop: tuple[str, ...],
     longest: int,
     most: int,
+    chat: Chat = Chat(),
 ) -> Ask:
     """Return the request of a body. Raises ApiError.
 
@@ -103,7 +114,7 @@ def read_ask(
     given = [] if is_chat else _prompts(asked)
     if (wanted := count * (1 if is_chat else len(given))) > most:
         raise ApiError(400, f"{wanted} responses in one request are over serve.queue = {most}; ask for fewer")
-    prompts = [_chat_ids(asked, tokenizer, longest)] if is_chat else [_ids(p, tokenizer, longest) for p in given]
+    prompts = [_chat_ids(asked, tokenizer, longest, chat)] if is_chat else [_ids(p, tokenizer, longest) for p in given]
     return Ask(
         is_chat,
         tuple(prompts),
@@ -208,7 +219,7 @@ def _ids(prompt: object, tokenizer: Tokenizer, longest: int) -> tuple[int, ...]:
     )
 
 
-def _chat_ids(asked: Json, tokenizer: Tokenizer, longest: int) -> tuple[int, ...]:
+def _chat_ids(asked: Json, tokenizer: Tokenizer, longest: int, chat: Chat) -> tuple[int, ...]:
     """Return what the chat template writes of the messages, in tokens."""
     messages = asked.get("messages")
     if not tokenizer.chat_template:
@@ -216,9 +227,16 @@ def _chat_ids(asked: Json, tokenizer: Tokenizer, longest: int) -> tuple[int, ...
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of at least one message", param="messages")
     plain = [_plain(message) for message in messages]
+    if chat.system and plain[0]["role"] != "system":
+        plain = [{"role": "system", "content": chat.system}, *plain]
     _short("".join(message["content"] for message in plain), longest)
+    own: Json = _Taker(asked)("chat_template_kwargs", dict, {})
     try:
-        text = converse(tokenizer, plain, True)
+        options = DataConfig(chat_options=json.dumps({**chat.options, **own})).options
+    except ConfigError as error:
+        raise ApiError(400, str(error).replace("data.chat_options", "chat_template_kwargs")) from None
+    try:
+        text = converse(tokenizer, plain, True, options=options)
         return tuple(tokenizer.encode(_short(text, longest), add_special_tokens=False))
     except ApiError:
         raise
@@ -237,9 +255,11 @@ def _plain(message: object) -> dict[str, str]:
         content = "".join(part for part in parts if isinstance(part, str)) if None not in parts else None
     if not isinstance(message, dict) or not isinstance(role, str) or not isinstance(content, str):
         raise ApiError(400, f"message {message!r:.60} must have a role and a content, both text", param="messages")
+    if role not in ROLES:
+        raise ApiError(400, f"role = {role!r:.60} is none of {', '.join(ROLES)}", param="messages")
     if tools := next((key for key in ("tool_calls", "function_call", "tool_call_id") if message.get(key)), None):
         raise ApiError(400, f"message {message!r:.60}: this server has no tools; leave {tools} out", param="messages")
-    return {"role": role, "content": content}
+    return {"role": ROLES[role], "content": content}
 
 
 def _short(text: str, longest: int) -> str:

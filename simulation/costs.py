@@ -57,7 +57,7 @@ class Efficiency:
     train: float = option(0.4, "share of the peak operations that training reaches", above=0, max=1)
     padded: int = option(1, "tokens that a shorter sample is padded to in training (fitted)", min=1)
     passes: float = option(
-        5.0, "forward passes that a trained token costs: 3 to train, 1 for old and 1 for reference log-probs"
+        5.0, "forward passes that a trained token costs: 3 to train, 1 for old and 1 for reference log-probs", above=0
     )
     streamable: float = option(
         0.6, "share of passes that freed GPUs take over: the gradient; log-probs wait", min=0, max=1
@@ -137,6 +137,8 @@ class Measured(Costs):
         # A CPU's step does not grow evenly with its rows, so the rest of its time is interpolated between them.
         rest = {n: [t - n * c * self._token for m, c, t in points if m == n] for n in self._rows}
         self._steps = [sum(times) / len(times) for times in rest.values()]
+        if len(self._rows) == 1:  # an engine of one row: more would take as long each
+            self._rows, self._steps = [0, *self._rows], [0.0, *self._steps]
 
     def costs(self, sequences: float) -> tuple[float, float]:
         """Beyond the last point the last line goes on."""

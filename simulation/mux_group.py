@@ -58,6 +58,11 @@ class Kind:
         return Simulation(config, replace(file, lengths=lengths, efficiency=efficiency), load_hardware(gpu))
 
 
+def sync_seconds(kind: Kind, gpus: tuple[str, str]) -> float:
+    """Seconds until a job's rollout has new weights: none where it is on the nodes that train."""
+    return kind.sync if gpus[0] != gpus[1] else 0.0
+
+
 class SharedRound(SimulatedRound):
     """A round whose replicas come and go."""
 
@@ -127,6 +132,7 @@ class Job:
         of_node = [range(first, first + tp) for first in range(0, kind.nodes * NODE // len(nodes), tp)]
         self.pool: list[Part] = [tuple((node, gpu) for gpu in gpus) for node in nodes for gpus in of_node]
         self.run = kind.simulation(gpus[0], seed)
+        self.sync = sync_seconds(kind, gpus)
         self.costs = Costs(load_hardware(gpus[1]), self.run.model.shape, self.run.model.efficiency)
         self.round: SharedRound | None = None
         self.replicas: list[Part] = []  # of the round: the GPUs of each
@@ -210,7 +216,7 @@ class Group:
             job = self.asked[name]
             self.since[job, workers] = now
             if workers == TRAINING:
-                seconds = self._switch(job, True) + job.batches.pop(0) + job.kind.sync
+                seconds = self._switch(job, True) + job.batches.pop(0) + job.sync
                 self._at(now + seconds, partial(self._trained, job))
             else:
                 self._at(now + self._switch(job, False), partial(self._join, job, workers))
@@ -288,4 +294,4 @@ def alone(kind: Kind, iterations: int = 4, gpus: tuple[str, str] = APART) -> Alo
         return Alone(rollout, period - rollout)
     known = rollout if gpus == APART else alone(kind, iterations).rollout  # the ratio is of nodes apart
     slower = load_hardware(APART[1]).flops / load_hardware(gpus[1]).flops
-    return Alone(rollout, known / kind.ratio * slower + kind.sync)
+    return Alone(rollout, known / kind.ratio * slower + sync_seconds(kind, gpus))

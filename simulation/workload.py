@@ -32,7 +32,7 @@ class LengthModel:
     response_spread: float = option(0.6, "spread of a prompt's responses around its median (fitted)", min=0)
     runaway: float = option(0.02, "share of responses that run to the limit (fitted)", min=0, max=0.9)
     runaway_gather: float = option(
-        0.5, "how much prompts differ in the share runaway: 0 all the same, 1 all or none (fitted)"
+        0.5, "how much prompts differ in the share runaway: 0 all the same, 1 all or none (fitted)", min=0, max=1
     )
     limit: int = option(8192, "most tokens of a response", min=1)
     prompt_tokens: int = option(200, "tokens of a prompt", min=1)
@@ -63,6 +63,8 @@ class Drawn:
         if 0 < m.runaway and 0 < m.runaway_gather < 1:
             strength = 1 / m.runaway_gather - 1  # a + b of a beta distribution whose classes correlate by `gather`
             runaway = nature.betavariate(m.runaway * strength, (1 - m.runaway) * strength)
+        elif m.runaway_gather == 1:
+            runaway = float(nature.random() < m.runaway)
         rng = Random(f"{self.seed} {id} {step}")
         return [self._one(rng, center, runaway) for _ in range(count)]
 
@@ -92,7 +94,7 @@ class Recorded:
             parts = {"scheduler": saved["scheduler"], "cluster": rollout, "planner": {"rule": saved["planner"]["rule"]}}
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: not a run folder of train.py ({error!r})") from None
-        self.limit = max(max(lengths) for lengths in self.groups.values())
+        self.limit = int(saved["rollout"].get("max_response_tokens", max(map(max, self.groups.values()))))
         parts |= {"stream": saved.get("stream", {"policy": "off"}), "overlap": saved.get("overlap", {})}
         self.settings = [f"--{s}.{k}={_text(v)}" for s, values in parts.items() for k, v in values.items()]
 

@@ -291,6 +291,12 @@ def test_a_timeline_reads_what_a_run_wrote(ended: bool, load, tmp_path: Path) ->
     assert [s[:4] for s in spans[:2]] == [(0, "decode", 0.0, 0.5), (0, "idle", 0.5, 1.0)]
     assert {s[4] for s in spans} == {2, 3} and {s[0] for s in spans} == {0, 1} and len(spans) == 8
     assert len(timeline.read_trace(tmp_path / "trace.json")) == 12
+    with open(tmp_path / "trace.json", "a") as file:
+        file.write('{"name": "dec')  # a kill
+    assert len(timeline.read_trace(tmp_path / "trace.json")) == 12
+    (tmp_path / "trace.json").write_text("[\n")
+    with pytest.raises(SystemExit, match="no step is in it yet"):
+        timeline.read_trace(tmp_path / "trace.json", 2)
 
 
 def test_a_timeline_of_an_asynchronous_run_has_the_versions_that_drew_each_batch(load, tmp_path: Path) -> None:

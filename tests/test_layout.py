@@ -109,6 +109,7 @@ def test_rooms_take_the_settings_that_they_use_and_only_the_top_knows_them_all()
         "job",
         "mux",
         "profiler",
+        "serve",
         "train",
     }
     for room in ("rollout", "rounds", "learning", "overlap.streamed", "trainer", "process.ending"):

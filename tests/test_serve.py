@@ -34,12 +34,15 @@ from transformers import PreTrainedTokenizerFast
 import checkpoint
 import serve
 from config import ConfigError
+from data import DataConfig
+from process.run_folder import write_settings
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 from serve import ServeConfig, ServeFile, Service
 from server import loop
 from server.endpoint import Handler
-from server.wire import Answers, Ask, Piece, Writer
+from server.wire import Answers, Ask, Chat, Piece, Writer
+from settings import Config
 
 pytestmark = pytest.mark.slow  # processes and whole runs
 
@@ -408,12 +411,16 @@ def test_only_who_has_the_token_is_served(served, folder) -> None:
 def test_a_full_queue_refuses_and_a_late_request_ends(served) -> None:
     service = served(gated=True, queue=3, request_seconds=2.0)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(ask, service, "/v1/completions", {"prompt": "1", "n": 3})
+        patient: Any = openai.OpenAI(base_url=service.address, api_key="none", max_retries=2, timeout=300)
+        asked, submit = list[object](), service.loop.submit
+        service.loop.submit = lambda given: (asked.append(given), submit(given))[1]
+        first = pool.submit(patient.completions.create, model="tiny", prompt="1", n=3)
         until(lambda: service.loop.under_way == 3)
         with pytest.raises(openai.RateLimitError, match="serve.queue = 3"):
             client_of(service).completions.create(model="tiny", prompt="1")
-        status, answer = first.result()
-    assert status == 504 and "serve.request_seconds = 2" in answer["error"]["message"]
+        with pytest.raises(openai.InternalServerError, match="serve.request_seconds = 2") as late:
+            first.result()
+    assert late.value.status_code == 504 and len(asked) == 2, "it is not asked again"
     service.gate.open()
     until(lambda: service.loop.under_way == 0)
     assert ask(service, "/v1/completions", {"prompt": "1"})[0] == 200
@@ -566,11 +573,63 @@ def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch) ->
             assert answer.choices[0].text == service.tokenizer.decode(own.token_ids, skip_special_tokens=True)
         else:
             until(partial(lambda shown: f"passed: {shown}" in err.getvalue(), shown))
-    assert service.weights.version == 2
+            if step == 1:  # want of memory has passed
+                until(partial(lambda shown: service.weights.folder == shown, shown))
+    assert service.weights.version == 3
     assert [(model.id, model.step) for model in client_of(service).models.list()] == [(run, 4)]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_served_as_its_run_wrote_prompts_and_ended_answers(folder, tmp_path, monkeypatch) -> None:
+    config = replace(Config(), data=DataConfig(system="Be short.", chat_options='{"deep": true}'))
+    config = replace(config, rollout=replace(config.rollout, stop=("END", "\n")), sampling=SamplingConfig(0.5))
+    write_settings(config, tmp_path)
+    step = tmp_path / "checkpoints" / "step_000004"
+    shutil.copytree(folder, step)
+    (tmp_path / "checkpoints" / "best").symlink_to("step_000004")
+    made = list[ServeFile]()
+
+    class Served(serve.Service):
+        def __init__(self, config: ServeFile, *args: Any):
+            made.append(config)
+            super().__init__(config, *args)
+            assert (self.endpoint.name, self.weights.about()["step"]) == (Path(args[0]).name, 4)
+            self.endpoint.server_close()
+            raise ConfigError("seen")
+
+    monkeypatch.setattr(serve, "Service", Served)
+    plain = ["--serve.port=0", "--serve.device=cpu", "--rollout.kv_gib=0.01"]
+    plain += ["--rollout.max_prompt_tokens=64", "--rollout.max_response_tokens=64"]
+    assert serve.main([str(tmp_path / "checkpoints" / "best"), *plain]) == 2
+    own_file = "--config", f"{tmp_path}/config.toml", "--serve.system=Hi", "--rollout.stop=X"
+    assert serve.main([str(step), *plain, *own_file]) == 2
+    run, own = made
+    assert (run.serve.system, run.serve.chat_options) == ("Be short.", '{"deep": true}')
+    assert run.rollout.stop == ("END", "\n") and run.sampling == own.sampling == SamplingConfig(0.5)
+    assert (own.serve.system, own.rollout.stop) == ("Hi", ("X",))
+
+
+def test_chats_have_the_roles_and_the_options_that_templates_read(served) -> None:
+    service = served()
+    service.tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'developer' %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+        "{% if deep %}!{% endif %}{% if add_generation_prompt %}>{% endif %}"
+    )
+
+    def ids(*roles: str, system: str = "", **more: object) -> object:
+        service.endpoint.chat = Chat(system)
+        messages = [{"role": role, "content": "31"} for role in roles]
+        body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, **more}
+        status, answer = ask(service, "/v1/chat/completions", body)
+        return service.tokenizer.decode(answer["prompt_token_ids"]) if status == 200 else answer["error"]["message"]
+
+    assert ids("developer", "user") == ids("system", "user") == "s31u31>"
+    assert ids("user", system="7") == "s7u31>" and ids("system", "user", system="7") == "s31u31>"
+    assert ids("user", chat_template_kwargs={"deep": True}) == "u31!>"
+    assert "role = 'pirate' is none of" in str(ids("pirate"))
+    assert "chat_template_kwargs sets tokenize" in str(ids("user", chat_template_kwargs={"tokenize": True}))
 
 
 def test_the_command_refuses_in_one_line(folder, tmp_path, capsys) -> None:

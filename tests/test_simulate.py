@@ -601,6 +601,12 @@ def test_the_command_replays_the_lengths_and_the_scheduler_of_a_run(tmp_path, ca
     assert sum(seen) == 2 * (tokens + 3 * 2 * (1 + 2 + 3 + 4)), "all samples with their prompts, asked for twice"
     assert last["mean_step_seconds"] == pytest.approx(np.mean([r["seconds"]["step"] for r in records]))
     assert last["weights"] == "whole" and last["pages"]["whole"] == last["pages"]["sharded"] > 0  # at size 1
+    assert recorded.limit == told.rollout.max_response_tokens
+    (tmp_path / "other.toml").write_text("[scheduler]\nnum_prompts = 2\n")
+    assert (
+        main([f"--replay={tmp_path}", f"--config={tmp_path}/other.toml", "--cluster.steps=1", "--cluster.gpus=1"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["samples"] == 4, "a file of one's own wins"
 
 
 def test_a_replay_takes_another_policy_than_that_of_a_file_that_is_not_loaded(tmp_path, capsys) -> None:
@@ -642,8 +648,31 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
             assert main([*big, f"--planner.rule={rule}", f"--cluster.weights={layout}"]) == 2
             said = capsys.readouterr().err
             assert "cluster.tensor_parallel = 1: a response of" in said and f"it fits into the sizes {sizes}" in said
+    for gpus, size in ((48, 3), (16, 16)):
+        assert main([f"--cluster.gpus={gpus}", f"--cluster.tensor_parallel={size}"]) == 2
+        assert "the sizes of groups inside a node of 8 GPUs" in capsys.readouterr().err
+    assert main(["--overlap.depth=1", "--overlap.bound=4", "--grading.sandboxes=1"]) == 2
+    assert "[grading] has no effect with overlap.depth" in capsys.readouterr().err
+    one = {"pages": 9, "decode": [[1, 64, 0.1]], "prefill": [[64, 0.1]]}
+    profile = {"made_on": {"page_size": 16}, "sizes": {"1": one}}
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    assert main([f"--profile={tmp_path}/profile.json"]) == 2
+    assert "the profile counts pages of 16 tokens, cluster.page_size = 64; take 16" in capsys.readouterr().err
     assert main([*big, "--cluster.tensor_parallel=2"]) == 2
     assert "sharded weights would fit: cluster.weights = sharded" in capsys.readouterr().err
+
+
+def test_a_profile_of_an_engine_of_one_row_is_played() -> None:
+    one = SizeProfile(10, ((1, 64, 0.01), (1, 128, 0.011)), ((64, 0.001),))
+    costs = Measured(Hardware(), Shape(), Efficiency(), 1, one, 64)
+    assert costs.decode(1, 64) == pytest.approx(0.01, rel=0.2)
+    assert costs.beside(1, np.array([0, 1]))[1] > 0
+
+
+def test_at_the_most_all_responses_of_a_prompt_run_to_the_limit_or_none() -> None:
+    drawn = Drawn(LengthModel(median=10, runaway=0.3, runaway_gather=1.0, limit=9000))
+    counts = Counter(sum(n == 9000 for n in drawn.lengths(VisitId(0, i), 8, 0)) for i in range(500))
+    assert {*counts} == {0, 8} and 100 < counts[8] < 200
 
 
 def test_drawn_lengths_are_what_the_model_says() -> None:
