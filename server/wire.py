@@ -255,10 +255,10 @@ def _plain(message: object) -> dict[str, str]:
         content = "".join(part for part in parts if isinstance(part, str)) if None not in parts else None
     if not isinstance(message, dict) or not isinstance(role, str) or not isinstance(content, str):
         raise ApiError(400, f"message {message!r:.60} must have a role and a content, both text", param="messages")
-    if role not in ROLES:
-        raise ApiError(400, f"role = {role!r:.60} is none of {', '.join(ROLES)}", param="messages")
     if tools := next((key for key in ("tool_calls", "function_call", "tool_call_id") if message.get(key)), None):
         raise ApiError(400, f"message {message!r:.60}: this server has no tools; leave {tools} out", param="messages")
+    if role not in ROLES:
+        raise ApiError(400, f"role = {role!r:.60} is none of {', '.join(ROLES)}", param="messages")
     return {"role": ROLES[role], "content": content}
 
 
