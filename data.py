@@ -98,18 +98,7 @@ class DataConfig:
     @property
     def options(self) -> dict[str, object]:
         """What the chat template reads beside the messages. Raises ConfigError."""
-        try:
-            found = json.loads(self.chat_options or "{}")
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise ConfigError(
-                f"data.chat_options = {self.chat_options!r:.60} is no JSON object; write such as "
-                '{"enable_thinking": false}'
-            )
-        if own := found.keys() & {"tokenize", "add_generation_prompt", "conversation"}:
-            raise ConfigError(f"data.chat_options sets {min(own)}, which is given to every template; leave it out")
-        return found
+        return read_options(self.chat_options, "data.chat_options")
 
     def chat_for(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         """Return the options of the chat template that text prompts go through; None: they go as they are."""
@@ -126,6 +115,24 @@ class DataConfig:
                     "that is not wanted"
                 )
         return weights
+
+
+def read_options(text: str, key: str) -> dict[str, object]:
+    """Return what a chat template reads beside the messages, from JSON. Raises ConfigError naming the `key`."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f'{key} = {text!r:.60} is no JSON object; write such as {{"enable_thinking": false}}')
+    return checked_options(found, key)
+
+
+def checked_options(options: dict[str, object], key: str) -> dict[str, object]:
+    """Return options of a chat template. Raises ConfigError on those that every template gets."""
+    if own := options.keys() & {"tokenize", "add_generation_prompt", "conversation"}:
+        raise ConfigError(f"{key} sets {min(own)}, which is given to every template; leave it out")
+    return options
 
 
 class Words(NamedTuple):
@@ -429,21 +436,23 @@ class _Encoder:
         self.seconds_left = TEMPLATE_SECONDS  # for the next row: each row adds some, and unused seconds are kept
 
     def prompts(self, rows: Sequence[_Row]) -> list[Prompt]:
-        prompts, most = [prompt for row in rows if (prompt := self._prompt(row))], self.max_tokens
+        prompts, most, skips = list[Prompt](), self.max_tokens, self.config.skip_long
+        for row in rows:
+            prompt = self._prompt(len(prompts), row)
+            if prompt and not (skips and len(prompt.token_ids) > most):
+                prompts.append(prompt)
         if empty := next((p for p in prompts if not p.token_ids), None):
             raise ConfigError(f"{empty.where}: the prompt has no tokens")
-        if self.config.skip_long:
-            prompts = [p for p in prompts if len(p.token_ids) <= most]
-        elif long := [p for p in prompts if len(p.token_ids) > most]:
+        if long := [p for p in prompts if len(p.token_ids) > most]:
             longest = max(len(p.token_ids) for p in long)
             raise ConfigError(
                 f"{long[0].where}: the prompt has {len(long[0].token_ids)} tokens, over rollout.max_prompt_tokens = "
                 f"{most}; raise it, or leave such rows out with data.skip_long ({len(long)} are too long, the longest "
                 f"has {longest})"
             )
-        return [replace(prompt, index=i) for i, prompt in enumerate(prompts)]
+        return prompts
 
-    def _prompt(self, row: _Row) -> Prompt | None:
+    def _prompt(self, index: int, row: _Row) -> Prompt | None:
         """Return the row with its tokens; None: it is far too long, and may be left out."""
         where, tokenizer = row.where, self.tokenizer
         prompt, answer, task = (row.fields[name] for name in ("prompt", "answer", "task"))
@@ -465,7 +474,7 @@ class _Encoder:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             said = one_line(error)
             raise ConfigError(f"{where}: the tokenizer or its chat template refuses this prompt: {said}") from None
-        return Prompt(0, token_ids, text, answer, task, row.fields, where, row.env, row.source)
+        return Prompt(index, token_ids, text, answer, task, row.fields, where, row.env, row.source)
 
     def _written(self, prompt: str | list[dict], where: str) -> str:
         """Return the prompt as the chat template writes it."""

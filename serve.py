@@ -30,14 +30,14 @@ import checkpoint
 import parallel
 from config import ConfigError, describe, flatten, keys_in, load_config, one_line, option, toml_text
 from core import ModelShape, Tokenizer
-from data import DataConfig
+from data import read_options
 from process import command, ending
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 from server.endpoint import Endpoint, Limits
 from server.loop import EngineLoop
 from server.wire import ApiError, Chat, Json
-from settings import Config, ModelConfig, open_end, settings_of
+from settings import Config, ModelConfig, settings_of, warn_of_open_end
 
 TOKEN = "PLAINROLL_TOKEN"  # in the environment: a command line can be read by everybody on the machine
 LOOK_SECONDS = 1.0  # between two looks for a newer checkpoint
@@ -164,13 +164,9 @@ class Service:
         self.loop, self.config = EngineLoop(self.engine, c.queue), c
         self.weights = Weights(folder, model.shape, self.loop, words)
         name = c.name or os.path.basename(os.path.abspath(c.follow or folder))
-        chat = Chat(c.system, DataConfig(chat_options=c.chat_options).options)
-        told_model = replace(Config(), model=ModelConfig(path=str(folder)), rollout=config.rollout)
-        if end := open_end(told_model, self.tokenizer, model.shape.vocab_size):
-            print(
-                f"WARNING: the chat template ends a turn with {end!r}, which is no end token of the model: it would go "
-                f"on behind its turns; take rollout.stop = [{toml_text(end)}]"
-            )
+        chat = Chat(c.system, read_options(c.chat_options, "serve.chat_options"))
+        as_of_run = replace(Config(), model=ModelConfig(path=str(folder)), rollout=config.rollout)
+        warn_of_open_end(as_of_run, self.tokenizer, model.shape.vocab_size)
         limits = Limits(c.request_seconds, int(c.max_mib * 2**20), c.connections)
         told = self.weights.about, lambda given: self.weights.take(Path(given))
         try:
@@ -267,7 +263,8 @@ def of_run(folder: Path, given: set[str]) -> list[str]:
     """Return how the run of a checkpoint writes prompts, samples and ends answers, but for keys that are `given`."""
     if not (path := settings_of(folder)):
         return []
-    own = load_config(Config, str(path))
+    others = {key.partition(".")[0] for key in keys_in(str(path))} - {"data", "rollout", "sampling"}
+    own = load_config(Config, str(path), without=others)  # the rest may be of older code
     found = {"serve.system": own.data.system, "serve.chat_options": own.data.chat_options}
     found |= {"rollout.stop": json.dumps(own.rollout.stop)}
     found |= {f"sampling.{key}": toml_text(value) for key, (value, _) in flatten(own.sampling).items()}

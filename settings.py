@@ -415,11 +415,8 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
     if is_main and (device.type == "cpu" or torch.cuda.is_available()):
         rollout_profile(config, shape, sizes, world_size, device)
     check_data(config, tokenizer, dtype, is_main, plays=reports and is_main)
-    if is_main and (end := open_end(config, tokenizer, shape.vocab_size)):
-        print(
-            f"WARNING: the chat template ends a turn with {end!r}, which is no end token of the model: it would go on "
-            f"behind its turns; take rollout.stop = [{toml_text(end)}]"
-        )
+    if is_main:
+        warn_of_open_end(config, tokenizer, shape.vocab_size)
     if reports and is_main and config.drafts.sources:
         rounds = "evaluations" if config.scheduler.dynamic_sampling else "long rounds and evaluations"
         rounds = "the endless rollout and evaluations" if config.overlap.depth else rounds
@@ -531,6 +528,14 @@ def open_end(c: Config, tokenizer: Tokenizer, vocab_size: int) -> str:
     marks = {*getattr(tokenizer, "all_special_ids", ())}  # a line break is none: responses have many
     is_open = marks.intersection(ends[:1]) - checkpoint.eos_ids(c.model.path, tokenizer, vocab_size)
     return text if is_open and text not in c.rollout.stop else ""
+
+
+def warn_of_open_end(c: Config, tokenizer: Tokenizer, vocab_size: int) -> None:
+    if end := open_end(c, tokenizer, vocab_size):
+        print(
+            f"WARNING: the chat template ends a turn with {end!r}, which is no end token of the model: it would go on "
+            f"behind its turns; take rollout.stop = [{toml_text(end)}]"
+        )
 
 
 def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: bool, plays: bool) -> None:

@@ -19,8 +19,6 @@ sys.path.insert(0, str(HERE.parent))
 from metrics import read_records
 from process.group_timeline import held
 
-MOST = 5  # colors of our style
-
 
 def draw(path: Path) -> Path:
     plt.style.use(HERE / "plainroll.mplstyle")
@@ -28,16 +26,15 @@ def draw(path: Path) -> Path:
     if not spans:
         raise SystemExit(f"{path}: no phase of any job; give the mux.jsonl of a group")
     workers, jobs = sorted({span.worker for span in spans}), sorted({span.job for span in spans})
-    colors = [f"C{i}" if len(jobs) <= MOST else plt.get_cmap("tab20")(i % 20) for i in range(len(jobs))]
     figure, axes = plt.subplots(figsize=(7.2, 1.4 + 0.4 * len(workers)))
     for span in spans:
         bar, row = [(span.start, span.end - span.start)], workers.index(span.worker)
         hatch = "////" if span.phase == "start" else None
-        axes.broken_barh(bar, (row - 0.4, 0.8), color=colors[jobs.index(span.job)], hatch=hatch, edgecolor="white")
+        axes.broken_barh(bar, (row - 0.4, 0.8), color=f"C{jobs.index(span.job)}", hatch=hatch, edgecolor="white")
     axes.set(yticks=range(len(workers)), yticklabels=workers, ylim=(len(workers) - 0.4, -0.6))
     axes.set(xlabel="seconds; hatched: a job starts", xlim=(0, None))
     axes.grid(False)
-    handles = [Patch(color=color, label=job) for color, job in zip(colors, jobs, strict=True)]
+    handles = [Patch(color=f"C{i}", label=job) for i, job in enumerate(jobs)]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=7)
     figure.savefig(path.with_name("mux.png"))
     plt.close(figure)

@@ -35,9 +35,6 @@ PANELS: dict[str, tuple[str, Callable[[dict], float]]] = {  # title: unit, value
 }
 
 
-MOST = 5  # colors of our style
-
-
 def moving(values: list[float]) -> list[float]:
     """Return the mean of each value and up to RECENT - 1 before it."""
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(i + 1 - RECENT, 0) : i + 1])]
@@ -47,7 +44,6 @@ def draw(folders: list[Path], out: Path) -> None:
     plt.style.use(HERE / "plainroll.mplstyle")
     figure, axes = plt.subplots(3, 3, figsize=(11, 8), sharex=True)
     held_out, *panels = axes.flat
-    colors = [f"C{i}" if len(folders) <= MOST else plt.get_cmap("tab20")(i % 20) for i in range(len(folders))]
     are_alike = len({folder.name for folder in folders}) < len(folders)
     labels = [str(folder) if are_alike else folder.name for folder in folders]
     for i, folder in enumerate(folders):
@@ -57,21 +53,19 @@ def draw(folders: list[Path], out: Path) -> None:
         for key in [k for k in (evaluated[0]["eval"] if evaluated else {}) if k.startswith("avg@")]:
             errors = [1.96 * r["eval"]["standard_error"] for r in evaluated]
             places, points = [samples[r["step"]] for r in evaluated], [r["eval"][key] for r in evaluated]
-            held_out.errorbar(
-                places, points, errors, fmt="o-", markersize=3, capsize=2, color=colors[i], label=labels[i]
-            )
+            held_out.errorbar(places, points, errors, fmt="o-", markersize=3, capsize=2, color=f"C{i}", label=labels[i])
             held_out.set_ylabel(key)
         for axis, (_, value) in zip(panels, PANELS.values(), strict=True):
             for kind in sorted({kind_of(r) for r in records if r["step"]}):
                 mine = [r for r in records if r["step"] and kind_of(r) == kind and value(r) is not None]
                 places, values = [samples[r["step"]] for r in mine], [value(r) for r in mine]
                 mark = MARKS.get(kind, "+")
-                axis.plot(places, values, mark, color=colors[i], alpha=0.35, markersize=4)
+                axis.plot(places, values, mark, color=f"C{i}", alpha=0.35, markersize=4)
                 axis.plot(
                     places,
                     moving(values),
                     "--" if kind == "long" else "-",
-                    color=colors[i],
+                    color=f"C{i}",
                     label=f"{labels[i]}, {kind}",
                 )
     held_out.set_title("Held out")

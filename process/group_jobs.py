@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from process.group_server import Place
 
 MARK = "PLAINROLL_GROUP_PROCESS"  # in the environment of all processes of a job: its value says of which start
+LEFT_SECONDS = 30.0  # for what a job has started to end after its launcher; then it is killed
 TAIL = 2**20  # bytes at the end of a file that are read for its newest line
 
 
@@ -66,7 +68,10 @@ class JobRun:
             elif self.stopped:
                 self.process.terminate()
             code = await self.process.wait()
+            deadline = time.monotonic() + LEFT_SECONDS
             while self._processes():  # ranks may outlive their launcher, and be on their devices
+                if time.monotonic() > deadline:
+                    self._kill()
                 await asyncio.sleep(0.05)
             return code
         finally:
@@ -89,7 +94,10 @@ class JobRun:
         """End all of its processes at once, stopped ones too. (Linux)"""
         if self.runs:
             self.why = why
-        for pid in self._processes() if self.process and self.runs else ():
+            self._kill()
+
+    def _kill(self) -> None:
+        for pid in self._processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -119,19 +119,19 @@ class GroupServer:
             writer.close()
         if peer:
             del self.peers[peer.name]
-            self._take_back(peer.job, peer.pool, of_processes=not self.runs(peer.job), done=peer.is_done)
+            held = self.permits.granted.get(peer.name, set()) if self.runs(peer.job) else set()
+            self._take_back(peer.job, peer.pool, held, peer.is_done)
 
     def forget(self, job: str) -> None:
         """Take back the permits of a job whose processes have ended."""
         for pool in self.places[job]:
             if f"{job}/{pool}" not in self.peers and f"{job}/{pool}" in self.permits.granted:
-                self._take_back(job, pool, of_processes=True, done=True)
+                self._take_back(job, pool, set(), done=True)
 
-    def _take_back(self, job: str, pool: str, of_processes: bool, done: bool) -> None:
-        """Withdraw what a pool waits for, and take back what it has if that is `of_processes` that have ended."""
-        name, permits = f"{job}/{pool}", self.permits
-        held = set() if of_processes else permits.granted.get(name, set())
-        granted = permits.release(name, {w for part in permits.parts.get(name, ()) for w in part} - held)
+    def _take_back(self, job: str, pool: str, held: set[Worker], done: bool) -> None:
+        """Withdraw what a pool waits for, and take back what it has but for workers that are `held` still."""
+        name = f"{job}/{pool}"
+        granted = self.permits.release(name, {w for part in self.permits.parts.get(name, ()) for w in part} - held)
         self.record("left", job=job, pool=pool, workers=sorted(held), **{"done": True} if done else {})
         self._grant(granted)
 

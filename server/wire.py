@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from config import ConfigError, check_options, one_line
 from core import Span, Tokenizer
-from data import TOKEN_CHARACTERS, DataConfig, converse
+from data import TOKEN_CHARACTERS, checked_options, converse
 from sampling import SamplingConfig
 from server.fields import NEUTRAL, asks_for
 
@@ -230,13 +230,12 @@ def _chat_ids(asked: Json, tokenizer: Tokenizer, longest: int, chat: Chat) -> tu
     if chat.system and plain[0]["role"] != "system":
         plain = [{"role": "system", "content": chat.system}, *plain]
     _short("".join(message["content"] for message in plain), longest)
-    own: Json = _Taker(asked)("chat_template_kwargs", dict, {})
     try:
-        options = DataConfig(chat_options=json.dumps({**chat.options, **own})).options
+        own = checked_options(_Taker(asked)("chat_template_kwargs", dict, {}), "chat_template_kwargs")
     except ConfigError as error:
-        raise ApiError(400, str(error).replace("data.chat_options", "chat_template_kwargs")) from None
+        raise ApiError(400, str(error), param="chat_template_kwargs") from None
     try:
-        text = converse(tokenizer, plain, True, options=options)
+        text = converse(tokenizer, plain, True, options={**chat.options, **own})
         return tuple(tokenizer.encode(_short(text, longest), add_special_tokens=False))
     except ApiError:
         raise

@@ -23,7 +23,7 @@ import mux
 from config import ConfigError, load_config
 from metrics import read_records
 from policies.admission import Asked
-from process import launcher
+from process import group_jobs, launcher
 from process.group_admission import Resident, decide
 from process.group_timeline import held, timeline
 from rewards import leftovers
@@ -393,6 +393,20 @@ def test_events_that_cannot_be_written_end_the_group(tmp_path, monkeypatch, caps
     assert mux.main(["--mux.jobs=[]", "--mux.dir=mux"], JOB) == 2
     said = "error: the group has ended: [Errno 28] No space left on device; go on with --resume\n"
     assert capsys.readouterr().err == said
+
+
+def test_what_a_job_leaves_behind_is_killed_in_time(tmp_path, monkeypatch) -> None:
+    """Else a daemon of its own would hold up the group for ever."""
+    monkeypatch.setattr(group_jobs, "LEFT_SECONDS", 0.2)
+    group, job = mux.Mux(mux.MuxConfig(dir=str(tmp_path)), JOB, False), sleeper(tmp_path)
+    job.command = ["sh", "-c", "setsid sleep 1000 & exit 0"]
+
+    async def live() -> None:
+        group.start(job, False)
+        await asyncio.gather(*group.tasks)
+
+    asyncio.run(live())
+    assert group.codes["a"] == 0 and not job.runs and not job._processes()
 
 
 def test_what_a_kill_left_of_the_newest_event_is_cut_off(tmp_path) -> None:

@@ -152,6 +152,8 @@ def test_few_rows_are_multiplied_by_weights_as_they_are(size: int, rows: int, dt
 def test_the_room_for_sums_is_that_of_the_most_rows() -> None:
     rooms = re.findall(r"Lanes sums\[4 \* (\d+)\]", (ROOT / "engine" / "native.cpp").read_text())
     assert [int(room) >= max(native.MOST_ROWS.values()) for room in rooms] == [True]
+    tiles = re.findall(r"Lanes sums\[(\d+) \* 16\]", (ROOT / "engine" / "native.cpp").read_text())
+    assert [16 * int(groups) for groups in tiles] == [native.TILED_ROWS]
 
 
 @needs_compiler

@@ -582,7 +582,7 @@ def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch) ->
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_served_as_its_run_wrote_prompts_and_ended_answers(folder, tmp_path, monkeypatch) -> None:
+def test_a_checkpoint_is_served_as_its_run_was_trained(folder, tmp_path, monkeypatch, capsys) -> None:
     config = replace(Config(), data=DataConfig(system="Be short.", chat_options='{"deep": true}'))
     config = replace(config, rollout=replace(config.rollout, stop=("END", "\n")), sampling=SamplingConfig(0.5))
     write_settings(config, tmp_path)
@@ -609,6 +609,11 @@ def test_a_checkpoint_is_served_as_its_run_wrote_prompts_and_ended_answers(folde
     assert (run.serve.system, run.serve.chat_options) == ("Be short.", '{"deep": true}')
     assert run.rollout.stop == ("END", "\n") and run.sampling == own.sampling == SamplingConfig(0.5)
     assert (own.serve.system, own.rollout.stop) == ("Hi", ("X",))
+    with open(tmp_path / "config.toml", "a") as file:
+        file.write("[of_older_code]\nx = 1\n")
+    assert serve.main([str(step), *plain]) == 2 and made[2:] == [run], "of which nothing is served"
+    assert serve.main([str(step), *plain, "--serve.chat_options=x"]) == 2
+    assert "error: serve.chat_options = 'x' is no JSON object" in capsys.readouterr().err
 
 
 def test_chats_have_the_roles_and_the_options_that_templates_read(served) -> None:
