@@ -36,7 +36,8 @@ from process.permits import SECRET, Connection, GroupError, Message, address_of
 from settings import Config, check_run_folder, memory_plan, shape_of
 
 HERE = Path(__file__).parent
-LEAVE_SECONDS = 30.0  # for a job to end after a rank that asks for its permits
+LEAVE_SECONDS = 30.0  # for a job to end after a rank that asks for its permits,
+HELD_SECONDS = 5.0  # and if that had some: others wait for them
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class Mux:
             raise ConfigError(f"{job.path}: run.dir = {str(job.folder)!r}: {why}; choose another folder") from None
         self.jobs[job.name] = job
         self.server.places[job.name] = job.place
-        self.left = {pool: at for pool, at in self.left.items() if pool.rpartition("/")[0] != job.name}
+        self.left = {pool: due for pool, due in self.left.items() if pool.rpartition("/")[0] != job.name}
         job.begin()
         task = asyncio.create_task(self._follow(job, resume))
         self.tasks.add(task)
@@ -273,9 +274,9 @@ class Mux:
 
     def end_abandoned(self) -> None:
         """End jobs of which a rank that asks for permits has gone: others may wait for it for run.timeout_seconds."""
-        for pool, at in self.left.items():
+        for pool, due in self.left.items():
             job = self.jobs[pool.rpartition("/")[0]]
-            if job.runs and time.time() > at + LEAVE_SECONDS:
+            if job.runs and time.time() > due:
                 job.kill(f"the rank that asked for its permits has gone: {job.last_words()}")
 
     def end_job(self, name: str, why: str) -> None:
@@ -404,7 +405,7 @@ class Mux:
         elif event in ("ends", "left"):
             self.phase.pop(job, None)
             if event == "left" and "done" not in fields:
-                self.left[pool] = now
+                self.left[pool] = now + (HELD_SECONDS if fields["workers"] else LEAVE_SECONDS)
         elif event == "joined":
             self.left.pop(pool, None)
         elif event == "refused":
