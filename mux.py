@@ -204,9 +204,9 @@ class Mux:
         except OSError as error:
             why = error.strerror or error
             raise ConfigError(f"cannot listen at {self.config.address!r} ({why}); change it") from None
-        print(f"{len(jobs)} jobs start; each prints into console.log in its folder", flush=True)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
+        print(f"{len(jobs)} jobs start; each prints into console.log in its folder", flush=True)
         self.record("starts", jobs=[job.name for job in jobs])
         for job in jobs:
             self.start(job, self.resume)

@@ -105,7 +105,7 @@ class GroupServer:
         peer = None
         try:
             peer = await self._welcome(reader, writer)
-            while peer and (line := await reader.readline()):
+            while peer and (line := await reader.readline()) and self.peers.get(peer.name) is peer:
                 self._follow(peer, line)
         except (ValueError, RecursionError, TimeoutError) as error:
             why = str(error)[:LONGEST_ANSWER] or f"it said nothing for {SILENCE:g} s"
@@ -117,15 +117,18 @@ class GroupServer:
             return
         finally:
             writer.close()
-        if peer:
+        if peer and self.peers.get(peer.name) is peer:
             del self.peers[peer.name]
             held = self.permits.granted.get(peer.name, set()) if self.runs(peer.job) else set()
             self._take_back(peer.job, peer.pool, held, peer.is_done)
 
     def forget(self, job: str) -> None:
-        """Take back the permits of a job whose processes have ended."""
+        """Take back the permits of a job whose processes have ended. Connections of its next start are others."""
         for pool in self.places[job]:
-            if f"{job}/{pool}" not in self.peers and f"{job}/{pool}" in self.permits.granted:
+            peer = self.peers.pop(f"{job}/{pool}", None)
+            if peer:  # its end has not been read yet
+                peer.writer.transport.abort()
+            if peer or f"{job}/{pool}" in self.permits.granted:
                 self._take_back(job, pool, set(), done=True)
 
     def _take_back(self, job: str, pool: str, held: set[Worker], done: bool) -> None:

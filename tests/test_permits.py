@@ -159,6 +159,32 @@ def test_a_permit_comes_back_when_all_processes_of_its_job_have_ended(group: Gro
     assert [event["workers"] for event in group.came("left")] == [["rollout 0"], []]
 
 
+def test_a_connection_that_outlives_its_job_is_not_taken_for_one_of_its_next_start(group: Group) -> None:
+    """Processes have been seen to end before the end of their connection was read."""
+    group.running.add("a")
+    until(lambda: "a" in group.known)
+    before, other = group.connect("a"), group.connect("b")
+    before.request("rollout")
+    waits = in_thread(lambda: other.request("rollout"))
+    until(lambda: len(group.came("asks")) == 2)
+    group.running.clear()
+    waits.join(LONGEST)
+    left = {"job": "a", "pool": "rollout", "workers": [], "done": True}
+    assert group.came("left") == [left]
+    group.running.add("a")
+    until(lambda: "a" in group.known)
+    after = group.connect("a")
+    other.release()
+    after.request("rollout")
+    before.release()
+    before.close()
+    after.release()
+    after.leave()
+    until(lambda: len(group.came("left")) == 2)
+    assert group.came("left") == [left, left]
+    assert [(event["job"], event["workers"]) for event in group.came("ends")] == [("b", []), ("a", [])]
+
+
 def test_a_pool_that_leaves_says_that_it_is_done(group: Group) -> None:
     group.connect("a").leave()
     until(lambda: group.came("left") == [{"job": "a", "pool": "rollout", "workers": [], "done": True}])
