@@ -22,7 +22,7 @@ from test_scheduler import HalfWins, NeverAgain
 from torch.multiprocessing.spawn import ProcessException
 
 import train
-from checkpoint import _Writer, list_checkpoints, load_state, load_tokenizer
+from checkpoint import Checkpoints, _Writer, list_checkpoints, load_state, load_tokenizer
 from config import flatten, load_config
 from core import Group, Prompt, Reward, Sample
 from data import PromptCursor, load_groups
@@ -370,8 +370,8 @@ def test_a_run_resumes_where_an_epoch_ends(settings, tmp_path):
 
 @pytest.mark.slow
 def test_nothing_grows_from_step_to_step(settings, monkeypatch):
-    """Objects (of which a step has hundreds), open files and threads of a process."""
-    used = []
+    """Objects (of which a step has hundreds), open files and threads of a process, while no checkpoint is written."""
+    used, save = [], Checkpoints.save
 
     def note(self, record):
         gc.collect()
@@ -380,6 +380,7 @@ def test_nothing_grows_from_step_to_step(settings, monkeypatch):
         used.append((len(gc.get_objects()), len(os.listdir("/proc/self/fd")), threading.active_count()))
 
     monkeypatch.setattr(Recorder, "step", note)
+    monkeypatch.setattr(Checkpoints, "save", lambda self, *args: (save(self, *args), self.wait()))
     short = dict(scheduler__num_prompts=2, rollout__max_response_tokens=4, run__checkpoint_every=5, run__eval_every=5)
     assert train.main(settings(run__steps=40, **short)) == 0
     gc.unfreeze()
