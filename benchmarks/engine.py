@@ -13,9 +13,10 @@ is told how long the longest of a batch is, and has the fastest of batches of 1 
 without drafts; with drafts from the text of siblings and of the response itself (`new_drafts`); with these and old text
 (`drafts`), which weights a little off these have drawn for the same samples.
 
-The roofline of a decode step is the larger of bytes over bandwidth and operations over arithmetic rate, both measured
-here; bytes are weights and keys/values read once, operations those of the matrix products. Last, how much longer the
-steps of `half` are beside another process that computes: a core less, and threads that wait for each other.
+The roofline of a decode step is the larger of bytes over bandwidth and operations over arithmetic rate (the fastest of
+torch's, oneDNN's and our products in float32), both measured here; bytes are weights and keys/values read once,
+operations those of the matrix products. Last, how much longer the steps of `half` are beside another process that
+computes: a core less, and threads that wait for each other.
 """
 
 import argparse
@@ -55,6 +56,7 @@ from transformers import (
 import checkpoint
 from attention import PackedAttention
 from core import SampleId
+from engine import native
 from engine.cpu import keep_memory
 from engine.sequence import Sequence
 from model import Model, parse_shape
@@ -291,9 +293,11 @@ def machine() -> tuple[float, float]:
     block = torch.ones(64 * 2**20)  # 256 MiB: beyond any cache
     a = torch.randn(1536, 1536)
     packed = torch.ops.mkldnn._reorder_linear_weight(a, 1536)
-    product = min(
-        best(lambda: a @ a), best(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""))
-    )
+    ways = [lambda: a @ a, lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")]
+    with torch.no_grad():
+        if native.most_rows(a) >= len(a) and native.can_multiply(a, a, None):
+            ways.append(lambda: native.multiply(a, a, None))
+        product = min(map(best, ways))
     reading = best(lambda: [block.sum() for _ in range(READS)], turns=2)
     return READS * block.nbytes / reading, 2 * 1536**3 / product
 

@@ -284,8 +284,8 @@ def is_alive(pid: int) -> bool:
 class Packed:
     """A weight in oneDNN's own layout, for a CPU: faster than `F.linear`, but for small products.
 
-    A copy beside the weight, which itself multiplies few rows (`most_rows` in native.py). The operations are private to
-    torch, hence the check of `can_pack`.
+    A copy beside the weight, which itself multiplies few rows, or all: then there is none (`most_rows` in native.py).
+    The operations are private to torch, hence the check of `can_pack`.
     """
 
     MIN_WORK = 3 * 2**18  # multiplications in float32, below which a call costs more than the layout gains
@@ -296,14 +296,17 @@ class Packed:
         self.pack(weight)
 
     def pack(self, weight: Tensor) -> None:
-        self.plain = weight
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+        self.plain, self.packed = weight, None
+        if native.most_rows(weight) < native.ALL_ROWS:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float32 and x.shape[0] * self.plain.numel() < self.MIN_WORK:
             return F.linear(x, self.plain, bias)
         if native.can_multiply(x, self.plain, bias):
             return native.multiply(x, self.plain, bias)
+        if self.packed is None:
+            return F.linear(x, self.plain, bias)
         rows = len(x)
         x = F.pad(x, (0, 0, 0, self.MIN_ROWS - rows)) if rows < self.MIN_ROWS else x
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")[:rows]

@@ -53,18 +53,21 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        ctx.by_tiles = native.can_train(x, weight)
+        return (native.multiply_turned if ctx.by_tiles else _product)(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            _product(gradient, weight.t()) if needs_x else None,
-            gradient.t() @ x if needs_weight else None,
-            gradient.sum(0) if needs_bias else None,
-        )
+        gradient, of_bias = gradient.contiguous(), gradient.sum(0) if needs_bias else None
+        of_x = of_weight = None
+        if needs_x:
+            of_x = (native.multiply_turned if ctx.by_tiles else _product)(gradient, weight.t())
+        if needs_weight:
+            of_weight = native.multiply_turned(gradient.t(), x.t()) if ctx.by_tiles else gradient.t() @ x
+        return of_x, of_weight, of_bias
 
 
 class _Attention(Function):

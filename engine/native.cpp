@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#if defined(__AMX_BF16__) && defined(__linux__) && !defined(__clang__)
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__) && !defined(__clang__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -480,13 +480,29 @@ static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, co
 }
 
 #ifdef HAS_TILES
-// ---- the same in bfloat16 by the CPU's matrix unit (AMX), whose tiles are 16 rows of 64 bytes --------------------
+// ---- the same by the CPU's matrix unit (AMX), whose tiles are 16 rows of 64 bytes --------------------------------
+
+static const struct {
+  uint8_t palette, start, none[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+} WHOLE_TILES = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+constexpr int64_t TILE = 1024;  // bytes
 
 // Whether the system lets this process have the unit: Linux wants to be asked.
 static bool may_have_tiles() {
   static const bool may = !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* the tiles' state */);
   return may;
 }
+
+// Memory of a thread's own, for tiles: kept from call to call.
+struct Tiles {
+  std::vector<uint8_t> memory;
+  uint8_t *of(int64_t bytes) {
+    if ((int64_t)memory.size() < bytes + 64) memory.resize(bytes + 64);
+    return (uint8_t *)(((uintptr_t)memory.data() + 63) & -64);
+  }
+};
 
 // Exchanges what lies W off the diagonal, of 16 x 16 words.
 template <int W>
@@ -506,6 +522,29 @@ static inline void transpose(Lanes *x) { exchange<8>(x), exchange<4>(x), exchang
 static inline Shorts rounded(Lanes x) {  // as Half rounds one number
   const Words words = (Words)x, up = (words + 0x7fff + (words >> 16 & 1)) >> 16;
   return __builtin_convertvector(x == x ? up : Words{} + 0x7fc0, Shorts);
+}
+
+static inline void put_from(int64_t begin, Half *to, Lanes x) {  // the lanes from `begin` on
+  const Shorts result = rounded(x);
+  if (!begin) *(Shorts *)to = result;
+  for (int64_t r = begin; begin && r < 16; r++) to[r].bits = result[r];
+}
+
+static inline void put_from(int64_t begin, float *to, Lanes x) {
+  _mm512_mask_storeu_ps(to, (__mmask16)(0xffff << begin), (__m512)x);
+}
+
+// Writes a tile of sums, of 16 rows of a weight with `many` rows of x, to those of `out`; only the lanes from `begin` on.
+template <typename T>
+static inline void put_sums(const Lanes *sums, Lanes offsets, T *out, int64_t row, int64_t many, int64_t begin) {
+  Lanes own[16];
+  memcpy(own, sums, sizeof own);
+  if (many > 3) transpose(own);
+  for (int64_t j = 0; j < many; j++) {
+    Lanes sum = own[j];
+    for (int r = 0; r < 16 && many <= 3; r++) sum[r] = own[r][j];
+    put_from(begin, out + j * row, sum + offsets);
+  }
 }
 
 #define EACH_GROUP(of) of(0) of(1) of(2) of(3) of(4) of(5)
@@ -537,17 +576,11 @@ static void multiply_tiles(const Half *w, int64_t row, const Half *next, const H
 // multiply_any() for n <= 96, whole tiles of `size`, and rows >= 16. Here too a row of x does not depend on the others.
 static void multiply_by_tiles(const Half *x, int64_t n, const Half *weight, int64_t row, const Half *bias, Half *out,
                               int64_t size, int64_t rows) {
-  static const struct {
-    uint8_t palette, start, none[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  } shape = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
   static const auto products = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
                                 multiply_tiles<4>, multiply_tiles<5>, multiply_tiles<6>};
-  static thread_local std::vector<Half> numbers;
+  static thread_local Tiles memory;
   const int64_t groups = (n + 15) / 16, count = size / 32, some = ((rows + 15) / 16 + 15) / 16;
-  if ((int64_t)numbers.size() < (groups * count + 1) * 512) numbers.resize((groups * count + 1) * 512);
-  Half *packed = (Half *)(((uintptr_t)numbers.data() + 63) & -64);  // [group, count, pair of numbers, row of it, 2]
+  Half *packed = (Half *)memory.of(groups * count * TILE);  // [group, count, pair of numbers, row of it, 2]
 #pragma omp parallel for if (n * size > WORTH)
   for (int64_t i = 0; i < groups * count; i++) {
     Lanes tile[16] = {};
@@ -559,7 +592,7 @@ static void multiply_by_tiles(const Half *x, int64_t n, const Half *weight, int6
   }
 #pragma omp parallel if (size * rows > WORTH)
   {
-    _tile_loadconfig(&shape);
+    _tile_loadconfig(&WHOLE_TILES);
 #pragma omp for schedule(dynamic, some)
     for (int64_t o = 0; o < rows; o += 16) {
       alignas(64) Lanes sums[6 * 16];
@@ -569,21 +602,153 @@ static void multiply_by_tiles(const Half *x, int64_t n, const Half *weight, int6
       Lanes offsets = {};
       if (bias) offsets = at(bias + first);
       for (int64_t g = 0; g < groups; g++) {
-        Lanes own[16];
         const int64_t many = n - 16 * g < 16 ? n - 16 * g : 16;
-        memcpy(own, sums + 16 * g, sizeof own);
-        if (many > 3) transpose(own);
-        for (int64_t j = 0; j < many; j++) {
-          Lanes sum = own[j];
-          for (int r = 0; r < 16 && many <= 3; r++) sum[r] = own[r][j];
-          const Shorts result = rounded(sum + offsets);
-          Half *to = out + (16 * g + j) * rows + first;
-          if (o == first) *(Shorts *)to = result;
-          for (int64_t r = o - first; r < 16 && o > first; r++) to[r].bits = result[r];
-        }
+        put_sums(sums + 16 * g, offsets, out + 16 * g * rows + first, rows, many, o - first);
       }
     }
     _tile_release();
+  }
+}
+
+// Numbers of a matrix: of its rows, which are `row` numbers apart, or, if it is turned, of its columns.
+struct Matrix {
+  const float *numbers;
+  int64_t row;
+  bool is_turned;
+  const float *at(int64_t i, int64_t k) const { return numbers + (is_turned ? k * row + i : i * row + k); }
+};
+
+// 16 floats of each of two places, in three tiles' rows, which are TILE bytes apart: each float is the sum of three
+// bfloat16, of 8 of its 24 bits each. A word of a row holds a part of one of the first and one of the second.
+static inline void split(const float *first, const float *second, uint8_t *to) {
+  Lanes a = at(first), b = at(second);
+  for (int part = 0; part < 3; part++) {
+    const Words of_a = (Words)a & 0xffff0000, of_b = (Words)b & 0xffff0000;
+    *(Lanes *)(to + part * TILE) = (Lanes)(of_a >> 16 | of_b);
+    a -= (Lanes)of_a, b -= (Lanes)of_b;
+  }
+}
+
+static inline void transpose_parts(uint8_t *tiles) {
+  for (int part = 0; part < 3; part++) transpose((Lanes *)(tiles + part * TILE));
+}
+
+// Three tiles [word, row] of up to 16 rows of x and their numbers k .. k + 32; zeros for those that are not.
+static void split_columns(const Matrix &x, int64_t first, int64_t k, int64_t n, int64_t size, uint8_t *to) {
+  float own[32][16] = {};
+  const int64_t many = n - first < 16 ? n - first : 16;
+  if (x.is_turned) {
+    for (int64_t i = 0; i < 32 && k + i < size; i++) memcpy(own[i], x.at(first, k + i), 4 * many);
+    for (int i = 0; i < 16; i++) split(own[i], own[i + 16], to + 64 * i);
+    return;
+  }
+  if (many < 16) memset(to, 0, 3 * TILE);
+  for (int64_t j = 0; j < many; j++) split(x.at(first + j, k), x.at(first + j, k + 16), to + 64 * j);
+  transpose_parts(to);
+}
+
+#define EACH_SUM(of) of(0) of(1) of(2) of(3)  // [N, 2]
+#define LOAD_SUM(i) \
+  if (2 * N > i) _tile_loadd(i, sums + 16 * i, 64);
+#define STORE_SUM(i) \
+  if (2 * N > i) _tile_stored(i, sums + 16 * i, 64);
+#define LOAD_W(part)                       \
+  _tile_loadd(4, of_w + part * TILE, 64);  \
+  _tile_loadd(5, of_w + (3 + part) * TILE, 64);
+#define LOAD_X(part)                       \
+  _tile_loadd(6, of_x + part * TILE, 64);  \
+  if (N > 1) _tile_loadd(7, of_x + of_group + part * TILE, 64);
+#define ADD_PRODUCTS             \
+  _tile_dpbf16ps(0, 4, 6);       \
+  _tile_dpbf16ps(1, 5, 6);       \
+  if (N > 1) {                   \
+    _tile_dpbf16ps(2, 4, 7);     \
+    _tile_dpbf16ps(3, 5, 7);     \
+  }
+
+// sums [N, 2, 16 rows of the weight, 16 of x] += w x^T, of floats, for the 32 rows of a weight from `first` on and
+// `count` tiles of each, from number `k` on; `next`: where memory is read then. Of the nine products of two numbers'
+// parts six are added: the others are less than a float's last bit. x [N, of_group / 3 / TILE, 3, tile]
+// parts [2 if `is_once`, else count; 2, 3, tile]: the weight's, which are made here if it `SPLITS`.
+template <int N, bool SPLITS>
+static void multiply_parts(const Matrix &w, int64_t first, int64_t k, int64_t size, const float *next, uint8_t *parts,
+                           bool is_once, const uint8_t *x, int64_t of_group, int64_t count, Lanes *sums) {
+  constexpr int64_t AHEAD = 3;  // tiles that come from memory meanwhile
+  const auto make = [&](int64_t t) __attribute__((always_inline)) {
+    uint8_t *to = parts + (is_once ? t & 1 : t) * 6 * TILE;
+    const int64_t from = k + t * 32;
+    if (w.is_turned) {
+      for (int b = 0; b < 2; b++, to += 3 * TILE) {
+        for (int64_t i = from; i < from + 16; i++) {  // behind the end x is zero
+          const int64_t one = i < size ? i : size - 1, other = i + 16 < size ? i + 16 : size - 1;
+          split(w.at(first + 16 * b, one), w.at(first + 16 * b, other), to + 64 * (i - from));
+        }
+        transpose_parts(to);
+      }
+      return;
+    }
+    const float *own = w.at(first, from), *after = t + AHEAD < count ? own + AHEAD * 32 : next + (t + AHEAD - count) * 32;
+    for (int64_t r = 0; r < 32; r++, own += w.row, after += w.row) {
+      __builtin_prefetch(after), __builtin_prefetch(after + 16);
+      split(own, own + 16, to + r / 16 * 3 * TILE + r % 16 * 64);
+    }
+  };
+  if (!k) memset((void *)sums, 0, 2 * N * TILE);
+  EACH_SUM(LOAD_SUM)
+  if (SPLITS) make(0);
+  for (int64_t t = 0; t < count; t++) {
+    if (SPLITS && t + 1 < count) make(t + 1);
+    const uint8_t *of_w = parts + (is_once ? t & 1 : t) * 6 * TILE, *of_x = x + t * 3 * TILE;
+    LOAD_W(0) LOAD_X(2) ADD_PRODUCTS LOAD_X(1) ADD_PRODUCTS LOAD_W(1) ADD_PRODUCTS
+    LOAD_X(0) ADD_PRODUCTS LOAD_W(2) ADD_PRODUCTS LOAD_W(0) ADD_PRODUCTS
+  }
+  EACH_SUM(STORE_SUM)
+}
+
+// out [n, rows] = x weight^T + bias of floats, for rows >= 32, and whole tiles of `size` but where both are turned. Here
+// too a row of x does not depend on the others.
+static void multiply_by_parts(Matrix x, int64_t n, const Matrix &weight, const float *bias, float *out, int64_t size,
+                              int64_t rows) {
+  constexpr int64_t MOST = 256, ROOM = 256;  // rows of x at a time; tiles of x whose parts stay in a core's cache
+  for (; n > MOST; n -= MOST, x.numbers = x.at(MOST, 0), out += MOST * rows)
+    multiply_by_parts(x, MOST, weight, bias, out, size, rows);
+  static thread_local Tiles of_x, of_sums;
+  const int64_t groups = (n + 15) / 16, blocks = (rows + 31) / 32, whole = (size + 31) / 32;
+  const bool is_once = groups <= 2;  // a weight's parts are needed: two tiles of them are kept
+  const int64_t part = is_once || whole < ROOM / groups ? whole : ROOM / groups, of_group = part * 3 * TILE;
+  const int64_t share = (blocks + 15) / 16, some = share < 8 ? share : 8;
+  uint8_t *packed = of_x.of(groups * of_group);                // [group, part, 3, word, row of x]
+  const int64_t of_block = groups * 2 * TILE;
+  uint8_t *all_sums = of_sums.of(part < whole ? blocks * of_block : 0);  // [block, group, 2, tile]
+  for (int64_t k = 0; k < whole; k += part) {
+    const int64_t count = whole - k < part ? whole - k : part;
+#pragma omp parallel for if (n * count * 32 > WORTH)
+    for (int64_t i = 0; i < groups * count; i++)
+      split_columns(x, i / count * 16, (k + i % count) * 32, n, size, packed + i / count * of_group + i % count * 3 * TILE);
+#pragma omp parallel if (count * 32 * rows > WORTH)
+    {
+      _tile_loadconfig(&WHOLE_TILES);
+      static thread_local Tiles own;
+      uint8_t *own_sums = own.of(of_block + (is_once ? 2 : part) * 6 * TILE), *parts = own_sums + of_block;
+#pragma omp for schedule(dynamic, some)
+      for (int64_t block = 0; block < blocks; block++) {
+        Lanes *sums = (Lanes *)(part < whole ? all_sums + block * of_block : own_sums);
+        const int64_t o = block * 32, first = o + 32 < rows ? o : rows - 32;  // the last write only their own
+        const float *next = weight.at(first + 64 <= rows ? first + 32 : first, k * 32);
+        for (int64_t g = 0; g < groups; g += 2) {
+          const auto product = g + 1 < groups ? g ? multiply_parts<2, false> : multiply_parts<2, true>
+                                              : g ? multiply_parts<1, false> : multiply_parts<1, true>;
+          product(weight, first, k * 32, size, next, parts, is_once, packed + g * of_group, of_group, count, sums + 32 * g);
+        }
+        for (int64_t g = 0; k + count >= whole && g < 2 * groups; g++) {
+          const int64_t many = n - g / 2 * 16 < 16 ? n - g / 2 * 16 : 16, column = first + g % 2 * 16;
+          const int64_t skip = o - column < 0 ? 0 : o - column < 16 ? o - column : 16;
+          const Lanes offsets = bias ? at(bias + column) : Lanes{};
+          put_sums(sums + 16 * g, offsets, out + g / 2 * 16 * rows + column, rows, many, skip);
+        }
+      }
+      _tile_release();
+    }
   }
 }
 #endif
@@ -817,11 +982,25 @@ extern "C" void add_rms_norm(bool half, const void *x, const void *residual, con
 extern "C" void multiply(bool half, const void *x, int64_t n, const void *weight, int64_t row, const void *bias,
                          void *out, int64_t size, int64_t rows) {
 #ifdef HAS_TILES
-  if (half && size % 32 == 0 && may_have_tiles())
+  const bool is_whole = size % 32 == 0 && may_have_tiles();
+  if (is_whole && half)
     return multiply_by_tiles((const Half *)x, n, (const Half *)weight, row, (const Half *)bias, (Half *)out, size,
                              rows);
+  if (is_whole && n > 8 && rows >= 32)  // of fewer floats lanes read the weight as fast as memory gives it
+    return multiply_by_parts({(const float *)x, size}, n, {(const float *)weight, row}, (const float *)bias,
+                             (float *)out, size, rows);
 #endif
   FOR_BOTH(multiply_any((const T *)x, n, (const T *)weight, row, (const T *)bias, (T *)out, size, rows))
+}
+
+// For training: x [n, size], weight [rows, size], in this order of memory or, turned, in the other one.
+extern "C" void multiply_turned(const float *x, int64_t row_of_x, bool is_x_turned, int64_t n, const float *weight,
+                                int64_t row, bool is_weight_turned, const float *bias, float *out, int64_t size,
+                                int64_t rows) {
+#ifdef HAS_TILES
+  if (may_have_tiles())
+    multiply_by_parts({x, row_of_x, is_x_turned}, n, {weight, row, is_weight_turned}, bias, out, size, rows);
+#endif
 }
 
 extern "C" void silu_mul(bool half, const void *gate_up, void *out, int64_t n, int64_t blocks, int64_t width) {

@@ -28,11 +28,12 @@ HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
 # Rows that `multiply` takes, at most (48, see native.cpp): on an Intel Xeon oneDNN's products of more are as fast. Of a
-# weight of fewer numbers than LARGE, which stays in the cache, it takes FEW_ROWS. TILED_ROWS and FEW_TILED_ROWS: the
-# same in bfloat16 where the CPU multiplies tiles (AMX), whole ones of TILE numbers of a row.
+# weight of fewer numbers than LARGE, which stays in the cache, it takes FEW_ROWS. Where the CPU multiplies tiles (AMX),
+# and a row is whole ones of TILE numbers: ALL_ROWS of a LARGE weight in float32; in bfloat16 TILED_ROWS of it, and of a
+# smaller one FEW_TILED_ROWS.
 MOST_ROWS = {torch.float32: 48 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2, torch.bfloat16: 3}
 FEW_ROWS, LARGE = 8, 2**19
-TILED_ROWS, FEW_TILED_ROWS, TILE = 96, 32, 32
+TILED_ROWS, FEW_TILED_ROWS, ALL_ROWS, TILE = 96, 32, 2**31, 32
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
 
@@ -77,12 +78,13 @@ SIGNATURES = {  # the first argument of most: whether numbers are bfloat16
     "rope_and_write": [_B, *[_P] * 5, _I, ctypes.POINTER(_Pages), _P, _P, _P, _I, _I, _I, _I, _F],
     "paged_decode": [_B, _P, ctypes.POINTER(_Pages), _P, _I, _P, _P, _I, _I, _I, _I, _I],
     "multiply": [_B, _P, _I, _P, _I, _P, _P, _I, _I],
+    "multiply_turned": [_P, _I, _B, _I, _P, _I, _B, _P, _P, _I, _I],
     "race": [_P] * 5 + [_I, _I, _I, _I, _F, ctypes.POINTER(_Hash)],
     "settle": [ctypes.POINTER(Rows), _I] + [_P] * 5 + [_I, _I],
 }
 
 
-OF_TRAINING = {"silu_mul_backward", "rms_norm_backward"}
+OF_TRAINING = {"silu_mul_backward", "rms_norm_backward", "multiply_turned"}
 
 
 def _is_whole(path: Path) -> bool:
@@ -144,7 +146,7 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def has_tiles() -> bool:
-    """Whether the kernels multiply bfloat16 by the CPU's matrix unit."""
+    """Whether the kernels multiply by the CPU's matrix unit: bfloat16, and float32 as three of them each."""
     asked = getattr(library(), "has_tiles", None)
     if asked:
         asked.restype = _B
@@ -291,11 +293,19 @@ def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def most_rows(weight: Tensor) -> int:
     """Return how many rows `multiply` takes for such a weight, at most."""
-    is_large = weight.numel() >= LARGE
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % TILE == 0 and has_tiles():
-        return TILED_ROWS if is_large else FEW_TILED_ROWS
-    most = MOST_ROWS.get(weight.dtype, 0)
+    most, is_large = MOST_ROWS.get(weight.dtype, 0), weight.numel() >= LARGE
+    if weight.shape[1] % TILE == 0 and has_tiles():
+        if weight.dtype == torch.bfloat16:
+            return TILED_ROWS if is_large else FEW_TILED_ROWS
+        if weight.dtype == torch.float32 and is_large and len(weight) >= TILE:
+            return ALL_ROWS
     return most if is_large else min(most, FEW_ROWS)
+
+
+def can_train(x: Tensor, weight: Tensor) -> bool:
+    """Whether `multiply_turned` is for x [n, in], this weight [out, in] and their gradients."""
+    is_whole = weight.shape[0] % TILE == 0 and x.is_contiguous() and weight.is_contiguous()
+    return is_whole and fits(x, weight) and most_rows(weight) == ALL_ROWS
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -303,6 +313,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, size = weight.shape
     out = x.new_empty(len(x), rows)
     _call("multiply", _is_half(x), _at(x), len(x), _at(weight), weight.stride(0), _at(bias), _at(out), size, rows)
+    return out
+
+
+def multiply_turned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of large matrices in float32 that may be transposed ones. [n, in], [out, in] -> [n, out]"""
+    out = x.new_empty(len(x), len(weight))
+    own, others = ((_at(m), max(m.stride()), m.stride(1) != 1) for m in (x, weight))
+    _call("multiply_turned", *own, len(x), *others, _at(bias), _at(out), x.shape[1], len(weight))
     return out
 
 

@@ -53,6 +53,15 @@ def test_linear(rows: int) -> None:
     compare(lambda x, w: gradients.linear(x, w, None), F.linear, made(rows, 96), made(80, 96), within=1e-4)
 
 
+@pytest.mark.skipif(not native.has_tiles(), reason="a CPU without a matrix unit")
+@pytest.mark.parametrize("rows", [64, 301])
+def test_linear_of_a_large_weight(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, run = [], native.multiply_turned
+    monkeypatch.setattr(native, "multiply_turned", lambda *args: (called.append(1), run(*args))[1])
+    compare(gradients.linear, F.linear, made(rows, 1056), made(544, 1056), made(544), within=1e-3)
+    assert len(called) == 3, "forward, and the gradients of x and of the weight"
+
+
 def test_a_frozen_weight_has_no_gradient() -> None:
     x, weight = made(70, 32).requires_grad_(), made(48, 32)
     gradients.linear(x, weight, None).sum().backward()

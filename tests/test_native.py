@@ -12,6 +12,7 @@ import torch
 from test_drafts import Foresight
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.functional import linear
 
 from core import Sample
 from engine import cpu, kernels, native
@@ -25,6 +26,7 @@ from sampling import SamplingConfig
 
 ROOT = Path(__file__).parent.parent
 needs_compiler = pytest.mark.skipif(not native.library(), reason="no C++ compiler")
+needs_tiles = pytest.mark.skipif(not native.has_tiles(), reason="a CPU without a matrix unit")
 
 
 @pytest.fixture
@@ -134,19 +136,62 @@ def test_few_rows_are_multiplied_by_weights_as_they_are(size: int, rows: int, dt
     """Columns of a weight too, as a tensor-parallel rank has them. A row's results do not depend on the others."""
     weight = torch.randn(rows, 2 * size).to(dtype)[:, size:]
     most, tolerance = native.most_rows(weight), 1e-4 if dtype == torch.float32 else 2e-2
+    if most == native.ALL_ROWS:
+        most = 8  # of more: the test below
     x = torch.randn(most, size).to(dtype)
     for b in (torch.randn(rows).to(dtype), None):
         alone = torch.cat([native.multiply(row, weight, b) for row in x.split(1)])
-        expected = torch.nn.functional.linear(x.float(), weight.float(), None if b is None else b.float())
+        expected = linear(x.float(), weight.float(), None if b is None else b.float())
         torch.testing.assert_close(alone.float(), expected, atol=tolerance, rtol=tolerance)
         for n in range(1, most + 1):
             assert native.can_multiply(x[:n], weight, b)
             assert torch.equal(native.multiply(x[:n], weight, b), alone[:n])
-    assert not native.can_multiply(torch.randn(most + 1, size).to(dtype), weight, None)
+    if most > 8:
+        assert not native.can_multiply(torch.randn(most + 1, size).to(dtype), weight, None)
     assert not native.can_multiply(x[:0], weight, None) and not native.can_multiply(x.double(), weight.double(), None)
     assert not native.can_multiply(torch.randn(1, rows).to(dtype), weight.T, None), "not in the order of memory"
     for small in (weight[:15], weight[:, :15]):
         assert not native.can_multiply(x[:1, : small.shape[1]], small, None)
+
+
+@needs_tiles
+@torch.no_grad()
+@pytest.mark.parametrize("size, rows", [(896, 603), (2080, 258), (9728, 64), (64, 8200)])
+def test_floats_are_multiplied_by_tiles_as_exactly_as_floats_are(size: int, rows: int) -> None:
+    """As three bfloat16 each. A row's results do not depend on the others, nor on the number of threads."""
+    weight, x, bias = torch.randn(rows, 2 * size)[:, size:], torch.randn(530, size), torch.randn(rows)
+    x[:, ::7] *= 1e4
+    x[3, :9] = torch.tensor([0.0, -0.0, 1e-30, -1e30, 1 + 2**-23, 1 - 2**-24, 3e-39, 65504, -1])
+    for b in (bias, None):
+        found, plain = native.multiply(x, weight, b), linear(x, weight, b)
+        expected = linear(x.double(), weight.double(), None if b is None else b.double())
+        scale = x.abs() @ weight.abs().T  # of the sums' terms
+        errors = [float(((each - expected).abs() / scale).max()) for each in (found, plain)]
+        assert errors[0] < max(2 * errors[1], 5e-7)
+        for n in (9, 15, 16, 17, 32, 33, 48, 64, 65, 128, 255, 256, 257, 300, 530):
+            assert native.can_multiply(x[:n], weight, b)
+            assert torch.equal(native.multiply(x[:n], weight, b), found[:n])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    assert torch.equal(native.multiply(x, weight, None), found)
+    torch.set_num_threads(threads)
+
+
+@needs_tiles
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "n, size, rows", [(9, 96, 64), (70, 1057, 96), (301, 33, 40), (301, 700, 608), (512, 1000, 64)]
+)
+def test_turned_floats_are_multiplied_by_tiles(n: int, size: int, rows: int) -> None:
+    """As a training step has them: a weight in the other order of memory, and both; then `size` is any."""
+    x, weight, x_turned, weight_turned = (
+        torch.randn(a, b) for a, b in ((n, size), (rows, size), (size, n), (size, rows))
+    )
+    if size % native.TILE == 0:
+        torch.testing.assert_close(native.multiply_turned(x, weight), x @ weight.T, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(native.multiply_turned(x, weight_turned.T), x @ weight_turned, atol=1e-3, rtol=1e-4)
+    found = native.multiply_turned(x_turned.T, weight_turned.T)
+    torch.testing.assert_close(found, x_turned.T @ weight_turned, atol=1e-3, rtol=1e-4)
 
 
 def test_the_room_for_sums_is_that_of_the_most_rows() -> None:
@@ -161,7 +206,8 @@ def test_the_room_for_sums_is_that_of_the_most_rows() -> None:
 def test_a_packed_weight_multiplies_few_rows_as_it_is() -> None:
     packed = Packed(weight := torch.randn(1024, 1024))
     most = native.MOST_ROWS[torch.float32]
-    for n in (1, 2, most, most + 1):
+    assert (packed.packed is None) == native.has_tiles(), "a copy only where others than it multiply not all rows"
+    for n in (0, 1, 2, most, most + 1, 300):
         x = torch.randn(n, 1024)
         torch.testing.assert_close(packed(x, None), x @ weight.T, atol=1e-3, rtol=1e-4)
     x = torch.randn(most, 1024)
@@ -338,7 +384,7 @@ def test_packed_weights_take_few_rows(rows: int, dtype: torch.dtype) -> None:
     """oneDNN gets at least four, or none; the caller sees its own."""
     weight, bias, x = (torch.randn(shape, dtype=dtype) for shape in ((1024, 1024), (1024,), (rows, 1024)))
     close = dict(atol=1e-4, rtol=0) if dtype == torch.float32 else dict(atol=0.01, rtol=0.01)
-    torch.testing.assert_close(Packed(weight)(x, bias), torch.nn.functional.linear(x, weight, bias), **close)
+    torch.testing.assert_close(Packed(weight)(x, bias), linear(x, weight, bias), **close)
 
 
 def test_sizes_of_steps_with_drafts_are_few() -> None:
