@@ -14,7 +14,7 @@ import checkpoint
 from config import Auto, ConfigError, flatten, load_config, option, toml_text
 from core import ModelShape, Prompt, Tokenizer
 from data import DUMP, DataConfig, load_prompts, notes_on
-from engine import gradients
+from engine import gradients, native
 from engine.cpu import can_pack
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
@@ -210,7 +210,7 @@ def memory_plan(
             communicators=is_gpu * groups,
             outside=outside,
             judge=_judge_bytes(c.judge, dtype) if is_gpu else 0.0,
-            packed=c.rollout.prepack and not is_gpu and can_pack(dtype),
+            packed=c.rollout.prepack and not is_gpu and can_pack(dtype) and not native.multiplies_all(dtype),
             compiled=not is_gpu and gradients.compiles(shape.head_dim, dtype),
             **planned_bytes(c.distill, dtype, tokens),
             device=gpu_bytes,

@@ -53,7 +53,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.by_tiles = native.can_train(x, weight)
+        ctx.by_tiles = native.can_turn(x, weight, bias)
         return (native.multiply_turned if ctx.by_tiles else _product)(x, weight, bias)
 
     @staticmethod
@@ -61,13 +61,14 @@ class _Linear(Function):
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        gradient, of_bias = gradient.contiguous(), gradient.sum(0) if needs_bias else None
-        of_x = of_weight = None
-        if needs_x:
-            of_x = (native.multiply_turned if ctx.by_tiles else _product)(gradient, weight.t())
-        if needs_weight:
-            of_weight = native.multiply_turned(gradient.t(), x.t()) if ctx.by_tiles else gradient.t() @ x
-        return of_x, of_weight, of_bias
+        if ctx.by_tiles:
+            gradient = gradient.contiguous()
+            of_x = native.multiply_turned(gradient, weight.t()) if needs_x else None
+            of_weight = native.multiply_turned(gradient.t(), x.t()) if needs_weight else None
+        else:
+            of_x = _product(gradient, weight.t()) if needs_x else None
+            of_weight = gradient.t() @ x if needs_weight else None
+        return of_x, of_weight, gradient.sum(0) if needs_bias else None
 
 
 class _Attention(Function):
@@ -101,6 +102,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dim() == 2 and native.fits(x, weight):
         return _RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` where nothing has a gradient. [n, in], [out, in] -> [n, out]"""
+    return (native.multiply_turned if native.can_turn(x, weight, bias) else F.linear)(x, weight, bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -27,7 +27,9 @@ class RolloutConfig:
     step_tokens: int = option(
         8192, "tokens of one forward: decoding rows and chunks of prefill beside them", min=16, max=2**22
     )
-    prepack: bool = option(True, "on CPU, decode with a second copy of large weights in a faster layout")
+    prepack: bool = option(
+        True, "on CPU, decode with a second copy of large weights in a faster layout, where that is faster"
+    )
     tensor_parallel: int = option(1, "ranks that decode one replica together: 1, 2, 4 or 8 neighbours", min=1, max=8)
     weights: str = option(
         "auto",

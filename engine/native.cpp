@@ -3,7 +3,7 @@
 //
 // Numbers are float32 or bfloat16 (`half`), sums always float32. Rows are shared between OpenMP's threads where they
 // are worth it. Sums go by lanes of 16, so a result does not depend on the other rows of a batch, nor on the number
-// of threads.
+// of threads; products of more than LANE_ROWS rows of floats may go by tiles, which do not depend on them either.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -19,6 +19,7 @@ typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
 constexpr int64_t WORTH = 1 << 15;  // elements of a call that pay for waking threads
+constexpr int64_t LANE_ROWS = 8;    // of floats: with so few, lanes read a weight as fast as memory gives it
 
 // bfloat16: the upper half of a float, rounded to the nearest, and to even between two.
 struct Half {
@@ -495,8 +496,8 @@ static bool may_have_tiles() {
   return may;
 }
 
-// Memory of a thread's own, for tiles: kept from call to call.
-struct Tiles {
+// Memory of a thread's own, kept from call to call.
+struct Scratch {
   std::vector<uint8_t> memory;
   uint8_t *of(int64_t bytes) {
     if ((int64_t)memory.size() < bytes + 64) memory.resize(bytes + 64);
@@ -578,7 +579,7 @@ static void multiply_by_tiles(const Half *x, int64_t n, const Half *weight, int6
                               int64_t size, int64_t rows) {
   static const auto products = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
                                 multiply_tiles<4>, multiply_tiles<5>, multiply_tiles<6>};
-  static thread_local Tiles memory;
+  static thread_local Scratch memory;
   const int64_t groups = (n + 15) / 16, count = size / 32, some = ((rows + 15) / 16 + 15) / 16;
   Half *packed = (Half *)memory.of(groups * count * TILE);  // [group, count, pair of numbers, row of it, 2]
 #pragma omp parallel for if (n * size > WORTH)
@@ -618,12 +619,14 @@ struct Matrix {
   const float *at(int64_t i, int64_t k) const { return numbers + (is_turned ? k * row + i : i * row + k); }
 };
 
-// 16 floats of each of two places, in three tiles' rows, which are TILE bytes apart: each float is the sum of three
-// bfloat16, of 8 of its 24 bits each. A word of a row holds a part of one of the first and one of the second.
+// 16 floats of each of two places, in three tiles' rows, which are TILE bytes apart: a float is the sum of three
+// bfloat16, of 8 of its 24 bits each. A word of a row holds a part of one of the first and one of the second. (An
+// infinity becomes NaN, and products below 2^-102 lose their last bits.)
 static inline void split(const float *first, const float *second, uint8_t *to) {
   Lanes a = at(first), b = at(second);
   for (int part = 0; part < 3; part++) {
-    const Words of_a = (Words)a & 0xffff0000, of_b = (Words)b & 0xffff0000;
+    const uint32_t nearest = part < 2 ? 0x8000 : 0;  // the last is what is left
+    const Words of_a = ((Words)a + nearest) & 0xffff0000, of_b = ((Words)b + nearest) & 0xffff0000;
     *(Lanes *)(to + part * TILE) = (Lanes)(of_a >> 16 | of_b);
     a -= (Lanes)of_a, b -= (Lanes)of_b;
   }
@@ -635,9 +638,9 @@ static inline void transpose_parts(uint8_t *tiles) {
 
 // Three tiles [word, row] of up to 16 rows of x and their numbers k .. k + 32; zeros for those that are not.
 static void split_columns(const Matrix &x, int64_t first, int64_t k, int64_t n, int64_t size, uint8_t *to) {
-  float own[32][16] = {};
   const int64_t many = n - first < 16 ? n - first : 16;
   if (x.is_turned) {
+    float own[32][16] = {};
     for (int64_t i = 0; i < 32 && k + i < size; i++) memcpy(own[i], x.at(first, k + i), 4 * many);
     for (int i = 0; i < 16; i++) split(own[i], own[i + 16], to + 64 * i);
     return;
@@ -671,8 +674,8 @@ static void split_columns(const Matrix &x, int64_t first, int64_t k, int64_t n, 
 // parts six are added: the others are less than a float's last bit. x [N, of_group / 3 / TILE, 3, tile]
 // parts [2 if `is_once`, else count; 2, 3, tile]: the weight's, which are made here if it `SPLITS`.
 template <int N, bool SPLITS>
-static void multiply_parts(const Matrix &w, int64_t first, int64_t k, int64_t size, const float *next, uint8_t *parts,
-                           bool is_once, const uint8_t *x, int64_t of_group, int64_t count, Lanes *sums) {
+static void add_float_tiles(const Matrix &w, int64_t first, int64_t k, int64_t size, const float *next, uint8_t *parts,
+                            bool is_once, const uint8_t *x, int64_t of_group, int64_t count, Lanes *sums) {
   constexpr int64_t AHEAD = 3;  // tiles that come from memory meanwhile
   const auto make = [&](int64_t t) __attribute__((always_inline)) {
     uint8_t *to = parts + (is_once ? t & 1 : t) * 6 * TILE;
@@ -694,10 +697,12 @@ static void multiply_parts(const Matrix &w, int64_t first, int64_t k, int64_t si
     }
   };
   if (!k) memset((void *)sums, 0, 2 * N * TILE);
-  EACH_SUM(LOAD_SUM)
   if (SPLITS) make(0);
+  asm volatile("" ::: "memory");  // the compiler does not know what a tile's load reads
+  EACH_SUM(LOAD_SUM)
   for (int64_t t = 0; t < count; t++) {
     if (SPLITS && t + 1 < count) make(t + 1);
+    asm volatile("" ::: "memory");
     const uint8_t *of_w = parts + (is_once ? t & 1 : t) * 6 * TILE, *of_x = x + t * 3 * TILE;
     LOAD_W(0) LOAD_X(2) ADD_PRODUCTS LOAD_X(1) ADD_PRODUCTS LOAD_W(1) ADD_PRODUCTS
     LOAD_X(0) ADD_PRODUCTS LOAD_W(2) ADD_PRODUCTS LOAD_W(0) ADD_PRODUCTS
@@ -705,51 +710,56 @@ static void multiply_parts(const Matrix &w, int64_t first, int64_t k, int64_t si
   EACH_SUM(STORE_SUM)
 }
 
-// out [n, rows] = x weight^T + bias of floats, for rows >= 32, and whole tiles of `size` but where both are turned. Here
-// too a row of x does not depend on the others.
-static void multiply_by_parts(Matrix x, int64_t n, const Matrix &weight, const float *bias, float *out, int64_t size,
-                              int64_t rows) {
-  constexpr int64_t MOST = 256, ROOM = 256;  // rows of x at a time; tiles of x whose parts stay in a core's cache
+// out [n, rows] = x weight^T + bias of floats, for rows >= 32, and whole tiles of `size` but where both are turned. What
+// a row of x gets does not depend on the others. A weight is read once for up to 32 rows of x; for more, runs of its
+// numbers whose parts stay in a core's cache beside those of x are multiplied one after another, for a band of its rows.
+static void multiply_floats(Matrix x, int64_t n, const Matrix &weight, const float *bias, float *out, int64_t size,
+                            int64_t rows) {
+  constexpr int64_t MOST = 256, ROOM = 256, BAND = 128;  // rows of x; tiles of x in the cache; blocks of 32 rows
   for (; n > MOST; n -= MOST, x.numbers = x.at(MOST, 0), out += MOST * rows)
-    multiply_by_parts(x, MOST, weight, bias, out, size, rows);
-  static thread_local Tiles of_x, of_sums;
+    multiply_floats(x, MOST, weight, bias, out, size, rows);
+  static thread_local Scratch of_x, of_sums;
   const int64_t groups = (n + 15) / 16, blocks = (rows + 31) / 32, whole = (size + 31) / 32;
   const bool is_once = groups <= 2;  // a weight's parts are needed: two tiles of them are kept
-  const int64_t part = is_once || whole < ROOM / groups ? whole : ROOM / groups, of_group = part * 3 * TILE;
-  const int64_t share = (blocks + 15) / 16, some = share < 8 ? share : 8;
-  uint8_t *packed = of_x.of(groups * of_group);                // [group, part, 3, word, row of x]
-  const int64_t of_block = groups * 2 * TILE;
-  uint8_t *all_sums = of_sums.of(part < whole ? blocks * of_block : 0);  // [block, group, 2, tile]
-  for (int64_t k = 0; k < whole; k += part) {
-    const int64_t count = whole - k < part ? whole - k : part;
+  const int64_t run = is_once || whole < ROOM / groups ? whole : ROOM / groups, of_group = run * 3 * TILE;
+  const int64_t of_block = groups * 2 * TILE, band = run < whole && BAND < blocks ? BAND : blocks;
+  const int64_t share = (blocks + 31) / 32, some = share < 8 ? share : 8;
+  uint8_t *packed = of_x.of(groups * of_group);                      // [group, run, 3, word, row of x]
+  uint8_t *all_sums = of_sums.of(run < whole ? band * of_block : 0);  // [block, group, 2, tile]
+  for (int64_t begin = 0; begin < blocks; begin += band)
+    for (int64_t k = 0; k < whole; k += run) {
+      const int64_t count = whole - k < run ? whole - k : run, end = blocks - begin < band ? blocks : begin + band;
+      const bool is_last = k + count == whole;
 #pragma omp parallel for if (n * count * 32 > WORTH)
-    for (int64_t i = 0; i < groups * count; i++)
-      split_columns(x, i / count * 16, (k + i % count) * 32, n, size, packed + i / count * of_group + i % count * 3 * TILE);
-#pragma omp parallel if (count * 32 * rows > WORTH)
-    {
-      _tile_loadconfig(&WHOLE_TILES);
-      static thread_local Tiles own;
-      uint8_t *own_sums = own.of(of_block + (is_once ? 2 : part) * 6 * TILE), *parts = own_sums + of_block;
-#pragma omp for schedule(dynamic, some)
-      for (int64_t block = 0; block < blocks; block++) {
-        Lanes *sums = (Lanes *)(part < whole ? all_sums + block * of_block : own_sums);
-        const int64_t o = block * 32, first = o + 32 < rows ? o : rows - 32;  // the last write only their own
-        const float *next = weight.at(first + 64 <= rows ? first + 32 : first, k * 32);
-        for (int64_t g = 0; g < groups; g += 2) {
-          const auto product = g + 1 < groups ? g ? multiply_parts<2, false> : multiply_parts<2, true>
-                                              : g ? multiply_parts<1, false> : multiply_parts<1, true>;
-          product(weight, first, k * 32, size, next, parts, is_once, packed + g * of_group, of_group, count, sums + 32 * g);
-        }
-        for (int64_t g = 0; k + count >= whole && g < 2 * groups; g++) {
-          const int64_t many = n - g / 2 * 16 < 16 ? n - g / 2 * 16 : 16, column = first + g % 2 * 16;
-          const int64_t skip = o - column < 0 ? 0 : o - column < 16 ? o - column : 16;
-          const Lanes offsets = bias ? at(bias + column) : Lanes{};
-          put_sums(sums + 16 * g, offsets, out + g / 2 * 16 * rows + column, rows, many, skip);
-        }
+      for (int64_t i = 0; i < groups * count; i++) {
+        const int64_t group = i / count, t = i % count;
+        split_columns(x, group * 16, (k + t) * 32, n, size, packed + group * of_group + t * 3 * TILE);
       }
-      _tile_release();
+#pragma omp parallel if (count * 32 * rows > WORTH)
+      {
+        _tile_loadconfig(&WHOLE_TILES);
+        static thread_local Scratch own;
+        uint8_t *own_sums = own.of(of_block + (is_once ? 2 : run) * 6 * TILE), *parts = own_sums + of_block;
+#pragma omp for schedule(dynamic, some)
+        for (int64_t block = begin; block < end; block++) {
+          Lanes *sums = (Lanes *)(run < whole ? all_sums + (block - begin) * of_block : own_sums);
+          const int64_t o = block * 32, first = o + 32 < rows ? o : rows - 32;  // the last write only their own
+          const float *next = weight.at(first + 64 <= rows ? first + 32 : first, k * 32);
+          for (int64_t g = 0; g < groups; g += 2) {
+            const auto add = g + 1 < groups ? g ? add_float_tiles<2, false> : add_float_tiles<2, true>
+                                            : g ? add_float_tiles<1, false> : add_float_tiles<1, true>;
+            add(weight, first, k * 32, size, next, parts, is_once, packed + g * of_group, of_group, count, sums + 32 * g);
+          }
+          for (int64_t g = 0; is_last && g < 2 * groups; g++) {
+            const int64_t many = n - g / 2 * 16 < 16 ? n - g / 2 * 16 : 16, column = first + g % 2 * 16;
+            const int64_t skip = o - column < 0 ? 0 : o - column < 16 ? o - column : 16;
+            const Lanes offsets = bias ? at(bias + column) : Lanes{};
+            put_sums(sums + 16 * g, offsets, out + g / 2 * 16 * rows + column, rows, many, skip);
+          }
+        }
+        _tile_release();
+      }
     }
-  }
 }
 #endif
 
@@ -986,8 +996,8 @@ extern "C" void multiply(bool half, const void *x, int64_t n, const void *weight
   if (is_whole && half)
     return multiply_by_tiles((const Half *)x, n, (const Half *)weight, row, (const Half *)bias, (Half *)out, size,
                              rows);
-  if (is_whole && n > 8 && rows >= 32)  // of fewer floats lanes read the weight as fast as memory gives it
-    return multiply_by_parts({(const float *)x, size}, n, {(const float *)weight, row}, (const float *)bias,
+  if (is_whole && n > LANE_ROWS && rows >= 32)
+    return multiply_floats({(const float *)x, size}, n, {(const float *)weight, row}, (const float *)bias,
                              (float *)out, size, rows);
 #endif
   FOR_BOTH(multiply_any((const T *)x, n, (const T *)weight, row, (const T *)bias, (T *)out, size, rows))
@@ -999,7 +1009,7 @@ extern "C" void multiply_turned(const float *x, int64_t row_of_x, bool is_x_turn
                                 int64_t rows) {
 #ifdef HAS_TILES
   if (may_have_tiles())
-    multiply_by_parts({x, row_of_x, is_x_turned}, n, {weight, row, is_weight_turned}, bias, out, size, rows);
+    multiply_floats({x, row_of_x, is_x_turned}, n, {weight, row, is_weight_turned}, bias, out, size, rows);
 #endif
 }
 

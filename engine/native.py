@@ -27,12 +27,12 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
-# Rows that `multiply` takes, at most (48, see native.cpp): on an Intel Xeon oneDNN's products of more are as fast. Of a
-# weight of fewer numbers than LARGE, which stays in the cache, it takes FEW_ROWS. Where the CPU multiplies tiles (AMX),
-# and a row is whole ones of TILE numbers: ALL_ROWS of a LARGE weight in float32; in bfloat16 TILED_ROWS of it, and of a
-# smaller one FEW_TILED_ROWS.
+# Rows that `multiply` takes, at most, without tiles (48, see native.cpp): on an Intel Xeon oneDNN's products of more
+# are as fast. Of a weight of fewer numbers than LARGE, which stays in the cache, it takes FEW_ROWS. Where the CPU
+# multiplies tiles (AMX), and a row is whole ones of TILE numbers, bfloat16 has TILED_ROWS, and FEW_TILED_ROWS. In
+# float32 ALL_ROWS are multiplied by a LARGE weight, unless it is NARROW or less: x would be split for few products.
 MOST_ROWS = {torch.float32: 48 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2, torch.bfloat16: 3}
-FEW_ROWS, LARGE = 8, 2**19
+FEW_ROWS, LARGE, NARROW = 8, 2**19, 256
 TILED_ROWS, FEW_TILED_ROWS, ALL_ROWS, TILE = 96, 32, 2**31, 32
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
@@ -294,22 +294,27 @@ def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def most_rows(weight: Tensor) -> int:
     """Return how many rows `multiply` takes for such a weight, at most."""
     most, is_large = MOST_ROWS.get(weight.dtype, 0), weight.numel() >= LARGE
-    if weight.shape[1] % TILE == 0 and has_tiles():
+    if most and weight.is_cpu and weight.shape[1] % TILE == 0 and has_tiles():
         if weight.dtype == torch.bfloat16:
             return TILED_ROWS if is_large else FEW_TILED_ROWS
-        if weight.dtype == torch.float32 and is_large and len(weight) >= TILE:
+        if is_large and min(weight.shape) > NARROW:
             return ALL_ROWS
     return most if is_large else min(most, FEW_ROWS)
 
 
-def can_train(x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply_turned` is for x [n, in], this weight [out, in] and their gradients."""
-    is_whole = weight.shape[0] % TILE == 0 and x.is_contiguous() and weight.is_contiguous()
-    return is_whole and fits(x, weight) and most_rows(weight) == ALL_ROWS
+def multiplies_all(dtype: torch.dtype) -> bool:
+    """Whether large weights of the usual sizes multiply any number of rows as they are."""
+    return dtype == torch.float32 and has_tiles()
+
+
+def can_turn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `multiply_turned` takes x [n, in], a weight [out, in], and what their gradients are products of."""
+    is_whole = x.dim() == 2 and x.shape[1] == weight.shape[1] and len(weight) % TILE == 0
+    return is_whole and x.dtype == torch.float32 and fits(x, weight, bias) and most_rows(weight) == ALL_ROWS
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of a few rows: [n, in], [out, in] -> [n, out]"""
+    """`F.linear`: [n, in], [out, in] -> [n, out]"""
     rows, size = weight.shape
     out = x.new_empty(len(x), rows)
     _call("multiply", _is_half(x), _at(x), len(x), _at(weight), weight.stride(0), _at(bias), _at(out), size, rows)
@@ -317,7 +322,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def multiply_turned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of large matrices in float32 that may be transposed ones. [n, in], [out, in] -> [n, out]"""
+    """`F.linear` of float32 matrices of which both may be transposed: [n, in], [out, in] -> [n, out]
+
+    By tiles. `in` is whole ones unless both are transposed; out >= 32.
+    """
+    is_whole = x.shape[1] % TILE == 0 or x.stride(0) == weight.stride(0) == 1
+    assert has_tiles() and is_whole and len(weight) >= 32
     out = x.new_empty(len(x), len(weight))
     own, others = ((_at(m), max(m.stride()), m.stride(1) != 1) for m in (x, weight))
     _call("multiply_turned", *own, len(x), *others, _at(bias), _at(out), x.shape[1], len(weight))

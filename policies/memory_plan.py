@@ -54,7 +54,7 @@ class Demand:
     judge: float = 0.0  # bytes
     teacher: float = 0.0  # bytes that it holds all the time,
     teaching: float = 0.0  # and in a forward
-    packed: bool = False  # a CPU decodes with a second copy of the weights
+    packed: bool = False  # a CPU decodes with a second copy of large weights
     compiled: bool = False  # a CPU trains by the kernels of engine/gradients.py
     device: float = 0.0  # bytes of a GPU; 0: a CPU
     kv: float = 0.0  # bytes of KV pages; 0: what the rest leaves

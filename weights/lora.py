@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from config import ConfigError, option
 from core import ModelShape
+from engine.gradients import product
 from model import HFTensor, Layer, Model, empty_model
 from weights import sharding
 
@@ -106,7 +106,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of: Adapted, *adapters: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, *adapters)
         ctx.of = of
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
