@@ -309,6 +309,8 @@ def multiplies_all(dtype: torch.dtype) -> bool:
 
 def can_turn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `multiply_turned` takes x [n, in], a weight [out, in], and what their gradients are products of."""
+    if weight.numel() < LARGE:  # asked for each product of a decode step: a small model's should know soon
+        return False
     is_whole = x.dim() == 2 and x.shape[1] == weight.shape[1] and len(weight) % TILE == 0
     return is_whole and x.dtype == torch.float32 and fits(x, weight, bias) and most_rows(weight) == ALL_ROWS
 
