@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
 from core import ModelShape
-from engine import experts, gradients, kernels
+from engine import experts, gradients, kernels, native
 from engine.experts import Choose, own_choice
 from parallel import World
 
@@ -252,6 +252,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
+def split_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, the first two rotated. [T, K, groups + 2, D] -> [T, K * groups, D], [T, K, D] twice"""
+    if native.can_rope(heads, cos, sin):
+        return gradients.rope(heads, cos, sin)
+    qk, v = heads.split_with_sizes((heads.shape[2] - 1, 1), 2)
+    q, k = apply_rope(qk, cos, sin).split_with_sizes((heads.shape[2] - 2, 1), 2)
+    return q.flatten(1, 2), k[:, :, 0], v[:, :, 0]
+
+
 Weight = Any  # a Tensor, or a callable in its place (`engine.cpu.Packed`)
 
 
@@ -376,12 +385,11 @@ def run_layer(
     s, groups, eps = split.shape, split.groups, split.shape.norm_eps
     normed = rms_norm(x, w.input_norm, eps, inference)
     heads = linear(normed, w.qkv, w.qkv_bias).view(-1, split.num_kv_heads, groups + 2, s.head_dim)
-    qk, v = heads.split_with_sizes((groups + 1, 1), 2)  # [T, K, G + 1, D], [T, K, 1, D]
     if w.q_norm is not None and w.k_norm is not None:
-        q, k = qk.split_with_sizes((groups, 1), 2)
-        qk = torch.cat((rms_norm(q, w.q_norm, eps, inference), rms_norm(k, w.k_norm, eps, inference)), 2)
-    q, k = apply_rope(qk, cos, sin).split_with_sizes((groups, 1), 2)
-    attended = attend(index, q.flatten(1, 2), k[:, :, 0], v[:, :, 0], s.window(index))  # [T, H, D]
+        q, k, v = heads.split_with_sizes((groups, 1, 1), 2)
+        heads = torch.cat((rms_norm(q, w.q_norm, eps, inference), rms_norm(k, w.k_norm, eps, inference), v), 2)
+    q, k, v = split_heads(heads, cos, sin)
+    attended = attend(index, q, k, v, s.window(index))  # [T, H, D]
     x = x + reduce(linear(attended.flatten(1), w.out, w.out_bias))
     normed = rms_norm(x, w.post_norm, eps, inference)
     return x + reduce(run_mlp(w, split, index, normed, choose, inference))

@@ -49,25 +49,34 @@ class _RmsNorm(Function):
         return *native.rms_norm_backward(gradient.contiguous(), x, weight, ctx.eps), None
 
 
+class _Rope(Function):
+    @staticmethod
+    def forward(ctx: Context, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return native.rope(heads, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return native.rope_backward(*(each.contiguous() for each in gradients), *ctx.saved_tensors), None, None
+
+
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.by_tiles = native.can_turn(x, weight, bias)
-        return (native.multiply_turned if ctx.by_tiles else _product)(x, weight, bias)
+        return _product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        if ctx.by_tiles:
-            gradient = gradient.contiguous()
-            of_x = native.multiply_turned(gradient, weight.t()) if needs_x else None
-            of_weight = native.multiply_turned(gradient.t(), x.t()) if needs_weight else None
-        else:
-            of_x = _product(gradient, weight.t()) if needs_x else None
-            of_weight = gradient.t() @ x if needs_weight else None
+        of_x = _product(gradient, weight.t()) if needs_x else None
+        of_weight = None
+        if needs_weight:
+            turned = gradient.t(), x.t()
+            of_weight = native.multiply_turned(*turned) if native.can_turn(*turned) else turned[0] @ x
         return of_x, of_weight, gradient.sum(0) if needs_bias else None
 
 
@@ -89,6 +98,8 @@ class _Attention(Function):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if native.can_turn(x, weight, bias):
+        return native.multiply_turned(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -102,6 +113,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dim() == 2 and native.fits(x, weight):
         return _RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `model.split_heads`, where `native.can_rope`."""
+    return _Rope.apply(heads, cos, sin)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

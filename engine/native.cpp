@@ -1,5 +1,5 @@
 // The CPU's kernels of a decode step in C++: what each computes is said beside its name in engine/kernels.py; and the
-// backward passes of two of them (engine/gradients.py).
+// backward passes of some of them (engine/gradients.py).
 //
 // Numbers are float32 or bfloat16 (`half`), sums always float32. Rows are shared between OpenMP's threads where they
 // are worth it. Sums go by lanes of 16, so a result does not depend on the other rows of a batch, nor on the number
@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 #if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__) && !defined(__clang__)
 #include <immintrin.h>
@@ -167,6 +168,36 @@ static void rms_norm_backward_of(const T *gradient, const T *x, const T *weight,
         sums[i] += (float)from[i] * (float)own[i] * scale;
       }
     }
+  }
+}
+
+// Splits rows of heads [row, heads, groups + 2, size] into q, k and v, of which q and k are turned; cos, sin [row, size].
+// Backward the gradient of the rows, from those of q, k and v.
+extern "C" void rope(float *rows, const float *cos, const float *sin, float *q, float *k, float *v, int64_t n,
+                     int64_t heads, int64_t groups, int64_t size, bool is_backward) {
+  const int64_t half = size / 2;
+#pragma omp parallel for if (n * heads * (groups + 2) * size > WORTH)
+  for (int64_t row = 0; row < n; row++) {
+    const float *c = cos + row * size, *s = sin + row * size;
+    for (int64_t head = row * heads; head < (row + 1) * heads; head++)
+      for (int64_t g = 0; g < groups + 2; g++) {
+        float *whole = rows + (head * (groups + 2) + g) * size;
+        float *part = g < groups ? q + (head * groups + g) * size : (g == groups ? k : v) + head * size;
+        if (g > groups) {
+          memcpy(is_backward ? whole : part, is_backward ? part : whole, size * 4);
+          continue;
+        }
+        for (int64_t i = 0; i < half; i++) {
+          const int64_t j = i + half;
+          if (is_backward) {
+            const float x = part[i], y = part[j];
+            whole[i] = x * c[i] + y * s[j], whole[j] = y * c[j] + x * s[i];
+          } else {
+            const float x = whole[i], y = whole[j];
+            part[i] = x * c[i] + y * s[i], part[j] = y * c[j] + x * s[j];
+          }
+        }
+      }
   }
 }
 
@@ -651,115 +682,245 @@ static void split_columns(const Matrix &x, int64_t first, int64_t k, int64_t n, 
 }
 
 #define EACH_SUM(of) of(0) of(1) of(2) of(3)  // [N, 2]
+#define CLEAR_SUM(i) \
+  if (2 * N > i) _tile_zero(i);
 #define LOAD_SUM(i) \
   if (2 * N > i) _tile_loadd(i, sums + 16 * i, 64);
 #define STORE_SUM(i) \
   if (2 * N > i) _tile_stored(i, sums + 16 * i, 64);
-#define LOAD_W(part)                       \
-  _tile_loadd(4, of_w + part * TILE, 64);  \
-  _tile_loadd(5, of_w + (3 + part) * TILE, 64);
-#define LOAD_X(part)                       \
-  _tile_loadd(6, of_x + part * TILE, 64);  \
-  if (N > 1) _tile_loadd(7, of_x + of_group + part * TILE, 64);
-#define ADD_PRODUCTS             \
-  _tile_dpbf16ps(0, 4, 6);       \
-  _tile_dpbf16ps(1, 5, 6);       \
-  if (N > 1) {                   \
-    _tile_dpbf16ps(2, 4, 7);     \
-    _tile_dpbf16ps(3, 5, 7);     \
+#define LOAD_A(part)                      \
+  _tile_loadd(4, of_a + part * TILE, 64); \
+  _tile_loadd(5, of_a + (3 + part) * TILE, 64);
+#define LOAD_B(part)                      \
+  _tile_loadd(6, of_b + part * TILE, 64); \
+  if (N > 1) _tile_loadd(7, of_b + of_group + part * TILE, 64);
+#define ADD_PRODUCTS         \
+  _tile_dpbf16ps(0, 4, 6);   \
+  _tile_dpbf16ps(1, 5, 6);   \
+  if (N > 1) {               \
+    _tile_dpbf16ps(2, 4, 7); \
+    _tile_dpbf16ps(3, 5, 7); \
   }
 
-// sums [N, 2, 16 rows of the weight, 16 of x] += w x^T, of floats, for the 32 rows of a weight from `first` on and
-// `count` tiles of each, from number `k` on; `next`: where memory is read then. Of the nine products of two numbers'
-// parts six are added: the others are less than a float's last bit. x [N, of_group / 3 / TILE, 3, tile]
-// parts [2 if `is_once`, else count; 2, 3, tile]: the weight's, which are made here if it `SPLITS`.
-template <int N, bool SPLITS>
-static void add_float_tiles(const Matrix &w, int64_t first, int64_t k, int64_t size, const float *next, uint8_t *parts,
-                            bool is_once, const uint8_t *x, int64_t of_group, int64_t count, Lanes *sums) {
-  constexpr int64_t AHEAD = 3;  // tiles that come from memory meanwhile
-  const auto make = [&](int64_t t) __attribute__((always_inline)) {
-    uint8_t *to = parts + (is_once ? t & 1 : t) * 6 * TILE;
-    const int64_t from = k + t * 32;
-    if (w.is_turned) {
-      for (int b = 0; b < 2; b++, to += 3 * TILE) {
-        for (int64_t i = from; i < from + 16; i++) {  // behind the end x is zero
-          const int64_t one = i < size ? i : size - 1, other = i + 16 < size ? i + 16 : size - 1;
-          split(w.at(first + 16 * b, one), w.at(first + 16 * b, other), to + 64 * (i - from));
-        }
-        transpose_parts(to);
-      }
-      return;
-    }
-    const float *own = w.at(first, from), *after = t + AHEAD < count ? own + AHEAD * 32 : next + (t + AHEAD - count) * 32;
-    for (int64_t r = 0; r < 32; r++, own += w.row, after += w.row) {
-      __builtin_prefetch(after), __builtin_prefetch(after + 16);
-      split(own, own + 16, to + r / 16 * 3 * TILE + r % 16 * 64);
-    }
-  };
-  if (!k) memset((void *)sums, 0, 2 * N * TILE);
-  if (SPLITS) make(0);
-  asm volatile("" ::: "memory");  // the compiler does not know what a tile's load reads
-  EACH_SUM(LOAD_SUM)
-  for (int64_t t = 0; t < count; t++) {
-    if (SPLITS && t + 1 < count) make(t + 1);
-    asm volatile("" ::: "memory");
-    const uint8_t *of_w = parts + (is_once ? t & 1 : t) * 6 * TILE, *of_x = x + t * 3 * TILE;
-    LOAD_W(0) LOAD_X(2) ADD_PRODUCTS LOAD_X(1) ADD_PRODUCTS LOAD_W(1) ADD_PRODUCTS
-    LOAD_X(0) ADD_PRODUCTS LOAD_W(2) ADD_PRODUCTS LOAD_W(0) ADD_PRODUCTS
-  }
-  EACH_SUM(STORE_SUM)
+// Tiles of one side's parts in a core's cache, and its rows, at least; of more rows of x the weight is that side, whose
+// parts are made before others are multiplied.
+constexpr int64_t ROOM = 256, PANEL = 256, MANY = 768;
+
+// Writes a tile of sums, of 16 rows of a weight from `row` on with `many` rows of x; only what is of rows from `o` on.
+static inline void put_turned(const Lanes *sums, int64_t row, int64_t o, const float *bias, int64_t many, float *out,
+                              int64_t row_of_out) {
+  const int64_t skip = o - row < 0 ? 0 : o - row < 16 ? o - row : 16;
+  put_sums(sums, bias ? at(bias + row) : Lanes{}, out + row, row_of_out, many < 16 ? many : 16, skip);
 }
 
-// out [n, rows] = x weight^T + bias of floats, for rows >= 32, and whole tiles of `size` but where both are turned. What
-// a row of x gets does not depend on the others. A weight is read once for up to 32 rows of x; for more, runs of its
-// numbers whose parts stay in a core's cache beside those of x are multiplied one after another, for a band of its rows.
-static void multiply_floats(Matrix x, int64_t n, const Matrix &weight, const float *bias, float *out, int64_t size,
-                            int64_t rows) {
-  constexpr int64_t MOST = 256, ROOM = 256, BAND = 128;  // rows of x; tiles of x in the cache; blocks of 32 rows
-  for (; n > MOST; n -= MOST, x.numbers = x.at(MOST, 0), out += MOST * rows)
-    multiply_floats(x, MOST, weight, bias, out, size, rows);
-  static thread_local Scratch of_x, of_sums;
-  const int64_t groups = (n + 15) / 16, blocks = (rows + 31) / 32, whole = (size + 31) / 32;
-  const bool is_once = groups <= 2;  // a weight's parts are needed: two tiles of them are kept
-  const int64_t run = is_once || whole < ROOM / groups ? whole : ROOM / groups, of_group = run * 3 * TILE;
-  const int64_t of_block = groups * 2 * TILE, band = run < whole && BAND < blocks ? BAND : blocks;
+// The same of 16 rows of x from `row` on, with `many` rows of a weight.
+static inline void put_straight(const Lanes *sums, int64_t row, int64_t o, const float *bias, int64_t many, float *out,
+                                int64_t row_of_out) {
+  const __mmask16 own = many < 16 ? (1 << many) - 1 : 0xffff;
+  const __m512 offsets = bias ? _mm512_maskz_loadu_ps(own, bias) : _mm512_setzero_ps();
+  for (int64_t r = o > row ? o - row : 0; r < 16; r++)
+    _mm512_mask_storeu_ps(out + (row + r) * row_of_out, own, _mm512_add_ps((__m512)sums[r], offsets));
+}
+
+// Two tiles of 32 numbers of a weight's rows `first` on, from number `k` on: parts [2, 3, tile]. `next`: read later.
+static inline void split_rows(const Matrix &w, int64_t first, int64_t k, const float *next, uint8_t *parts) {
+  const float *own = w.at(first, k);
+  for (int64_t r = 0; r < 32; r++, own += w.row, next += w.row) {
+    __builtin_prefetch(next), __builtin_prefetch(next + 16);
+    split(own, own + 16, parts + r / 16 * 3 * TILE + r % 16 * 64);
+  }
+}
+
+// The same for rows of either order of memory, of `count` tiles, a few rows at a time: while others are multiplied.
+struct Splitting {
+  const Matrix &matrix;
+  int64_t size, first, k, all;  // all: pairs of 16 numbers
+  uint8_t *parts;               // [count, 2, 3, tile]
+  int64_t done = 0;
+
+  void some(int64_t many) {
+    for (const int64_t end = done + many < all ? done + many : all; done < end; done++) {
+      const int64_t from = k + done / 32 * 32, half = done / 16 % 2, r = done % 16;
+      uint8_t *to = parts + done / 16 * 3 * TILE;
+      if (!matrix.is_turned) {
+        const float *own = matrix.at(first + 16 * half + r, from);
+        __builtin_prefetch(own + 64), __builtin_prefetch(own + 80);
+        split(own, own + 16, to + 64 * r);
+        continue;
+      }
+      const int64_t last = size - 1, one = from + r < last ? from + r : last, other = one + 16 < last ? one + 16 : last;
+      const float *own = matrix.at(first + 16 * half, one);  // past the end the others are zero
+      __builtin_prefetch(own + 64 * matrix.row), __builtin_prefetch(own + 80 * matrix.row);
+      split(own, matrix.at(first + 16 * half, other), to + 64 * r);
+      if (r == 15) transpose_parts(to);
+    }
+  }
+};
+
+// sums [N, 2, 16 rows of a, 16 of b] += a b^T for `count` tiles of each; 0 before, if it `starts`. Of the nine products
+// of two numbers' parts six are added: the others are less than a float's last bit. IS_A: a is the weight, b are rows of
+// x, else it is the other way round; the order of the six, and so the sums, do not depend on that.
+// a [all or, if `kept` is 1, two; 2, 3, tile], b [N, of_group / 3 / TILE, 3, tile]. `meanwhile`: done beside each tile.
+template <int N, bool IS_A, typename Meanwhile>
+static inline void add_float_tiles(const uint8_t *a, int64_t kept, const uint8_t *b, int64_t of_group, int64_t count,
+                                   bool starts, Lanes *sums, const Meanwhile &meanwhile) {
+  asm volatile("" ::: "memory");  // the compiler does not know what a tile's load reads
+  if (starts) {
+    EACH_SUM(CLEAR_SUM)
+  } else {
+    EACH_SUM(LOAD_SUM)
+  }
+  for (int64_t t = 0; t < count; t++) {
+    const uint8_t *of_a = a + (t & kept) * 6 * TILE, *of_b = b + t * 3 * TILE;
+    if (IS_A) {
+      LOAD_A(0) LOAD_B(2) ADD_PRODUCTS LOAD_B(1) ADD_PRODUCTS LOAD_A(1) ADD_PRODUCTS
+      LOAD_B(0) ADD_PRODUCTS LOAD_A(2) ADD_PRODUCTS LOAD_A(0) ADD_PRODUCTS
+    } else {
+      LOAD_B(0) LOAD_A(2) ADD_PRODUCTS LOAD_A(1) ADD_PRODUCTS LOAD_B(1) ADD_PRODUCTS
+      LOAD_A(0) ADD_PRODUCTS LOAD_B(2) ADD_PRODUCTS LOAD_B(0) ADD_PRODUCTS
+    }
+    meanwhile(t);
+    asm volatile("" ::: "memory");
+  }
+  EACH_SUM(STORE_SUM)
+  asm volatile("" ::: "memory");
+}
+
+// out [n, rows] = x weight^T + bias of floats, for n <= 32, rows >= 32 and whole tiles of `size`: a weight is read once.
+static void multiply_few_floats(const Matrix &x, int64_t n, const Matrix &weight, const float *bias, float *out,
+                                int64_t size, int64_t rows) {
+  constexpr int64_t AHEAD = 3;  // tiles that come from memory meanwhile
+  static thread_local Scratch of_x;
+  const int64_t groups = (n + 15) / 16, blocks = (rows + 31) / 32, count = size / 32, of_group = count * 3 * TILE;
   const int64_t share = (blocks + 31) / 32, some = share < 8 ? share : 8;
-  uint8_t *packed = of_x.of(groups * of_group);                      // [group, run, 3, word, row of x]
+  uint8_t *packed = of_x.of(groups * of_group);  // [group, count, 3, word, row of x]
+#pragma omp parallel for if (n * size > WORTH)
+  for (int64_t i = 0; i < groups * count; i++)
+    split_columns(x, i / count * 16, i % count * 32, n, size, packed + i * 3 * TILE);
+#pragma omp parallel if (size * rows > WORTH)
+  {
+    _tile_loadconfig(&WHOLE_TILES);
+    alignas(64) uint8_t parts[2 * 6 * TILE];
+    alignas(64) Lanes own_sums[4 * 16];
+#pragma omp for schedule(dynamic, some)
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t o = block * 32, first = o + 32 < rows ? o : rows - 32;  // the last write only their own
+      const float *next = weight.at(first + 64 <= rows ? first + 32 : first, 0);
+      const auto make = [&](int64_t t) __attribute__((always_inline)) {
+        const float *after = t + AHEAD < count ? weight.at(first, (t + AHEAD) * 32) : next + (t + AHEAD - count) * 32;
+        split_rows(weight, first, t * 32, after, parts + (t & 1) * 6 * TILE);
+      };
+      const auto meanwhile = [&](int64_t t) __attribute__((always_inline)) {
+        if (t + 1 < count) make(t + 1);
+      };
+      make(0);
+      const auto add = groups > 1 ? add_float_tiles<2, true, decltype(meanwhile)>
+                                  : add_float_tiles<1, true, decltype(meanwhile)>;
+      add(parts, 1, packed, of_group, count, true, own_sums, meanwhile);
+      for (int64_t i = 0; i < 2 * groups; i++)
+        put_turned(own_sums + 16 * i, first + i % 2 * 16, o, bias, n - i / 2 * 16, out + i / 2 * 16 * rows, rows);
+    }
+    _tile_release();
+  }
+}
+
+// out = a b^T of floats: blocks of 32 rows of `a`, which threads take as they come, with all n_b rows of `b`, whose parts
+// stay in a core's cache for a run of numbers. A thread splits its next block while tiles of this one are multiplied.
+template <bool IS_A>
+static void multiply_blocks(const Matrix &a, int64_t n_a, const Matrix &b, int64_t n_b, const float *bias, float *out,
+                            int64_t row_of_out, int64_t size) {
+  constexpr int64_t BAND = 128;  // blocks
+  static thread_local Scratch of_b, of_sums;
+  const int64_t groups = (n_b + 15) / 16, pairs = (groups + 1) / 2, blocks = (n_a + 31) / 32, whole = (size + 31) / 32;
+  const int64_t run = whole < ROOM / groups ? whole : ROOM / groups, of_group = run * 3 * TILE;
+  const int64_t share = (31 + pairs) / pairs;  // of the next block's splits, beside each tile
+  const int64_t of_block = groups * 2 * TILE, band = run < whole && BAND < blocks ? BAND : blocks;
+  uint8_t *packed = of_b.of(groups * of_group);                      // [group, run, 3, word, row of b]
   uint8_t *all_sums = of_sums.of(run < whole ? band * of_block : 0);  // [block, group, 2, tile]
   for (int64_t begin = 0; begin < blocks; begin += band)
     for (int64_t k = 0; k < whole; k += run) {
       const int64_t count = whole - k < run ? whole - k : run, end = blocks - begin < band ? blocks : begin + band;
-      const bool is_last = k + count == whole;
-#pragma omp parallel for if (n * count * 32 > WORTH)
-      for (int64_t i = 0; i < groups * count; i++) {
-        const int64_t group = i / count, t = i % count;
-        split_columns(x, group * 16, (k + t) * 32, n, size, packed + group * of_group + t * 3 * TILE);
-      }
-#pragma omp parallel if (count * 32 * rows > WORTH)
+      int64_t taken = begin;
+#pragma omp parallel if (count * 32 * n_a > WORTH)
       {
         _tile_loadconfig(&WHOLE_TILES);
         static thread_local Scratch own;
-        uint8_t *own_sums = own.of(of_block + (is_once ? 2 : run) * 6 * TILE), *parts = own_sums + of_block;
-#pragma omp for schedule(dynamic, some)
-        for (int64_t block = begin; block < end; block++) {
-          Lanes *sums = (Lanes *)(run < whole ? all_sums + (block - begin) * of_block : own_sums);
-          const int64_t o = block * 32, first = o + 32 < rows ? o : rows - 32;  // the last write only their own
-          const float *next = weight.at(first + 64 <= rows ? first + 32 : first, k * 32);
+        uint8_t *parts = own.of(2 * run * 6 * TILE), *next_parts = parts + run * 6 * TILE;
+        alignas(64) Lanes own_sums[4 * 16];
+        const auto take = [&] {
+          int64_t block;
+#pragma omp atomic capture
+          block = taken++;
+          return block;
+        };
+        const auto row_of = [&](int64_t block) { return block * 32 + 32 < n_a ? block * 32 : n_a - 32; };
+#pragma omp for
+        for (int64_t i = 0; i < groups * count; i++) {
+          const int64_t group = b.is_turned ? i % groups : i / count, t = b.is_turned ? i / groups : i % count;
+          split_columns(b, group * 16, (k + t) * 32, n_b, size, packed + group * of_group + t * 3 * TILE);
+        }
+        int64_t block = take();
+        if (block < end) Splitting{a, size, row_of(block), k * 32, count * 32, parts}.some(count * 32);
+        while (block < end) {
+          const int64_t after = take(), o = block * 32, first = row_of(block);
+          Splitting next = {a, size, row_of(after), k * 32, after < end ? count * 32 : 0, next_parts};
+          const auto meanwhile = [&](int64_t) __attribute__((always_inline)) { next.some(share); };
           for (int64_t g = 0; g < groups; g += 2) {
-            const auto add = g + 1 < groups ? g ? add_float_tiles<2, false> : add_float_tiles<2, true>
-                                            : g ? add_float_tiles<1, false> : add_float_tiles<1, true>;
-            add(weight, first, k * 32, size, next, parts, is_once, packed + g * of_group, of_group, count, sums + 32 * g);
+            Lanes *sums = run < whole ? (Lanes *)(all_sums + (block - begin) * of_block) + 32 * g : own_sums;
+            const auto add = g + 1 < groups ? add_float_tiles<2, IS_A, decltype(meanwhile)>
+                                            : add_float_tiles<1, IS_A, decltype(meanwhile)>;
+            add(parts, -1, packed + g * of_group, of_group, count, !k, sums, meanwhile);
+            for (int64_t i = 0; k + count == whole && i < 4 && g + i / 2 < groups; i++) {
+              const int64_t column = 16 * (g + i / 2), row = first + i % 2 * 16, many = n_b - column;
+              if (IS_A)
+                put_turned(sums + 16 * i, row, o, bias, many, out + column * row_of_out, row_of_out);
+              else
+                put_straight(sums + 16 * i, row, o, bias ? bias + column : bias, many, out + column, row_of_out);
+            }
           }
-          for (int64_t g = 0; is_last && g < 2 * groups; g++) {
-            const int64_t many = n - g / 2 * 16 < 16 ? n - g / 2 * 16 : 16, column = first + g % 2 * 16;
-            const int64_t skip = o - column < 0 ? 0 : o - column < 16 ? o - column : 16;
-            const Lanes offsets = bias ? at(bias + column) : Lanes{};
-            put_sums(sums + 16 * g, offsets, out + g / 2 * 16 * rows + column, rows, many, skip);
-          }
+          next.some(count * 32);
+          std::swap(parts, next_parts);
+          block = after;
         }
         _tile_release();
       }
     }
+}
+
+// out [n, rows] = x weight^T + bias of floats, for rows >= 32, and whole tiles of `size` but where both are turned. What
+// a row of x gets does not depend on the others.
+static void multiply_floats(const Matrix &x, int64_t n, const Matrix &weight, const float *bias, float *out, int64_t size,
+                            int64_t rows) {
+  if (n <= 32 && !x.is_turned && !weight.is_turned)
+    return multiply_few_floats(x, n, weight, bias, out, size, rows);
+  const int64_t room = ROOM / ((size + 31) / 32) * 16, panel = room > PANEL ? room : PANEL;
+  for (int64_t i = 0; n <= MANY && i < n; i += panel)
+    multiply_blocks<true>(weight, rows, {x.at(i, 0), x.row, x.is_turned}, n - i < panel ? n - i : panel, bias,
+                          out + i * rows, rows, size);
+  for (int64_t i = 0; n > MANY && i < rows; i += panel)
+    multiply_blocks<false>(x, n, {weight.at(i, 0), weight.row, weight.is_turned}, rows - i < panel ? rows - i : panel,
+                           bias ? bias + i : bias, out + i, rows, size);
+}
+
+// The same where both are turned and there is little to write: sums of up to 16 parts of the numbers, and then of these.
+static void multiply_long_floats(const Matrix &x, int64_t n, const Matrix &weight, float *out, int64_t size,
+                                 int64_t rows) {
+  static thread_local Scratch of_sums;
+  const int64_t some = size > 16 * 1024 ? (size + 511) / 512 * 32 : 1024;
+  const int64_t parts = (size + some - 1) / some, each = n * rows;
+  float *sums = (float *)of_sums.of(parts * each * 4);
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t part = 0; part < parts; part++) {
+    const int64_t k = part * some;
+    multiply_floats({x.at(0, k), x.row, true}, n, {weight.at(0, k), weight.row, true}, nullptr, sums + part * each,
+                    size - k < some ? size - k : some, rows);
+  }
+#pragma omp parallel for if (each > WORTH)
+  for (int64_t i = 0; i < each; i++) {
+    float sum = 0;
+    for (int64_t part = 0; part < parts; part++) sum += sums[part * each + i];
+    out[i] = sum;
+  }
 }
 #endif
 
@@ -997,7 +1158,7 @@ extern "C" void multiply(bool half, const void *x, int64_t n, const void *weight
     return multiply_by_tiles((const Half *)x, n, (const Half *)weight, row, (const Half *)bias, (Half *)out, size,
                              rows);
   if (is_whole && n > LANE_ROWS && rows >= 32)
-    return multiply_floats({(const float *)x, size}, n, {(const float *)weight, row}, (const float *)bias,
+    return multiply_floats({(const float *)x, size, false}, n, {(const float *)weight, row, false}, (const float *)bias,
                              (float *)out, size, rows);
 #endif
   FOR_BOTH(multiply_any((const T *)x, n, (const T *)weight, row, (const T *)bias, (T *)out, size, rows))
@@ -1008,7 +1169,10 @@ extern "C" void multiply_turned(const float *x, int64_t row_of_x, bool is_x_turn
                                 int64_t row, bool is_weight_turned, const float *bias, float *out, int64_t size,
                                 int64_t rows) {
 #ifdef HAS_TILES
-  if (may_have_tiles())
+  if (!may_have_tiles()) return;
+  if (is_x_turned && is_weight_turned && size >= 2048 && n * rows <= 1 << 18)
+    multiply_long_floats({x, row_of_x, true}, n, {weight, row, true}, out, size, rows);
+  else
     multiply_floats({x, row_of_x, is_x_turned}, n, {weight, row, is_weight_turned}, bias, out, size, rows);
 #endif
 }

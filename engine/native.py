@@ -34,6 +34,7 @@ CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the l
 MOST_ROWS = {torch.float32: 48 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2, torch.bfloat16: 3}
 FEW_ROWS, LARGE, NARROW = 8, 2**19, 256
 TILED_ROWS, FEW_TILED_ROWS, ALL_ROWS, TILE = 96, 32, 2**31, 32
+MANY, MUCH = 512, 2**25  # rows of x, and numbers of x times those of a weight, for tiles in a training step
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
 
@@ -75,6 +76,7 @@ SIGNATURES = {  # the first argument of most: whether numbers are bfloat16
     "silu_mul_backward": [_B, _P, _P, _P, _I, _I, _I],
     "rms_norm_backward": [_B, *[_P] * 5, _I, _I, _I, _F],
     "packed_attention": [ctypes.POINTER(_Packed), _I, _I, *[_P] * 5],
+    "rope": [_P] * 6 + [_I, _I, _I, _I, _B],
     "rope_and_write": [_B, *[_P] * 5, _I, ctypes.POINTER(_Pages), _P, _P, _P, _I, _I, _I, _I, _F],
     "paged_decode": [_B, _P, ctypes.POINTER(_Pages), _P, _I, _P, _P, _I, _I, _I, _I, _I],
     "multiply": [_B, _P, _I, _P, _I, _P, _P, _I, _I],
@@ -219,6 +221,27 @@ def rms_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, eps: float) -
     return out, of_weight.sum(0).to(weight.dtype)
 
 
+def can_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether `rope` takes these."""
+    return heads.dtype == torch.float32 and fits(heads, cos, sin)
+
+
+def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, K, groups + 2, D]; cos and sin as for `model.apply_rope` -> [T, K * groups, D], [T, K, D] twice"""
+    (n, kv, groups, size), groups = heads.shape, heads.shape[2] - 2
+    q, k, v = (heads.new_empty(n, number, size) for number in (kv * groups, kv, kv))
+    _call("rope", *map(_at, (heads, cos, sin, q, k, v)), n, kv, groups, size, False)
+    return q, k, v
+
+
+def rope_backward(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `heads`, from those of q, k and v."""
+    (n, kv, size), groups = k.shape, q.shape[1] // k.shape[1]
+    heads = q.new_empty(n, kv, groups + 2, size)
+    _call("rope", *map(_at, (heads, cos, sin, q, k, v)), n, kv, groups, size, True)
+    return heads
+
+
 def can_attend(q: Tensor) -> bool:
     """Whether `packed_attention` takes queries [T, H, D]."""
     return q.dtype == torch.float32 and q.is_cpu and q.shape[2] in HEAD_SIZES and library() is not None
@@ -307,12 +330,18 @@ def multiplies_all(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and has_tiles()
 
 
-def can_turn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `multiply_turned` takes x [n, in], a weight [out, in], and what their gradients are products of."""
-    if weight.numel() < LARGE:  # asked for each product of a decode step: a small model's should know soon
+def can_turn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether `multiply_turned` takes x [n, in] and a weight [out, in], and is worth it."""
+    if len(x) * weight.numel() < MUCH:  # asked for each product of a decode step: a small model's should know soon
         return False
-    is_whole = x.dim() == 2 and x.shape[1] == weight.shape[1] and len(weight) % TILE == 0
-    return is_whole and x.dtype == torch.float32 and fits(x, weight, bias) and most_rows(weight) == ALL_ROWS
+    if x.dtype != torch.float32 or not (x.is_cpu and has_tiles()):
+        return False
+    is_turned = x.stride(0) == weight.stride(0) == 1
+    is_many = is_turned or len(x) >= MANY or min(weight.shape) > NARROW
+    is_whole = is_turned or weight.shape[1] % TILE == 0
+    if not (is_many and is_whole and len(x) >= TILE <= len(weight)):
+        return False
+    return fits(x if x.is_contiguous() else x.t(), weight if weight.is_contiguous() else weight.t(), bias)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

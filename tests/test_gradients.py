@@ -10,6 +10,7 @@ from torch import Tensor
 from attention import PackedAttention
 from engine import gradients, native
 from engine.kernels import silu_mul_torch
+from model import split_heads
 
 needs_compiler = pytest.mark.skipif(not native.library(), reason="no C++ compiler")
 
@@ -63,6 +64,35 @@ def test_linear_of_a_large_weight(rows: int, monkeypatch: pytest.MonkeyPatch) ->
     assert len(called) == 3, "forward, and the gradients of x and of the weight"
     with torch.no_grad():
         assert torch.equal(gradients.product(*given), gradients.linear(*given))
+
+
+@pytest.mark.skipif(not native.has_tiles(), reason="a CPU without a matrix unit")
+@pytest.mark.parametrize(
+    ("rows", "size_in", "size_out", "products"), [(2100, 128, 128, 3), (2100, 128, 258, 2), (500, 128, 128, 0)]
+)
+def test_linear_of_a_small_weight(
+    rows: int, size_in: int, size_out: int, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By tiles where rows are many: the gradient of x only where `out` is whole tiles."""
+    called, run = [], native.multiply_turned
+    monkeypatch.setattr(native, "multiply_turned", lambda *args: (called.append(1), run(*args))[1])
+    compare(gradients.linear, F.linear, made(rows, size_in), made(size_out, size_in), made(size_out), within=1e-6)
+    assert len(called) == products
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "kv", "groups", "size"), [(1, 1, 1, 16), (5, 2, 3, 30), (700, 2, 7, 64)])
+def test_rope(rows: int, kv: int, groups: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = made(rows, 1, 1, size // 2), made(rows, 1, 1, size // 2)
+    cos, sin = torch.cat((half[0], half[0]), -1), torch.cat((-half[1], half[1]), -1)
+    called, run = [], native.rope
+    monkeypatch.setattr(native, "rope", lambda *args: (called.append(1), run(*args))[1])
+
+    def parts(heads: Tensor) -> Tensor:
+        return torch.cat([part.flatten(1) for part in split_heads(heads, cos.to(heads), sin.to(heads))], 1)
+
+    compare(parts, parts, made(rows, kv, groups + 2, size))
+    assert len(called) == 1, "only float32 goes by the compiled kernel"
 
 
 def test_a_frozen_weight_has_no_gradient() -> None:

@@ -87,7 +87,7 @@ def test_steps_with_drafts_are_compiled_too_and_change_nothing(model: Model, rig
     drafter = Foresight({sample.id: sample for sample in plain}, longest=20, right=right, asked=0.7)
     for mine, its in zip(generate(model, ends, drafter), plain, strict=True):
         assert replace(mine, logprobs=()) == replace(its, logprobs=())
-        assert mine.logprobs == pytest.approx(its.logprobs, abs=1e-5)
+        assert mine.logprobs == pytest.approx(its.logprobs, abs=1e-4)
     assert drafter.drafted > 100 and (drafter.accepted == drafter.drafted) == (right == 1.0)
     assert {sample.finish_reason for sample in plain} == {"stop", "length"}
 
@@ -100,7 +100,7 @@ def test_an_engine_in_bfloat16_decodes_by_compiled_kernels_as_by_torch(model: Mo
     half = model.bfloat16()
     compiled = generate(half)
     of_other_sizes = set() if native.has_tiles() else {"multiply"}
-    assert called == native.SIGNATURES.keys() - native.OF_TRAINING - {"packed_attention"} - of_other_sizes
+    assert called == native.SIGNATURES.keys() - native.OF_TRAINING - {"packed_attention", "rope"} - of_other_sizes
     monkeypatch.setattr(native, "library", lambda: None)
     plain = generate(half)
     alike = 0
@@ -159,7 +159,7 @@ def test_few_rows_are_multiplied_by_weights_as_they_are(size: int, rows: int, dt
 @pytest.mark.parametrize("size, rows", [(896, 603), (2080, 258), (4864, 288), (288, 2081), (1024, 4200)])
 def test_floats_are_multiplied_by_tiles_as_exactly_as_floats_are(size: int, rows: int) -> None:
     """As three bfloat16 each. A row's results do not depend on the others, nor on the number of threads."""
-    weight, x, bias = torch.randn(rows, 2 * size)[:, size:], torch.randn(530, size), torch.randn(rows)
+    weight, x, bias = torch.randn(rows, 2 * size)[:, size:], torch.randn(799, size), torch.randn(rows)
     x[:, ::7] *= 1e4
     x[:9] = 0.0
     x[range(9), range(9)] = torch.tensor(
@@ -171,7 +171,7 @@ def test_floats_are_multiplied_by_tiles_as_exactly_as_floats_are(size: int, rows
         scale = (x.abs() @ weight.abs().T + (0 if b is None else b.abs())).clamp(min=1e-35)  # of the sums' terms
         errors = [float(((each - expected).abs() / scale).max()) for each in (found, plain)]
         assert errors[0] < max(2 * errors[1], 4e-7)
-        for n in (9, 15, 16, 17, 32, 33, 48, 64, 65, 128, 255, 256, 257, 300, 530):
+        for n in (9, 15, 16, 17, 32, 33, 48, 64, 65, 128, 255, 256, 257, 530, 768, 769, 799):
             assert native.can_multiply(x[:n], weight, b)
             assert torch.equal(native.multiply(x[:n], weight, b), found[:n])
     threads = torch.get_num_threads()
@@ -184,7 +184,8 @@ def test_floats_are_multiplied_by_tiles_as_exactly_as_floats_are(size: int, rows
 @needs_tiles
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "n, size, rows", [(9, 96, 64), (70, 1057, 96), (301, 33, 40), (301, 700, 608), (300, 1024, 4200)]
+    "n, size, rows",
+    [(9, 96, 64), (70, 1057, 96), (301, 33, 40), (800, 700, 608), (300, 1024, 4200), (3000, 64, 100), (70, 17001, 40)],
 )
 def test_turned_floats_are_multiplied_by_tiles(n: int, size: int, rows: int) -> None:
     """As a training step has them: a weight in the other order of memory, and both; then `size` is any."""
@@ -195,8 +196,9 @@ def test_turned_floats_are_multiplied_by_tiles(n: int, size: int, rows: int) -> 
     if size % native.TILE == 0:
         pairs += [(x, weight), (x, weight_turned.T)]
     for a, b in pairs:
-        error = (native.multiply_turned(a, b) - a.double() @ b.double().T).abs() / (a.abs() @ b.abs().T)
-        assert error.max() < 4e-7
+        found = native.multiply_turned(a, b)
+        assert ((found - a.double() @ b.double().T).abs() / (a.abs() @ b.abs().T)).max() < 4e-7
+        assert a is not x or torch.equal(native.multiply_turned(x[:40], b), found[:40])
 
 
 def test_the_room_for_sums_is_that_of_the_most_rows() -> None:
