@@ -107,5 +107,5 @@ def score(
         kept = kept.scatter(-1, drawn, logits.float().gather(-1, drawn) / config.scale)
     logprobs = kept.log_softmax(-1)
     with nullcontext() if entropy_gradient else torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)
+        entropy = -(logprobs.exp() * logprobs.clamp(-1e4)).sum(-1)  # of -inf, too, 0: float32 has no exp(-1e4)
     return logprobs.gather(-1, wanted).view(targets.shape), entropy
