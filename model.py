@@ -252,12 +252,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
-def split_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, the first two rotated. [T, K, groups + 2, D] -> [T, K * groups, D], [T, K, D] twice"""
-    if native.can_rope(heads, cos, sin):
-        return gradients.rope(heads, cos, sin)
+def split_heads(heads: Tensor, cos: Tensor, sin: Tensor, normed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, the first two rotated. [T, K, groups + 2, D] -> [T, K * groups, D], [T, K, D] twice
+
+    `normed`: of models with such norms, q and k [T, K, groups + 1, D] after them.
+    """
     qk, v = heads.split_with_sizes((heads.shape[2] - 1, 1), 2)
-    q, k = apply_rope(qk, cos, sin).split_with_sizes((heads.shape[2] - 2, 1), 2)
+    if native.can_rope(heads, cos, sin):
+        return gradients.rope(heads if normed is None else torch.cat((normed, v), 2), cos, sin)
+    q, k = apply_rope(qk if normed is None else normed, cos, sin).split_with_sizes((heads.shape[2] - 2, 1), 2)
     return q.flatten(1, 2), k[:, :, 0], v[:, :, 0]
 
 
@@ -385,10 +388,11 @@ def run_layer(
     s, groups, eps = split.shape, split.groups, split.shape.norm_eps
     normed = rms_norm(x, w.input_norm, eps, inference)
     heads = linear(normed, w.qkv, w.qkv_bias).view(-1, split.num_kv_heads, groups + 2, s.head_dim)
+    normed_qk = None
     if w.q_norm is not None and w.k_norm is not None:
-        q, k, v = heads.split_with_sizes((groups, 1, 1), 2)
-        heads = torch.cat((rms_norm(q, w.q_norm, eps, inference), rms_norm(k, w.k_norm, eps, inference), v), 2)
-    q, k, v = split_heads(heads, cos, sin)
+        q, k, _ = heads.split_with_sizes((groups, 1, 1), 2)
+        normed_qk = torch.cat((rms_norm(q, w.q_norm, eps, inference), rms_norm(k, w.k_norm, eps, inference)), 2)
+    q, k, v = split_heads(heads, cos, sin, normed_qk)
     attended = attend(index, q, k, v, s.window(index))  # [T, H, D]
     x = x + reduce(linear(attended.flatten(1), w.out, w.out_bias))
     normed = rms_norm(x, w.post_norm, eps, inference)

@@ -70,7 +70,7 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x, weight), gradient = ctx.saved_tensors, gradient.contiguous()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         of_x = _product(gradient, weight.t()) if needs_x else None
         of_weight = None

@@ -902,11 +902,11 @@ static void multiply_floats(const Matrix &x, int64_t n, const Matrix &weight, co
                            bias ? bias + i : bias, out + i, rows, size);
 }
 
-// The same where both are turned and there is little to write: sums of up to 16 parts of the numbers, and then of these.
+// The same where both are turned and there is little to write: sums of up to 32 parts of the numbers, and then of these.
 static void multiply_long_floats(const Matrix &x, int64_t n, const Matrix &weight, float *out, int64_t size,
                                  int64_t rows) {
   static thread_local Scratch of_sums;
-  const int64_t some = size > 16 * 1024 ? (size + 511) / 512 * 32 : 1024;
+  const int64_t some = size > 32 * 512 ? (size + 1023) / 1024 * 32 : 512;
   const int64_t parts = (size + some - 1) / some, each = n * rows;
   float *sums = (float *)of_sums.of(parts * each * 4);
 #pragma omp parallel for schedule(dynamic)
@@ -1170,7 +1170,7 @@ extern "C" void multiply_turned(const float *x, int64_t row_of_x, bool is_x_turn
                                 int64_t rows) {
 #ifdef HAS_TILES
   if (!may_have_tiles()) return;
-  if (is_x_turned && is_weight_turned && size >= 2048 && n * rows <= 1 << 18)
+  if (is_x_turned && is_weight_turned && !bias && size >= 2048 && n * rows <= 1 << 18)
     multiply_long_floats({x, row_of_x, true}, n, {weight, row, true}, out, size, rows);
   else
     multiply_floats({x, row_of_x, is_x_turned}, n, {weight, row, is_weight_turned}, bias, out, size, rows);

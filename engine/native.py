@@ -223,7 +223,8 @@ def rms_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, eps: float) -
 
 def can_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether `rope` takes these."""
-    return heads.dtype == torch.float32 and fits(heads, cos, sin)
+    is_each = cos.numel() == sin.numel() == len(heads) * heads.shape[3]  # no table for all rows
+    return is_each and heads.dtype == torch.float32 and fits(heads, cos, sin)
 
 
 def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -332,16 +333,20 @@ def multiplies_all(dtype: torch.dtype) -> bool:
 
 def can_turn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether `multiply_turned` takes x [n, in] and a weight [out, in], and is worth it."""
-    if len(x) * weight.numel() < MUCH:  # asked for each product of a decode step: a small model's should know soon
+    if len(x) * weight.numel() < MUCH and weight.numel() < LARGE:
+        return False  # asked for each product of a decode step: a small model's should know soon
+    if x.dtype != torch.float32 or not (x.is_cpu and has_tiles()) or x.dim() != 2 or x.shape[1] != weight.shape[1]:
         return False
-    if x.dtype != torch.float32 or not (x.is_cpu and has_tiles()):
-        return False
-    is_turned = x.stride(0) == weight.stride(0) == 1
-    is_many = is_turned or len(x) >= MANY or min(weight.shape) > NARROW
-    is_whole = is_turned or weight.shape[1] % TILE == 0
-    if not (is_many and is_whole and len(x) >= TILE <= len(weight)):
+    is_turned = _is_turned(x, weight)
+    is_many = is_turned and len(x) >= TILE or len(x) >= MANY or min(weight.shape) > NARROW
+    is_whole = x.shape[1] % TILE == 0 or is_turned and x.shape[1] > TILE
+    if not (is_many and is_whole and len(weight) >= TILE):
         return False
     return fits(x if x.is_contiguous() else x.t(), weight if weight.is_contiguous() else weight.t(), bias)
+
+
+def _is_turned(*matrices: Tensor) -> bool:
+    return all(matrix.stride(0) == 1 for matrix in matrices)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -357,7 +362,7 @@ def multiply_turned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
     By tiles. `in` is whole ones unless both are transposed; out >= 32.
     """
-    is_whole = x.shape[1] % TILE == 0 or x.stride(0) == weight.stride(0) == 1
+    is_whole = x.shape[1] % TILE == 0 or _is_turned(x, weight)
     assert has_tiles() and is_whole and len(weight) >= 32
     out = x.new_empty(len(x), len(weight))
     own, others = ((_at(m), max(m.stride()), m.stride(1) != 1) for m in (x, weight))

@@ -92,6 +92,7 @@ def test_rope(rows: int, kv: int, groups: int, size: int, monkeypatch: pytest.Mo
         return torch.cat([part.flatten(1) for part in split_heads(heads, cos.to(heads), sin.to(heads))], 1)
 
     compare(parts, parts, made(rows, kv, groups + 2, size))
+    assert not native.can_rope(made(rows + 1, kv, groups + 2, size), cos, sin), "a table for all rows"
     assert len(called) == 1, "only float32 goes by the compiled kernel"
 
 

@@ -201,6 +201,19 @@ def test_turned_floats_are_multiplied_by_tiles(n: int, size: int, rows: int) -> 
         assert a is not x or torch.equal(native.multiply_turned(x[:40], b), found[:40])
 
 
+@needs_tiles
+@torch.no_grad()
+def test_tiles_take_only_what_they_multiply_right() -> None:
+    large, many = torch.randn(1024, 1024), torch.randn(2048, 1024)
+    assert all(native.can_turn(x, large) for x in (many, many[:40], many[:9], torch.randn(1024, 2048).T))
+    assert not native.can_turn(torch.randn(64, 128, 1024), large) and not native.can_turn(large[0], many)
+    assert not native.can_turn(many, large[:, :512]) and not native.can_turn(many, large[:, :512].contiguous())
+    assert not native.can_turn(torch.randn(65536, 1), torch.randn(512, 1)), "of one number, and so in both orders"
+    x, weight, bias = torch.randn(4096, 64).T, torch.randn(4096, 256).T, torch.randn(256)
+    assert native.can_turn(x, weight, bias)
+    torch.testing.assert_close(native.multiply_turned(x, weight, bias), linear(x, weight, bias), atol=1e-3, rtol=1e-4)
+
+
 def test_the_room_for_sums_is_that_of_the_most_rows() -> None:
     rooms = re.findall(r"Lanes sums\[4 \* (\d+)\]", (ROOT / "engine" / "native.cpp").read_text())
     assert [int(room) >= max(native.MOST_ROWS.values()) for room in rooms] == [True]
