@@ -297,11 +297,13 @@ class Packed:
 
     def pack(self, weight: Tensor) -> None:
         self.plain, self.packed = weight, None
+        # Fewer rows of x than these are left to `F.linear`.
+        self.least = -(-self.MIN_WORK // max(weight.numel(), 1)) if weight.dtype == torch.float32 else 0
         if native.most_rows(weight) < native.ALL_ROWS:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dtype == torch.float32 and x.shape[0] * self.plain.numel() < self.MIN_WORK:
+        if len(x) < self.least:
             return F.linear(x, self.plain, bias)
         if native.can_multiply(x, self.plain, bias):
             return native.multiply(x, self.plain, bias)
@@ -310,6 +312,24 @@ class Packed:
         rows = len(x)
         x = F.pad(x, (0, 0, 0, self.MIN_ROWS - rows)) if rows < self.MIN_ROWS else x
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")[:rows]
+
+
+def way(weight: Tensor | Packed) -> native.Way:
+    """Return how a decode step of one call multiplies by a weight: as `Packed`, or as `F.linear` does."""
+    if isinstance(weight, Packed):
+        return native.Way(weight.plain, weight.least, native.most_rows(weight.plain))
+    return native.Way(weight, native.ALL_ROWS, 0)
+
+
+def most_fused(weight: Tensor | Packed) -> int:
+    """Return up to how many rows a weight can be part of such a step."""
+    plain, least, most = way(weight)
+    if plain.stride(1) != 1:
+        return 0
+    if isinstance(weight, Packed):
+        return max(most, least - 1)
+    is_small = weight.dtype == torch.float32 and 0 < weight.numel() < native.LARGE
+    return (native.MUCH - 1) // weight.numel() if is_small else 0  # with more rows tiles may take it
 
 
 def few_sizes(rows: int) -> int:

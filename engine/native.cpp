@@ -702,9 +702,9 @@ static void split_columns(const Matrix &x, int64_t first, int64_t k, int64_t n, 
     _tile_dpbf16ps(3, 5, 7); \
   }
 
-// Tiles of one side's parts in a core's cache, and its rows, at least; of more rows of x the weight is that side, whose
-// parts are made before others are multiplied.
-constexpr int64_t ROOM = 256, PANEL = 256, MANY = 768;
+// Tiles of one side's parts in a core's cache, and its rows, at least: they are made before others are multiplied. That
+// side is x, but of more than ROWS_OF_X rows of x it is the weight.
+constexpr int64_t ROOM = 256, PANEL = 256, ROWS_OF_X = 768;
 
 // Writes a tile of sums, of 16 rows of a weight from `row` on with `many` rows of x; only what is of rows from `o` on.
 static inline void put_turned(const Lanes *sums, int64_t row, int64_t o, const float *bias, int64_t many, float *out,
@@ -824,8 +824,9 @@ static void multiply_few_floats(const Matrix &x, int64_t n, const Matrix &weight
   }
 }
 
-// out = a b^T of floats: blocks of 32 rows of `a`, which threads take as they come, with all n_b rows of `b`, whose parts
-// stay in a core's cache for a run of numbers. A thread splits its next block while tiles of this one are multiplied.
+// out = x weight^T + bias of floats, where a is the weight and b is x (IS_A), or the other way round: blocks of 32 rows of
+// a, which threads take as they come, with all n_b rows of b, whose parts stay in a core's cache for a run of numbers. A
+// thread splits its next block while tiles of this one are multiplied.
 template <bool IS_A>
 static void multiply_blocks(const Matrix &a, int64_t n_a, const Matrix &b, int64_t n_b, const float *bias, float *out,
                             int64_t row_of_out, int64_t size) {
@@ -894,10 +895,10 @@ static void multiply_floats(const Matrix &x, int64_t n, const Matrix &weight, co
   if (n <= 32 && !x.is_turned && !weight.is_turned)
     return multiply_few_floats(x, n, weight, bias, out, size, rows);
   const int64_t room = ROOM / ((size + 31) / 32) * 16, panel = room > PANEL ? room : PANEL;
-  for (int64_t i = 0; n <= MANY && i < n; i += panel)
+  for (int64_t i = 0; n <= ROWS_OF_X && i < n; i += panel)
     multiply_blocks<true>(weight, rows, {x.at(i, 0), x.row, x.is_turned}, n - i < panel ? n - i : panel, bias,
                           out + i * rows, rows, size);
-  for (int64_t i = 0; n > MANY && i < rows; i += panel)
+  for (int64_t i = 0; n > ROWS_OF_X && i < rows; i += panel)
     multiply_blocks<false>(x, n, {weight.at(i, 0), weight.row, weight.is_turned}, rows - i < panel ? rows - i : panel,
                            bias ? bias + i : bias, out + i, rows, size);
 }
@@ -1204,4 +1205,82 @@ extern "C" void paged_decode(bool half, const void *q, const Pages *pages, const
                              const int32_t *lengths, void *out, int64_t n, int64_t heads, int64_t groups, int64_t size,
                              int64_t window) {
   FOR_BOTH(paged_decode_of((const T *)q, pages, table, row_of_table, lengths, (T *)out, n, heads, groups, size, window))
+}
+
+// ---- all layers of a decode step, in one call: as `Shard.decode`, by the functions above --------------------------
+
+struct Weight {
+  const void *data, *bias;
+  int64_t row, rows, size;  // numbers from a row to the next; rows; numbers of each
+  int64_t least, most;      // rows of x, of floats, that `multiply` takes; others are BLAS's
+};
+
+struct Layer {
+  Weight qkv, out, gate_up, down;
+  const void *input_norm, *post_norm, *q_norm, *k_norm;
+  int64_t window;
+};
+
+typedef void (*Blas)(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
+                     const int *, const float *, const int *, const float *, float *, const int *);
+
+struct Step {
+  const void *cos, *sin;
+  const int64_t *positions;
+  const int32_t *table;
+  const void *norm;  // the last one
+  Blas blas;
+  int64_t n, row_of_table, of_layer;  // of_layer: numbers from a layer's keys to the next one's
+  int64_t hidden, heads, groups, size, blocks;
+  Pages pages;  // of the first layer
+  float eps;
+};
+
+template <typename T>
+static T *apply(const Weight &w, const Step &s, const T *x, T *out) {
+  constexpr bool is_half = sizeof(T) == 2;
+  if (is_half || (s.n >= w.least && s.n <= w.most)) {
+    multiply(is_half, x, s.n, w.data, w.row, w.bias, out, w.size, w.rows);
+    return out;
+  }
+  const int rows = w.rows, n = s.n, size = w.size, row = w.row;
+  const float one = 1, kept = w.bias ? 1 : 0;
+  for (int64_t i = 0; w.bias && i < n; i++) memcpy((void *)(out + i * rows), w.bias, rows * sizeof(T));
+  s.blas("T", "N", &rows, &n, &size, &one, (const float *)w.data, &row, (const float *)x, &size, &kept, (float *)out,
+         &rows);
+  return out;
+}
+
+// x [n, hidden] becomes the sum of all residuals, out [n, hidden] its norm. `memory`: for the widest of what stands
+// between (`Layers` in native.py).
+template <typename T>
+static void decode_of(const Layer *layers, int64_t count, const Step &s, T *x, T *out, T *memory) {
+  const int64_t attended = s.heads * s.groups * s.size, keys = s.heads * (s.groups + 2) * s.size;
+  const int64_t inner = layers->down.size, widest = keys > 2 * inner ? keys : 2 * inner;
+  const auto behind = [&](T *from, int64_t numbers) { return from + (s.n * numbers + 31) / 32 * 32; };  // as tensors lie
+  T *part = memory, *wide = behind(part, s.hidden), *q = behind(wide, widest), *narrow = behind(q, attended);
+  Pages pages = s.pages;
+  static thread_local std::vector<int32_t> lengths;
+  lengths.assign(s.positions, s.positions + s.n);
+  for (int32_t &length : lengths) length++;
+  for (const Layer *w = layers; w < layers + count; w++) {
+    add_rms_norm_of(w == layers ? x : part, w == layers ? (T *)nullptr : x, (const T *)w->input_norm, out, x, s.n,
+                    s.hidden, s.eps);
+    rope_and_write_of(apply(w->qkv, s, out, wide), (const T *)s.cos, (const T *)s.sin, s.positions, s.table,
+                      s.row_of_table, &pages, (const T *)w->q_norm, (const T *)w->k_norm, q, s.n, s.heads, s.groups,
+                      s.size, s.eps);
+    paged_decode_of(q, &pages, s.table, s.row_of_table, lengths.data(), narrow, s.n, s.heads, s.groups, s.size,
+                    w->window);
+    apply(w->out, s, narrow, part);
+    add_rms_norm_of(part, x, (const T *)w->post_norm, out, x, s.n, s.hidden, s.eps);
+    silu_mul_of(apply(w->gate_up, s, out, wide), narrow, s.n, s.blocks, inner / s.blocks);
+    apply(w->down, s, narrow, part);
+    pages.keys = (T *)pages.keys + s.of_layer, pages.values = (T *)pages.values + s.of_layer;
+  }
+  add_rms_norm_of(part, x, (const T *)s.norm, out, x, s.n, s.hidden, s.eps);
+}
+
+extern "C" void decode(bool half, const Layer *layers, int64_t count, const Step *step, void *x, void *out,
+                       void *memory) {
+  FOR_BOTH(decode_of(layers, count, *step, (T *)x, (T *)out, (T *)memory))
 }

@@ -1,6 +1,7 @@
 """Loads the C++ twins of the decode step's kernels (native.cpp), compiled once for this CPU where a compiler is.
 
-A decode step of a small model in torch is some hundred operations of a microsecond each; in these it is dozens.
+A decode step of a small model in torch is some hundred operations of a microsecond each; in these it is dozens, and all
+its layers may be one call (`Layers`).
 The functions have the signatures and results of their names in engine/kernels.py, which calls them where `takes` says
 so. Without a compiler (`CXX`, else g++; `CXX=` for none) torch's operations stay; a compiler that fails is named.
 """
@@ -11,14 +12,16 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from core import ModelShape
 from engine.drafts import Drafts
 
 # Read now: the file may be another one by the time that its first kernel is wanted, and these functions fit this one.
@@ -37,6 +40,11 @@ TILED_ROWS, FEW_TILED_ROWS, ALL_ROWS, TILE = 96, 32, 2**31, 32
 MANY, MUCH = 512, 2**25  # rows of x, and numbers of x times those of a weight, for tiles in a training step
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
+
+# Of a layer: its weights, and their biases and the norms, which may be missing.
+MATRICES = "qkv", "out", "gate_up", "down"
+NORMS = "input_norm", "post_norm", "q_norm", "k_norm"
+VECTORS = (*(f"{name}_bias" for name in MATRICES), *NORMS)
 
 _is_given_up = False
 
@@ -69,6 +77,28 @@ class Rows(ctypes.Structure):
         return cls(*tensors, len(rows.eos_ids), rows.tokens.shape[1])
 
 
+class _Weight(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("data", "bias")] + [
+        (name, ctypes.c_int64) for name in ("row", "rows", "size", "least", "most")
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        [(name, _Weight) for name in MATRICES]
+        + [(name, ctypes.c_void_p) for name in NORMS]
+        + [("window", ctypes.c_int64)]
+    )
+
+
+class _Step(ctypes.Structure):
+    SIZES = "hidden", "heads", "groups", "size", "blocks"
+    _fields_ = [(name, ctypes.c_void_p) for name in ("cos", "sin", "positions", "table", "norm", "blas")] + [
+        *((name, ctypes.c_int64) for name in ("n", "row_of_table", "of_layer", *SIZES)),
+        *(("pages", _Pages), ("eps", ctypes.c_float)),
+    ]
+
+
 _B, _P, _I, _F = ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {  # the first argument of most: whether numbers are bfloat16
     "add_rms_norm": [_B, *[_P] * 5, _I, _I, _F],
@@ -83,6 +113,7 @@ SIGNATURES = {  # the first argument of most: whether numbers are bfloat16
     "multiply_turned": [_P, _I, _B, _I, _P, _I, _B, _P, _P, _I, _I],
     "race": [_P] * 5 + [_I, _I, _I, _I, _F, ctypes.POINTER(_Hash)],
     "settle": [ctypes.POINTER(Rows), _I] + [_P] * 5 + [_I, _I],
+    "decode": [_B, _P, _I, ctypes.POINTER(_Step)] + [_P] * 3,
 }
 
 
@@ -311,13 +342,12 @@ def paged_decode(
 
 def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `multiply` takes a weight, or a part of its columns, for x [n, in]."""
-    is_few = 0 < len(x) <= most_rows(weight) and min(weight.shape) >= 16
-    return is_few and x.dtype == weight.dtype and weight.stride(1) == 1 and takes(x, bias)
+    return 0 < len(x) <= most_rows(weight) and x.dtype == weight.dtype and weight.stride(1) == 1 and takes(x, bias)
 
 
 def most_rows(weight: Tensor) -> int:
     """Return how many rows `multiply` takes for such a weight, at most."""
-    most, is_large = MOST_ROWS.get(weight.dtype, 0), weight.numel() >= LARGE
+    most, is_large = MOST_ROWS.get(weight.dtype, 0) if min(weight.shape) >= 16 else 0, weight.numel() >= LARGE
     if most and weight.is_cpu and weight.shape[1] % TILE == 0 and has_tiles():
         if weight.dtype == torch.bfloat16:
             return TILED_ROWS if is_large else FEW_TILED_ROWS
@@ -368,6 +398,80 @@ def multiply_turned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     own, others = ((_at(m), max(m.stride()), m.stride(1) != 1) for m in (x, weight))
     _call("multiply_turned", *own, len(x), *others, _at(bias), _at(out), x.shape[1], len(weight))
     return out
+
+
+def can_fuse(norm: Tensor) -> bool:
+    """Whether `Layers` may take the model of such a norm."""
+    return norm.is_cpu and norm.dtype in DTYPES and library() is not None and _blas() is not None
+
+
+def can_decode_all(x: Tensor, positions: Tensor, table: Tensor, kv: Tensor) -> bool:
+    """Whether `Layers.decode` takes these."""
+    is_known = positions.dtype == torch.int64 and positions.is_contiguous()
+    return is_known and takes(x) and can_page(x, kv[0, 0], kv[0, 1], table)
+
+
+@cache
+def _blas() -> int | None:
+    """Return the address of torch's own product of float32 matrices, `F.linear`'s for small weights; None: not known.
+
+    It is MKL's. Torch's builds without MKL multiply in several ways.
+    """
+    try:
+        if not torch.backends.mkl.is_available():
+            return None
+        return ctypes.cast(ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")).sgemm_, _P).value
+    except (OSError, AttributeError):
+        return None
+
+
+class Way(NamedTuple):
+    """A weight of a decode step, and from and up to how many rows of x `multiply` takes it; others are BLAS's."""
+
+    weight: Tensor
+    least: int
+    most: int
+
+
+class Layers:
+    """All layers of a model, as one call takes them.
+
+    Its operations are those of `Shard.decode`, with the same results; from Python they take up to half of a small step,
+    and threads fall asleep in between.
+    """
+
+    GAPS = 96  # numbers between what lies in its memory, at most
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        matrices: Sequence[Sequence[Way]],
+        others: Sequence[Mapping[str, Tensor | None]],
+        norm: Tensor,
+    ):
+        """Of each layer the `matrices` in the order of MATRICES, and `others` by VECTORS; `norm`: the last one."""
+        self.kept = [[way.weight for way in ways] for ways in matrices], others, norm  # where the addresses point
+        self.table, heads, size = (_Layer * len(matrices))(), shape.num_kv_heads, shape.head_dim
+        for index, (entry, ways, tensors) in enumerate(zip(self.table, matrices, others, strict=True)):
+            for name, (weight, least, most) in zip(MATRICES, ways, strict=True):
+                places = _at(weight), _at(tensors[f"{name}_bias"])
+                setattr(entry, name, _Weight(*places, weight.stride(0), *weight.shape, least, most))
+            for name in NORMS:
+                setattr(entry, name, _at(tensors[name]))
+            entry.window = shape.window(index)
+        sizes = shape.hidden_size, heads, shape.num_heads // heads, size, shape.mlp_blocks
+        self.step = _Step(norm=_at(norm), eps=shape.norm_eps, blas=_blas(), **dict(zip(_Step.SIZES, sizes)))
+        attended, inner = shape.num_heads * size, shape.intermediate_size
+        self.width = shape.hidden_size + max(attended + 2 * heads * size, 2 * inner) + attended + max(attended, inner)
+
+    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, table: Tensor, kv: Tensor) -> Tensor:
+        """Return what `Shard.decode` does of embedded tokens x [n, hidden], which are overwritten."""
+        step, out, memory = self.step, torch.empty_like(x), x.new_empty(len(x) * self.width + self.GAPS)
+        step.cos, step.sin, step.positions, step.table = map(_at, (cos, sin, positions, table))
+        step.n, step.row_of_table, step.of_layer = len(x), table.stride(0), kv.stride(0)
+        step.pages = _pages(kv[0, 0], kv[0, 1])
+        _call("decode", _is_half(x), self.table, len(self.table), step, *map(_at, (x, out, memory)))
+        return out
 
 
 def race(

@@ -98,7 +98,7 @@ class Runner:
             own = drafts.num_tokens if chunks else len(hidden)
             self.verify(batcher, drafts, hidden[:own])
             n, hidden = 0, hidden[own:]
-        rows.length[:n] += 1
+        rows.length[:n].add_(1)
         batcher.count_decoded(n)
         if chunks:
             started = batcher.count_prefilled(chunks)

@@ -8,14 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core import ModelShape
-from engine import kernels
-from engine.cpu import Packed, packed
+from engine import kernels, native
+from engine.cpu import Packed, most_fused, packed, way
 from engine.experts import Choose, own_choice
 from model import Attend, LayerWeights, Model, Split, empty_model, linear, rms_norm, run_layer, run_mlp
 from parallel import TensorParallel
 from weights.sharding import gather
 
-MATRICES = ("qkv", "out", "gate_up", "down")
 ALIGNED = 128  # elements: the places of copies are multiples of this
 
 
@@ -89,9 +88,20 @@ class Shard:
         copies = None if self.memory is None else Copies(self.memory)
         self.layers: list[LayerWeights] = []  # packed copies of old weights go first
         layers = own_layers(self.model, self.split, copies)  # one at a time: packing drops what it copies
-        self.layers = [w._replace(**{name: self.pack(getattr(w, name)) for name in MATRICES}) for w in layers]
+        self.layers = [w._replace(**{name: self.pack(getattr(w, name)) for name in native.MATRICES}) for w in layers]
         self.embedding, head, self.norm = own_vocabulary(self.model, self.split, copies)
         self.head = self.pack(head)
+        self._fuse()
+
+    def _fuse(self) -> None:
+        """On a CPU, have steps of up to `most_fused` rows be one call."""
+        self.most_fused = 0
+        if self.split.size == 1 and not self.shape.num_experts and native.can_fuse(self.norm):
+            matrices = [[getattr(w, name) for name in native.MATRICES] for w in self.layers]
+            self.most_fused = min(most_fused(weight) for weights in matrices for weight in weights)
+            ways = [[way(weight) for weight in weights] for weights in matrices]
+            others = [{name: getattr(w, name) for name in native.VECTORS} for w in self.layers]
+            self.fused = native.Layers(self.shape, ways, others, self.norm)
 
     def kv_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
         """Return the shape of this rank's keys and values: [layers, 2, pages, K, page, D]."""
@@ -110,6 +120,7 @@ class Shard:
                     old.copy_(new)
         if isinstance(self.head, Packed):
             self.head.pack(own_vocabulary(self.model, self.split, None)[1])
+        self._fuse()
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden_size]"""
@@ -142,13 +153,17 @@ class Shard:
         token_ids, positions [n]; a negative position is a padding row; table [n, max_pages] int32; kv_pages
         [layers, 2, pages, K, page, D] -> [n, hidden_size]. Depends on shapes only, so a CUDA graph can hold it.
 
-        As `run_layer` for each layer, with fewer launches: a norm adds the residual before it.
+        As `run_layer` for each layer, with fewer launches: a norm adds the residual before it. On a CPU one call may
+        do the same (`_fuse`).
         """
         cos, sin = (x[:, 0, 0] for x in self.model.rope_tables())
         split, reduce, eps = self.split, self.parallel.reduce, self.shape.norm_eps
         counts = split.groups * split.num_kv_heads, split.num_kv_heads
-        lengths, x, residual = (positions + 1).int(), self._embed(token_ids), None
-        keys, values = (part.unbind() for part in kv_pages.unbind(1))
+        x, residual = self._embed(token_ids), None
+        is_fused = 0 < len(x) <= self.most_fused and not kernels.use_triton(x)
+        if is_fused and native.can_decode_all(x, positions, table, kv_pages):
+            return self.fused.decode(x, cos, sin, positions, table, kv_pages)
+        lengths, (keys, values) = (positions + 1).int(), (part.unbind() for part in kv_pages.unbind(1))
         for index, (w, k_pages, v_pages) in enumerate(zip(self.layers, keys, values, strict=True)):
             normed, residual = kernels.add_rms_norm(x, residual, w.input_norm, eps)
             qkv, places = linear(normed, w.qkv, w.qkv_bias), (positions, table, k_pages, v_pages)

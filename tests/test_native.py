@@ -19,6 +19,7 @@ from engine import cpu, kernels, native
 from engine.cpu import Packed, can_pack, few_sizes
 from engine.drafts import Drafter, Drafts
 from engine.rows import Rows
+from engine.shard import Shard
 from model import Model, parse_shape
 from parallel import World, make_tp_groups
 from rollout import Engine, RolloutConfig
@@ -56,14 +57,26 @@ def generate(
     return [sample for group in engine.generate(prompts, num_responses, seed=2) for sample in group]
 
 
-@needs_compiler
-def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monkeypatch) -> None:
-    monkeypatch.setattr(Packed, "MIN_WORK", 0)
-    monkeypatch.setattr(Packed, "SMALL", 0)
+def names_called(monkeypatch) -> set[str]:
+    """Return a set to which the names of called kernels are added."""
     called, call = set(), native._call
     monkeypatch.setattr(native, "_call", lambda name, *args: (called.add(name), call(name, *args)))
+    return called
+
+
+@needs_compiler
+def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monkeypatch) -> None:
+    called, fused = names_called(monkeypatch), generate(model)
+    assert (
+        called >= {"decode"} and not called & {"paged_decode", "rope_and_write"} or not native.can_fuse(torch.ones(1))
+    )
+    monkeypatch.setattr(native, "can_fuse", lambda norm: False)
+    one_by_one = generate(model)
+    assert [(s.token_ids, s.logprobs) for s in fused] == [(s.token_ids, s.logprobs) for s in one_by_one]
+    monkeypatch.setattr(Packed, "MIN_WORK", 0)
+    monkeypatch.setattr(Packed, "SMALL", 0)
     compiled = generate(model) + generate(model, num_prompts=1, num_responses=1)
-    assert called == native.SIGNATURES.keys() - native.OF_TRAINING, "a kernel that no engine takes"
+    assert called | {"decode"} == native.SIGNATURES.keys() - native.OF_TRAINING, "a kernel that no engine takes"
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(native, "_call", None)
     plain = generate(model) + generate(model, num_prompts=1, num_responses=1)
@@ -95,11 +108,13 @@ def test_steps_with_drafts_are_compiled_too_and_change_nothing(model: Model, rig
 @needs_compiler
 def test_an_engine_in_bfloat16_decodes_by_compiled_kernels_as_by_torch(model: Model, monkeypatch) -> None:
     """Rounding may draw other tokens: so the log-probs of the same first tokens are compared."""
-    called, call = set(), native._call
-    monkeypatch.setattr(native, "_call", lambda name, *args: (called.add(name), call(name, *args)))
+    called = names_called(monkeypatch)
     half = model.bfloat16()
+    fused = generate(half)
+    monkeypatch.setattr(native, "can_fuse", lambda norm: False)
     compiled = generate(half)
-    of_other_sizes = set() if native.has_tiles() else {"multiply"}
+    assert [(s.token_ids, s.logprobs) for s in fused] == [(s.token_ids, s.logprobs) for s in compiled]
+    of_other_sizes = set() if native.has_tiles() else {"multiply", "decode"}
     assert called == native.SIGNATURES.keys() - native.OF_TRAINING - {"packed_attention", "rope"} - of_other_sizes
     monkeypatch.setattr(native, "library", lambda: None)
     plain = generate(half)
@@ -109,6 +124,52 @@ def test_an_engine_in_bfloat16_decodes_by_compiled_kernels_as_by_torch(model: Mo
         alike += (same := next((i for i, (a, b) in enumerate(pairs) if a != b), len(mine.token_ids)))
         assert mine.logprobs[:same] == pytest.approx(torchs.logprobs[:same], abs=0.03)
     assert alike > 100
+
+
+FUSED = {  # of decoders: with biases and windows, with norms of queries and keys, with large weights
+    "qwen2": dict(intermediate_size=100, use_sliding_window=True, max_window_layers=1, sliding_window=9),
+    "qwen3": dict(head_dim=32),
+    "llama": dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, mlp_bias=True, attention_bias=True),
+}
+
+
+@needs_compiler
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("family", FUSED)
+def test_all_layers_in_one_call_are_the_layers_one_by_one(family: str, dtype: torch.dtype, monkeypatch) -> None:
+    """Bit by bit, and what they write too: of rows that products take in different ways, and of a padding row."""
+    config = dict(model_type=family, vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=3)
+    config |= dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True) | FUSED[family]
+    torch.manual_seed(0)
+    model = Model(parse_shape(config, "here")).to(dtype)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    shard = Shard(model, make_tp_groups(World(0, 1, torch.device("cpu")), [1])[1])
+    called, most = names_called(monkeypatch), shard.most_fused
+    assert most >= (8 if dtype == torch.float32 else 1) or not native.can_fuse(shard.norm)
+
+    def compare(n: int) -> None:
+        table, positions = torch.randperm(4 * n).view(n, 4).int(), torch.randint(0, 32, (n,))
+        positions[1 + n // 2 :: 7] = -1
+        before = torch.randn(shard.kv_shape(4 * n, 8)).to(dtype)
+        pages, others, tokens = before.clone(), before.clone(), torch.randint(0, 50, (n,))
+        called.clear()
+        found = shard.decode(tokens, positions, table, pages)
+        assert called == {"decode"}
+        shard.most_fused = n - 1
+        assert torch.equal(found, shard.decode(tokens, positions, table, others)) and len(called) > 3
+        assert torch.equal(pages, others) and not torch.equal(pages, before)
+        shard.most_fused = most
+
+    for n in (1, 2, 8, 9, 31, 40, 200):
+        if n <= most:
+            compare(n)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    shard.refresh()
+    if most:
+        compare(1)
 
 
 @needs_compiler
@@ -271,8 +332,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 @torch.no_grad()
 def test_a_race_takes_rows_apart_and_any_keys(monkeypatch) -> None:
     """As they come from a vocabulary that does not divide into shards; and views of keys."""
-    called, call = set(), native._call
-    monkeypatch.setattr(native, "_call", lambda name, *args: (called.add(name), call(name, *args)))
+    called = names_called(monkeypatch)
     wide, keys, places = torch.randn(9, 300), torch.arange(36) * 77, torch.arange(36)
     args = wide[:, :299], keys[::4], places[::4], 0.7
     (tokens, logprobs), (others, theirs) = kernels.race(*args), kernels.race_torch(*args)
