@@ -11,8 +11,9 @@ def before_torch() -> None:
     """Set what torch and its OpenMP read when they load, unless the user has.
 
     Threads that wait give up their core soon: beside another process that wants a core, a thread that spins keeps the
-    late one waiting, and a decode step takes far longer. Alone, only models whose operations take a few microseconds
-    lose a little. benchmarks/waiting.py measures both.
+    late one waiting, and a step takes far longer. Alone, only models whose operations take a few microseconds lose a
+    little. benchmarks/waiting.py measures both. It is not settled for a small model's decode steps beside a busy core:
+    since all their layers are one call, they take longer this way (docs/results.md, "Beside other work").
 
     Tensors of 2 MiB and more lie in huge pages where Linux gives them on request: a CPU that reads all weights at each
     step then looks up fewer addresses.
