@@ -344,7 +344,7 @@ def few_sizes(rows: int) -> int:
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies such numbers faster in its layout; bfloat16 only where the CPU itself has it."""
+    """Whether oneDNN multiplies such numbers faster than torch, in its layout; bfloat16 where the CPU itself has it."""
     is_here = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if dtype == torch.bfloat16:
         has: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.11
@@ -365,7 +365,9 @@ def packed(weight: Tensor) -> "Tensor | Packed":
     is_matrix = weight.device.type == "cpu" and weight.numel() > 0 and weight.dim() == 2
     is_small = weight.dtype == torch.float32 and weight.numel() < Packed.SMALL
     has_mkl = torch.backends.mkl.is_available() and cpu_maker() == "GenuineIntel"
-    return Packed(weight) if is_matrix and can_pack(weight.dtype) and not (is_small and has_mkl) else weight
+    if not is_matrix or (is_small and has_mkl):
+        return weight
+    return Packed(weight) if can_pack(weight.dtype) or native.most_rows(weight) == native.ALL_ROWS else weight
 
 
 # ---- the process -------------------------------------------------------------------------------------------------

@@ -22,6 +22,18 @@ typedef uint16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
 constexpr int64_t WORTH = 1 << 15;  // elements of a call that pay for waking threads
 constexpr int64_t LANE_ROWS = 8;    // of floats: with so few, lanes read a weight as fast as memory gives it
 
+// Rows of x that are multiplied by four rows of a weight at a time, and numbers of each: the sums stay in registers, of
+// which AVX2 has 16 of 8 numbers.
+#ifdef __AVX512F__
+constexpr int64_t TOGETHER = 6, RUN = 16;
+#else
+constexpr int64_t TOGETHER = 3, RUN = 8;
+#endif
+typedef float Run __attribute__((vector_size(4 * RUN), aligned(4), may_alias));
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint32_t RunWords __attribute__((vector_size(4 * RUN)));
+typedef uint16_t RunShorts __attribute__((vector_size(2 * RUN), aligned(2), may_alias));
+
 // bfloat16: the upper half of a float, rounded to the nearest, and to even between two.
 struct Half {
   uint16_t bits;
@@ -44,6 +56,13 @@ static inline Lanes at(const float *x) { return *(const Lanes *)x; }
 static inline Lanes at(const Half *x) {
   Words words = __builtin_convertvector(*(const Shorts *)x, Words) << 16;
   return (Lanes)words;
+}
+
+static inline Run run_at(const float *x) { return *(const Run *)x; }
+
+static inline Run run_at(const Half *x) {
+  RunWords words = __builtin_convertvector(*(const RunShorts *)x, RunWords) << 16;
+  return (Run)words;
 }
 
 template <typename T>
@@ -77,9 +96,18 @@ static inline Lanes totals(Lanes *x) {
   return x[0];
 }
 #else
-static inline Lanes totals(const Lanes *x) {
+// total() of each of 16, or of shorter ones.
+template <typename V>
+static inline Lanes totals(const V *x) {
   Lanes sums;
-  for (int i = 0; i < 16; i++) sums[i] = total(x[i]);
+  for (int i = 0; i < 16; i += 4) {
+    Quad quads[4] = {};
+    for (int j = 0; j < 4; j++)
+      for (int k = 0; k < (int)sizeof(V) / 4; k += 4) quads[j] += *(const Quad *)((const float *)(x + i + j) + k);
+    Quad sum = {};
+    for (int k = 0; k < 4; k++) sum += Quad{quads[0][k], quads[1][k], quads[2][k], quads[3][k]};
+    for (int j = 0; j < 4; j++) sums[i + j] = sum[j];
+  }
   return sums;
 }
 #endif
@@ -431,30 +459,31 @@ static void paged_decode_of(const T *q, const Pages *pages, const int32_t *table
   all(q, *pages, table, row_of_table, lengths, out, n, heads, groups, window);
 }
 
-#ifdef __AVX512F__
-constexpr int64_t TOGETHER = 6;  // rows of x that are multiplied by four rows of a weight at a time
-#else
-constexpr int64_t TOGETHER = 2;
-#endif
-
 // sums [N, 4] += x [count / 16, N, 16] w^T, for four rows of the weight, `row` numbers apart. The four rows at `next`
 // come from memory meanwhile: each of `groups` calls fetches its share of them, by its number, `turn`.
 template <typename T, int N>
-static void add_products(const float *x, const T *w, int64_t row, int64_t count, bool is_first, Lanes *sums,
+static void add_products(const float *x, const T *w, int64_t row, int64_t count, bool is_first, Run *sums,
                          const T *next, int64_t turn, int64_t groups) {
-  Lanes own[4][N];
+  Run own[4][N];
 #pragma GCC unroll 4
   for (int r = 0; r < 4; r++)
 #pragma GCC unroll 6
-    for (int j = 0; j < N; j++) own[r][j] = is_first ? Lanes{} : sums[4 * j + r];
+    for (int j = 0; j < N; j++) own[r][j] = is_first ? Run{} : sums[4 * j + r];
   for (int64_t i = 0; i < count; i += 16, x += 16 * N) {
     for (int64_t r = turn; r < 4; r += groups) __builtin_prefetch(next + r * row + i, 0, 2);
     if (groups > 4) turn = turn ? turn - 1 : groups - 1;
-    Lanes four[4] = {at(w + i), at(w + row + i), at(w + 2 * row + i), at(w + 3 * row + i)};
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < 16; k += RUN) {
+      Run of_x[N];
 #pragma GCC unroll 6
-    for (int j = 0; j < N; j++)
+      for (int j = 0; j < N; j++) of_x[j] = run_at(x + 16 * j + k);
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; r++) own[r][j] += four[r] * at(x + 16 * j);
+      for (int r = 0; r < 4; r++) {
+        Run of_w = run_at(w + r * row + i + k);
+#pragma GCC unroll 6
+        for (int j = 0; j < N; j++) own[r][j] += of_w * of_x[j];
+      }
+    }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < 4; r++)
@@ -462,15 +491,19 @@ static void add_products(const float *x, const T *w, int64_t row, int64_t count,
     for (int j = 0; j < N; j++) sums[4 * j + r] = own[r][j];
 }
 
+constexpr int64_t ROOM_OF_X = 48;  // rows of x for which a weight is read once
+
 // out [n, rows] = x [n, size] weight^T + bias, for n <= 48 and rows and size >= 16. Rows of the weight are `row` numbers
 // apart. It is read once, in the order of memory: four of its rows are multiplied while the next come from memory.
 // What a row of x gets does not depend on the others.
 template <typename T>
-static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, const T *bias, T *out, int64_t size,
+static void multiply_some(const T *x, int64_t n, const T *weight, int64_t row, const T *bias, T *out, int64_t size,
                          int64_t rows) {
   constexpr int64_t PART = 1024;  // numbers of a row, at most, that stay in a core's cache beside those of x
+  constexpr bool WIDENS = sizeof(T) == 2 && RUN == 8;  // floats of the weight are made once, not for each group
   static const auto add = {add_products<T, 1>, add_products<T, 2>, add_products<T, 3>,
                            add_products<T, 4>, add_products<T, 5>, add_products<T, 6>};
+  static const auto add_wide = {add_products<float, 1>, add_products<float, 2>, add_products<float, 3>};
   static thread_local std::vector<float> numbers;
   const int64_t groups = (n + TOGETHER - 1) / TOGETHER, whole = size / 16 * 16;
   const int64_t parts = (whole + PART - 1) / PART, part = (whole / 16 + parts - 1) / parts * 16;
@@ -485,19 +518,25 @@ static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, co
   const int64_t least = size < WORTH ? WORTH / size : 1, fair = rows / 16 > least ? rows / 16 : least;
 #pragma omp parallel for schedule(dynamic, (fair + 3) / 4) if (size * rows > WORTH)
   for (int64_t o = 0; o < rows; o += 4) {
-    Lanes sums[4 * 48];
+    Run sums[4 * ROOM_OF_X];
     const int64_t first = o + 4 < rows ? o : rows - 4;  // the last four overlap others, and write only their own
     for (int64_t k = 0; k < whole; k += part) {
       const int64_t count = whole - k < part ? whole - k : part;
       const T *w = weight + first * row + k, *after = weight + (first + 8 <= rows ? first + 4 : rows - 4) * row;
       const T *next = k + count < whole ? w + count : after;
+      float wide[WIDENS ? 4 * PART : 1];
+      for (int64_t r = 0; WIDENS && groups > 1 && r < 4; r++)
+        for (int64_t m = 0; m < count; m += RUN) *(Run *)(wide + r * count + m) = run_at(w + r * row + m);
       for (int64_t g = 0; g < groups; g++) {
         const int64_t begin = g * n / groups, many = (g + 1) * n / groups - begin;
-        add.begin()[many - 1](packed + begin * whole + many * k, w, row, count, k == 0, sums + 4 * begin, next, g,
-                              groups);
+        const float *own = packed + begin * whole + many * k;
+        if (WIDENS && groups > 1)
+          add_wide.begin()[many - 1](own, wide, count, count, k == 0, sums + 4 * begin, wide, g, groups);
+        else
+          add.begin()[many - 1](own, w, row, count, k == 0, sums + 4 * begin, next, g, groups);
       }
     }
-    for (int64_t i = 4 * n; i % 16; i++) sums[i] = Lanes{};
+    for (int64_t i = 4 * n; i % 16; i++) sums[i] = Run{};
     float offsets[4];
     for (int r = 0; r < 4; r++) offsets[r] = bias ? (float)bias[first + r] : 0;
     for (int64_t j = 0; j < n; j += 4) {
@@ -508,6 +547,17 @@ static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, co
       for (int64_t i = 0; i < 4 && j + i < n; i++)
         for (int64_t r = o - first; r < 4; r++) out[(j + i) * rows + first + r] = all[4 * i + r] + offsets[r];
     }
+  }
+}
+
+// The same for any n.
+template <typename T>
+static void multiply_any(const T *x, int64_t n, const T *weight, int64_t row, const T *bias, T *out, int64_t size,
+                         int64_t rows) {
+  const int64_t blocks = (n + ROOM_OF_X - 1) / ROOM_OF_X;
+  for (int64_t i = 0; i < blocks; i++) {
+    const int64_t begin = i * n / blocks, many = (i + 1) * n / blocks - begin;
+    multiply_some(x + begin * size, many, weight, row, bias, out + begin * rows, size, rows);
   }
 }
 

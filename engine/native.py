@@ -30,13 +30,18 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
-# Rows that `multiply` takes, at most, without tiles (48, see native.cpp): on an Intel Xeon oneDNN's products of more
-# are as fast. Of a weight of fewer numbers than LARGE, which stays in the cache, it takes FEW_ROWS. Where the CPU
-# multiplies tiles (AMX), and a row is whole ones of TILE numbers, bfloat16 has TILED_ROWS, and FEW_TILED_ROWS. In
-# float32 ALL_ROWS are multiplied by a LARGE weight, unless it is NARROW or less: x would be split for few products.
-MOST_ROWS = {torch.float32: 48 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2, torch.bfloat16: 3}
-FEW_ROWS, LARGE, NARROW = 8, 2**19, 256
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+# Rows that `multiply` takes, at most, without tiles: on an Intel Xeon with AVX-512, and on an AMD EPYC with AVX2 only,
+# oneDNN's products of more are as fast. Of a weight of fewer numbers than LARGE, which stays in the cache, it takes
+# FEW_ROWS. In bfloat16 AVX2 has ALL_ROWS: torch's products take 3 to 6 times as long. Where the CPU multiplies tiles
+# (AMX), and a row is whole ones of TILE numbers, bfloat16 has TILED_ROWS, and FEW_TILED_ROWS. In float32 ALL_ROWS are
+# multiplied by a LARGE weight, unless it is NARROW or less: x would be split for few products.
+FEW_ROWS, LARGE, NARROW = 48 if CAPABILITY == "AVX2" else 8, 2**19, 256
 TILED_ROWS, FEW_TILED_ROWS, ALL_ROWS, TILE = 96, 32, 2**31, 32
+MOST_ROWS = {
+    torch.float32: 48 if CAPABILITY in ("AVX2", "AVX512") else 2,
+    torch.bfloat16: ALL_ROWS if CAPABILITY == "AVX2" else 3,
+}
 MANY, MUCH = 512, 2**25  # rows of x, and numbers of x times those of a weight, for tiles in a training step
 PARTS = 16  # of the rows over which a gradient is summed
 SECONDS = 120.0  # for the compiler, on a busy machine
@@ -353,12 +358,12 @@ def most_rows(weight: Tensor) -> int:
             return TILED_ROWS if is_large else FEW_TILED_ROWS
         if is_large and min(weight.shape) > NARROW:
             return ALL_ROWS
-    return most if is_large else min(most, FEW_ROWS)
+    return most if is_large or most == ALL_ROWS else min(most, FEW_ROWS)
 
 
 def multiplies_all(dtype: torch.dtype) -> bool:
     """Whether large weights of the usual sizes multiply any number of rows as they are."""
-    return dtype == torch.float32 and has_tiles()
+    return MOST_ROWS.get(dtype) == ALL_ROWS or dtype == torch.float32 and has_tiles()
 
 
 def can_turn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

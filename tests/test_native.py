@@ -114,7 +114,8 @@ def test_an_engine_in_bfloat16_decodes_by_compiled_kernels_as_by_torch(model: Mo
     monkeypatch.setattr(native, "can_fuse", lambda norm: False)
     compiled = generate(half)
     assert [(s.token_ids, s.logprobs) for s in fused] == [(s.token_ids, s.logprobs) for s in compiled]
-    of_other_sizes = set() if native.has_tiles() else {"multiply", "decode"}
+    takes_many = native.has_tiles() or native.multiplies_all(torch.bfloat16)
+    of_other_sizes = set() if takes_many else {"multiply", "decode"}
     assert called == native.SIGNATURES.keys() - native.OF_TRAINING - {"packed_attention", "rope"} - of_other_sizes
     monkeypatch.setattr(native, "library", lambda: None)
     plain = generate(half)
@@ -197,8 +198,9 @@ def test_few_rows_are_multiplied_by_weights_as_they_are(size: int, rows: int, dt
     """Columns of a weight too, as a tensor-parallel rank has them. A row's results do not depend on the others."""
     weight = torch.randn(rows, 2 * size).to(dtype)[:, size:]
     most, tolerance = native.most_rows(weight), 1e-4 if dtype == torch.float32 else 2e-2
-    if most == native.ALL_ROWS:
-        most = 8  # of more: the test below
+    takes_all = most == native.ALL_ROWS
+    if takes_all:
+        most = 8 if native.has_tiles() else 100  # of more by tiles: the test below
     x = torch.randn(most, size).to(dtype)
     for b in (torch.randn(rows).to(dtype), None):
         alone = torch.cat([native.multiply(row, weight, b) for row in x.split(1)])
@@ -207,7 +209,7 @@ def test_few_rows_are_multiplied_by_weights_as_they_are(size: int, rows: int, dt
         for n in range(1, most + 1):
             assert native.can_multiply(x[:n], weight, b)
             assert torch.equal(native.multiply(x[:n], weight, b), alone[:n])
-    if most > 8:
+    if not takes_all:
         assert not native.can_multiply(torch.randn(most + 1, size).to(dtype), weight, None)
     assert not native.can_multiply(x[:0], weight, None) and not native.can_multiply(x.double(), weight.double(), None)
     assert not native.can_multiply(torch.randn(1, rows).to(dtype), weight.T, None), "not in the order of memory"
@@ -275,9 +277,7 @@ def test_tiles_take_only_what_they_multiply_right() -> None:
     torch.testing.assert_close(native.multiply_turned(x, weight, bias), linear(x, weight, bias), atol=1e-3, rtol=1e-4)
 
 
-def test_the_room_for_sums_is_that_of_the_most_rows() -> None:
-    rooms = re.findall(r"Lanes sums\[4 \* (\d+)\]", (ROOT / "engine" / "native.cpp").read_text())
-    assert [int(room) >= max(native.MOST_ROWS.values()) for room in rooms] == [True]
+def test_the_room_for_sums_is_that_of_the_most_rows_by_tiles() -> None:
     tiles = re.findall(r"Lanes sums\[(\d+) \* 16\]", (ROOT / "engine" / "native.cpp").read_text())
     assert [16 * int(groups) for groups in tiles] == [native.TILED_ROWS]
 
@@ -287,7 +287,7 @@ def test_the_room_for_sums_is_that_of_the_most_rows() -> None:
 def test_a_packed_weight_multiplies_few_rows_as_it_is() -> None:
     packed = Packed(weight := torch.randn(1024, 1024))
     most = native.MOST_ROWS[torch.float32]
-    assert (packed.packed is None) == native.has_tiles(), "a copy only where others than it multiply not all rows"
+    assert (packed.packed is None) == native.multiplies_all(torch.float32), "else it has a copy, for many rows"
     for n in (0, 1, 2, most, most + 1, 300):
         x = torch.randn(n, 1024)
         torch.testing.assert_close(packed(x, None), x @ weight.T, atol=1e-3, rtol=1e-4)
@@ -466,7 +466,7 @@ def test_small_weights_are_left_to_mkl_on_its_makers_cpus(maker: str, size: int,
 def test_packed_weights_take_few_rows(rows: int, dtype: torch.dtype) -> None:
     """oneDNN gets at least four, or none; the caller sees its own."""
     weight, bias, x = (torch.randn(shape, dtype=dtype) for shape in ((1024, 1024), (1024,), (rows, 1024)))
-    close = dict(atol=1e-4, rtol=0) if dtype == torch.float32 else dict(atol=0.01, rtol=0.01)
+    close = dict(atol=3e-4, rtol=0) if dtype == torch.float32 else dict(atol=0.01, rtol=0.01)
     torch.testing.assert_close(Packed(weight)(x, bias), linear(x, weight, bias), **close)
 
 
