@@ -3,7 +3,7 @@
     python benchmarks/waiting.py [--quick]
 
 A thread that is done with its part of an operation waits for the others. libgomp, which torch brings, has it spin for
-milliseconds (`as it is`), or sleep at once (`OMP_WAIT_POLICY=PASSIVE`); ours spins for about a tenth of a millisecond
+milliseconds (`as it is`), or sleep at once (`OMP_WAIT_POLICY=PASSIVE`); ours spins for some microseconds
 (process/threads.py). Each way is a process of its own, they take turns, and seconds are medians. Steps: decode steps of
 4 rows, of the 0.5B shape and of the small one of engine.py, and training steps of the small one.
 """

@@ -2,7 +2,7 @@
 
 import os
 
-SPINS = "10000"  # looks at a barrier before a thread sleeps: a tenth of a millisecond instead of some
+SPINS = "300"  # looks at a barrier before a thread sleeps: some microseconds instead of milliseconds
 GIVEN = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
@@ -12,8 +12,7 @@ def before_torch() -> None:
 
     Threads that wait give up their core soon: beside another process that wants a core, a thread that spins keeps the
     late one waiting, and a step takes far longer. Alone, only models whose operations take a few microseconds lose a
-    little. benchmarks/waiting.py measures both. It is not settled for a small model's decode steps beside a busy core:
-    since all their layers are one call, they take longer this way (docs/results.md, "Beside other work").
+    little. benchmarks/waiting.py measures both.
 
     Tensors of 2 MiB and more lie in huge pages where Linux gives them on request: a CPU that reads all weights at each
     step then looks up fewer addresses.
