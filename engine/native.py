@@ -33,7 +33,7 @@ CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the l
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 # Rows that `multiply` takes, at most, without tiles: on an Intel Xeon with AVX-512, and on an AMD EPYC with AVX2 only,
 # oneDNN's products of more are as fast. Of a weight of fewer numbers than LARGE, which stays in the cache, it takes
-# FEW_ROWS. In bfloat16 AVX2 has ALL_ROWS: torch's products take 3 to 6 times as long. Where the CPU multiplies tiles
+# FEW_ROWS. In bfloat16 AVX2 has ALL_ROWS: torch's products take up to 6 times as long. Where the CPU multiplies tiles
 # (AMX), and a row is whole ones of TILE numbers, bfloat16 has TILED_ROWS, and FEW_TILED_ROWS. In float32 ALL_ROWS are
 # multiplied by a LARGE weight, unless it is NARROW or less: x would be split for few products.
 FEW_ROWS, LARGE, NARROW = 48 if CAPABILITY == "AVX2" else 8, 2**19, 256
