@@ -109,9 +109,9 @@ def load_config(
     for override in overrides:
         key, equals, text = override.removeprefix("--").partition("=")
         if not override.startswith("--") or not equals or not all(key.split(".")):
-            raise ConfigError(
-                f"cannot read {override!r}; write --section.key=value or --config FILE.toml (--help lists every key)"
-            )
+            is_file, file = override.endswith(".toml"), override.lstrip("-")
+            right = f"--config {file}" if is_file else "--section.key=value or --config FILE.toml"
+            raise ConfigError(f"{override!r} is not a setting; write {right} (--help lists every key)")
         config = _merge(config, _nested(key, _parse(text)), source="", raw=text)
     return config
 

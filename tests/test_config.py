@@ -171,6 +171,7 @@ def test_a_whole_number_in_a_file_becomes_a_float(toml):
         ("--.count=3", ["'--.count=3'", "--section.key=value"]),
         ("-first.count=3", ["'-first.count=3'", "--section.key=value"]),
         ("", ["''", "--section.key=value"]),
+        ("configs/tiny.toml", ["'configs/tiny.toml' is not a setting; write --config configs/tiny.toml ("]),
     ],
 )
 def test_a_wrong_override_is_refused(override, words):
