@@ -19,8 +19,8 @@ turns, 10 steps each, because the speed of a shared machine changes.
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
 the best of our entries is on the first task, by medians. `seconds_ratio_trl_over_best`: how many times as fast as TRL;
-at least that, if `trl_reached` is false: then TRL was ended before it had the score. Ratios are of runs on the same
-CPU.
+at least that, if `trl_reached` is false: then TRL was ended before it had the score. Runs on another CPU have rows of
+their own, and ratios are of runs on the same CPU: each ratio of the newest that has it.
 `window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
 windows. `idle`: the share of the steps that the rank that waits most has nothing to decode.
 """
@@ -395,7 +395,7 @@ def keep(row: dict[str, Any], commit: str, measured: dict[str, str], entries: Ma
     """Write a run to the store, and the summary of all that is there."""
     data = load_store()
     row = row | {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()), "code": code_of(measured)}
-    others = [r for r in data["result"]["runs"] if any(r[k] != row[k] for k in ("task", "entry", "seed"))]
+    others = [r for r in data["result"]["runs"] if any(r[k] != row[k] for k in ("task", "entry", "seed", "cpu"))]
     rows = [*(r for r in others if is_current(r, entries)), row]
     codes = data["codes"] | {row["code"]: measured}
     codes = {code: files for code, files in codes.items() if code in {r["code"] for r in rows}}
@@ -439,10 +439,11 @@ def ratio(slow: Mapping[Start, float], fast: Mapping[Start, float]) -> float | N
 
 
 def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
-    """Return the table, the fastest first."""
+    """Return the table: the tasks, of each the newest CPU first, of each the fastest first."""
     table = []
-    for task, name in dict.fromkeys((row["task"], row["entry"]) for row in rows):
-        mine, base = ([row for row in rows if (row["task"], row["entry"]) == (task, each)] for each in (name, BASE))
+    for task, name, cpu in dict.fromkeys((row["task"], row["entry"], row["cpu"]) for row in rows):
+        here = [row for row in rows if (row["task"], row["cpu"]) == (task, cpu)]
+        mine, base = ([row for row in here if row["entry"] == each] for each in (name, BASE))
         seconds, reached = seconds_of(mine), [row for row in mine if row["reached"]]
         middle = statistics.median(seconds.values())
         waits = {wait: [row[wait] for row in mine if row.get(wait) is not None] for wait in ("window_wait", "idle")}
@@ -455,18 +456,36 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
                 "faster": ratio(seconds_of(base), seconds),
                 **{wait: f"{statistics.median(seen):.1%}" if seen else "" for wait, seen in waits.items()},
                 "commits": ", ".join(sorted({row["commit"][:7] for row in mine})),
-                "cpus": ", ".join(sorted({row["cpu"] for row in mine})),
+                "cpu": cpu,
             }
         )
-    order = [*TASKS]
-    return sorted(table, key=lambda row: (order.index(row["task"]), row["median"] or math.inf))
+    order, cpus = [*TASKS], newest_first(rows)
+    return sorted(table, key=lambda r: (order.index(r["task"]), cpus.index(r["cpu"]), r["median"] or math.inf))
+
+
+def newest_first(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the CPUs of runs, that of the newest run first."""
+    return [*dict.fromkeys(row["cpu"] for row in sorted(rows, key=lambda row: row["date"], reverse=True))]
 
 
 def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], task: str) -> dict[str, Any]:
-    """Return the best of our entries among those with the most seeds, and its ratios, on the CPU with most runs."""
+    """Return the best of our entries, of those with the most seeds, and its ratios, on the newest CPU that has each."""
     rows = [row for row in rows if row["task"] == task]
-    cpu = statistics.mode(row["cpu"] for row in rows) if rows else ""
-    rows = [row for row in rows if row["cpu"] == cpu]
+    found = [_best_of([row for row in rows if row["cpu"] == cpu], entries) for cpu in newest_first(rows)] or [{}]
+    ratios = {
+        "seconds_ratio_best_over_sync": {"best", "cpu"},
+        "seconds_ratio_trl_over_best": {"trl_best", "trl_reached"},
+    }
+    return {
+        key: of.get(key)
+        for ratio, others in ratios.items()
+        for of in [next((each for each in found if each.get(ratio)), found[0])]
+        for key in (ratio, *sorted(others))
+    }
+
+
+def _best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """`best_of` the runs of one task and CPU."""
     runs: dict[str, dict[Start, float]] = {}
     for name in entries:
         if found := [row for row in rows if row["entry"] == name]:
@@ -476,8 +495,9 @@ def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], tas
     middle = {name: statistics.median(seconds.values()) for name, seconds in ours.items() if len(seconds) == most}
     best = min(middle, key=middle.__getitem__, default="")
     trls = [row for row in rows if entries[row["entry"]].program == "trl"]
+    title = entries[best].title if best else None
     return {
-        "best": entries[best].title if best else None,
+        **{"cpu": rows[0]["cpu"], "best": title, "trl_best": title},
         "seconds_ratio_best_over_sync": ratio(runs.get(BASE, {}), runs.get(best, {})),
         "seconds_ratio_trl_over_best": ratio(spent(trls), runs.get(best, {})),
         "trl_reached": all(row["reached"] for row in trls) if trls else None,
@@ -504,7 +524,10 @@ def summary(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> 
 
 def show(result: Mapping[str, Any], now: str) -> None:
     print(f"\n{'':12}{'':32}seconds to the score      range        samples   reached   times as fast")
+    cpu = ""
     for row in result["board"]:
+        if row["cpu"] != cpu:
+            print(f"{row['task']} on cores of {(cpu := row['cpu'])}")
         shown = {k: "-" if row[k] is None else row[k] for k in ("median", "least", "most", "samples", "faster")}
         print(
             f"{row['task']:12}{row['title']:32}{shown['median']:>12}{shown['least']:>15} .. {shown['most']:<10}"

@@ -272,7 +272,7 @@ def scored(entry: str, seed: int, seconds: float, reached: bool = True, wall: in
     end = {"step": 10 if reached else 300, "seconds": seconds, "samples": 2560}
     curve = [{"step": 0, "seconds": 0.0, "samples": 0, "score": 0.5}, end | {"score": 0.8 if reached else 0.7}]
     own = {"task": "hailstone", "entry": entry, "seed": seed, "score": 0.8, "settings": [], "reached": reached}
-    return own | end | {"wall": wall, "load": 0.0, "cpu": "a", "curve": curve}
+    return own | end | {"wall": wall, "load": 0.0, "cpu": "a", "date": "2026-01-01", "curve": curve}
 
 
 def test_a_run_ends_at_the_first_evaluation_with_the_score(time_to_score: ModuleType) -> None:
@@ -309,13 +309,27 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     apart = time_to_score.best_of([row | {"cpu": "b"}, scored("fast", 0, 5.0)], made, "hailstone")
     assert apart["seconds_ratio_trl_over_best"] is None, "another CPU"
     lucky = [scored("sync", 0, 9.0), scored("fast", 0, 5.0), scored("lame", 0, 1.0) | {"cpu": "b"}]
-    assert time_to_score.best_of(lucky, made, "hailstone")["best"] == "fast", "on the CPU of most runs"
+    assert time_to_score.best_of(lucky, made, "hailstone")["best"] == "fast", "on a CPU with synchronous runs"
+    later = [
+        scored(name, 0, seconds) | {"cpu": "b", "date": "2026-01-02"}
+        for name, seconds in (("sync", 6.0), ("lame", 5.0))
+    ]
+    found = time_to_score.best_of([*lucky, *later, scored("trl", 0, 50.0)], made, "hailstone")
+    assert found["best"] == "lame" and found["cpu"] == "b" and found["seconds_ratio_best_over_sync"] == 1.2, "newest"
+    assert found["trl_best"] == "fast" and found["seconds_ratio_trl_over_best"] == 10.0, "the newest with TRL"
     assert len(result["missing"]) == 4 and "hailstone, TRL, seed 1" in result["missing"]
     time_to_score.keep(scored("lame", 0, 10.0), "abc", {"a.py": "1"}, made)
     data = json.loads(time_to_score.STORE.read_text())
     assert len(data["result"]["runs"]) == 8 and len(data["codes"]) == 1, "a run takes the place of the one before it"
+    time_to_score.keep(scored("fast", 0, 30.0) | {"cpu": "b"}, "abc", {"a.py": "1"}, made)
+    data = json.loads(time_to_score.STORE.read_text())
+    assert len(data["result"]["runs"]) == 9, "but for one on another CPU"
+    assert {(row["cpu"], row["seeds"]) for row in data["result"]["board"] if row["entry"] == "fast"} == {
+        ("a", 3),
+        ("b", 1),
+    }
     time_to_score.show(data["result"], "another")
-    assert "8 of 8 runs are of other code" in capsys.readouterr().out
+    assert "9 of 9 runs are of other code" in capsys.readouterr().out
     made["fast"] = time_to_score.Entry("fast", "fast", ("trainer.lr=1",), ("hailstone",), "plainroll")
     assert not any(time_to_score.is_current(r, made) for r in data["result"]["runs"] if r["entry"] == "fast")
     made["trl"] = time_to_score.Entry("trl", "TRL", (), ("hailstone",), "trl", seconds=100.0)
