@@ -11,7 +11,7 @@ or while the round goes on, on ranks that train already (overlap/streamed.py). E
 Every rank has a copy. Copies that were put the same and agree deal the same, so each rank takes its own share.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from core import Example, SampleId, VisitId
 from policies.placement import assign_by_load
@@ -57,15 +57,21 @@ class SampleBuffer:
                 del self._groups[example.id.visit]
         return batch
 
-    def deal(self, num_ranks: int, num_batches: int = 1, held: Sequence[int] = ()) -> list[list[Batch]]:
-        """Take out all that waits: groups in turn into `num_batches`, each spread over ranks by tokens.
+    def deal(
+        self,
+        num_ranks: int,
+        num_batches: int = 1,
+        held: Sequence[float] = (),
+        work_of: Callable[[Example], float] = lambda example: example.num_tokens,
+    ) -> list[list[Batch]]:
+        """Take out all that waits: groups in turn into `num_batches`, each spread over ranks by `work_of` its samples.
 
-        Returns the batches, and in each the samples of every rank. `held`: tokens that the ranks have already.
+        Returns the batches, and in each the samples of every rank. `held`: work that the ranks have already.
         """
         visits, batches = sorted(self._groups), []
         for part in range(num_batches):
             examples = self._in_order(visits[part::num_batches])
-            shares = assign_by_load([example.num_tokens for example in examples], num_ranks, held)
+            shares = assign_by_load([*map(work_of, examples)], num_ranks, held)
             batches.append([[examples[i] for i in share] for share in shares])
         self._groups.clear()
         return batches

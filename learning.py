@@ -134,7 +134,7 @@ def learn(trainer: Trainer, buffer: SampleBuffer, progress: Callable[[], None] =
     assert not buffer.taken or num_updates == 1, "gradients of later updates were taken with the weights of the first"
     shares = [
         parallel.bring_tokens(world, batch[world.rank], itertools.chain(*batch))
-        for batch in buffer.deal(world.size, num_updates)
+        for batch in buffer.deal(world.size, num_updates, work_of=trainer.work_of)
     ]
     if trainer.loss.old_logprobs == "trainer" and num_updates > 1:
         shares = [trainer.with_old_logprobs(share, progress) for share in shares]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import parallel
 from attention import PackedAttention
 from config import option
-from core import Example
+from core import Example, ModelShape
 from engine.experts import no_counts, replay, routing_record
 from engine.host import OnHost
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, kl_to_teacher, weighted_sum
@@ -172,6 +172,11 @@ class Trainer:
             torch.cuda.synchronize()  # so that the time is that of the work
         self.seconds += time.perf_counter() - start
         self.tokens += sum(e.num_tokens for e in examples)
+
+    def work_of(self, example: Example) -> float:
+        """Return the multiplications of an example's forward pass, and of a backward pass, if it has a gradient."""
+        passes = 3 if self.teacher or self.loss.teaches(example.span_advantages) else 1
+        return passes * multiplications(self.model.shape, example.num_tokens)
 
     def take_times(self) -> tuple[float, int]:
         """Return the seconds and tokens of this rank's gradients since the last call."""
@@ -526,6 +531,14 @@ def by_gradient(
     for example in examples:
         parts[has_teacher or loss.teaches(example.span_advantages)].append(example)
     return parts
+
+
+def multiplications(shape: ModelShape, num_tokens: int) -> int:
+    """Return those of a forward pass over a sequence: by the layers' weights, and in attention, which is causal."""
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    weights = shape.hidden_size * (2 * heads + 2 * kv_heads + 3 * shape.mlp_width + shape.num_experts)
+    seen = sum(min(num_tokens, shape.window(i) or num_tokens) for i in range(shape.num_layers))
+    return num_tokens * (shape.num_layers * weights + heads * seen)
 
 
 def pack(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:

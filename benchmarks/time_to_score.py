@@ -20,7 +20,7 @@ Each run is kept in results/time_to_score.json as soon as it ends; one that was 
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
 the best of our entries is on the first task, by medians. `seconds_ratio_trl_over_best`: how many times as fast as TRL;
 at least that, if `trl_reached` is false: then TRL was ended before it had the score. Runs on another CPU have rows of
-their own, and ratios are of runs on the same CPU: each ratio of the newest that has it.
+their own, and ratios are of runs on the same CPU: each of the one with most runs, of those that have it.
 `window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
 windows. `idle`: the share of the steps that the rank that waits most has nothing to decode.
 """
@@ -37,6 +37,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -439,7 +440,7 @@ def ratio(slow: Mapping[Start, float], fast: Mapping[Start, float]) -> float | N
 
 
 def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
-    """Return the table: the tasks, of each the newest CPU first, of each the fastest first."""
+    """Return the table: the tasks, of each the CPU with most runs first, of each the fastest first."""
     table = []
     for task, name, cpu in dict.fromkeys((row["task"], row["entry"], row["cpu"]) for row in rows):
         here = [row for row in rows if (row["task"], row["cpu"]) == (task, cpu)]
@@ -459,19 +460,24 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
                 "cpu": cpu,
             }
         )
-    order, cpus = [*TASKS], newest_first(rows)
-    return sorted(table, key=lambda r: (order.index(r["task"]), cpus.index(r["cpu"]), r["median"] or math.inf))
+    order, cpus = [*TASKS], {task: most_first([row for row in rows if row["task"] == task]) for task in TASKS}
+    return sorted(
+        table,
+        key=lambda r: (order.index(r["task"]), cpus[r["task"]].index(r["cpu"]), r["median"] or math.inf),
+    )
 
 
-def newest_first(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the CPUs of runs, that of the newest run first."""
-    return [*dict.fromkeys(row["cpu"] for row in sorted(rows, key=lambda row: row["date"], reverse=True))]
+def most_first(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the CPUs of runs, that with most runs first; of equals, that of the newest run."""
+    newest = dict.fromkeys(row["cpu"] for row in sorted(rows, key=lambda row: row["date"], reverse=True))
+    counts = Counter(row["cpu"] for row in rows)
+    return sorted(newest, key=lambda cpu: -counts[cpu])
 
 
 def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], task: str) -> dict[str, Any]:
-    """Return the best of our entries, of those with the most seeds, and its ratios, on the newest CPU that has each."""
+    """Return the best of our entries with the most seeds, and its ratios: each of the CPU with most runs."""
     rows = [row for row in rows if row["task"] == task]
-    found = [_best_of([row for row in rows if row["cpu"] == cpu], entries) for cpu in newest_first(rows)] or [{}]
+    found = [_best_of([row for row in rows if row["cpu"] == cpu], entries) for cpu in most_first(rows)] or [{}]
     ratios = {
         "seconds_ratio_best_over_sync": {"best", "cpu"},
         "seconds_ratio_trl_over_best": {"trl_best", "trl_reached"},

@@ -219,11 +219,12 @@ def batch(trace: Trace, with_tail: bool) -> list[int]:
 def update(job: Job, trace: Trace, with_tail: bool) -> None:
     """Learn a batch, as after a rollout. Collective."""
     lengths = batch(trace, with_tail)
-    own = (lengths[i] for i in assign_by_load(lengths, job.world.size)[job.world.rank])
     examples = [
-        Example(SampleId(0, 0, i), (65,) * 8, (66,) * n, (Span(0, n, 0),), (-5.0,) * n, 0.1) for i, n in enumerate(own)
+        Example(SampleId(0, 0, i), (65,) * 8, (66,) * n, (Span(0, n, 0),), (-5.0,) * n, 0.1)
+        for i, n in enumerate(lengths)
     ]
-    job.trainer.accumulate(examples)
+    shares = assign_by_load([*map(job.trainer.work_of, examples)], job.world.size)
+    job.trainer.accumulate([examples[i] for i in shares[job.world.rank]])
     job.trainer.update()
 
 

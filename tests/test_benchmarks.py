@@ -311,12 +311,16 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     lucky = [scored("sync", 0, 9.0), scored("fast", 0, 5.0), scored("lame", 0, 1.0) | {"cpu": "b"}]
     assert time_to_score.best_of(lucky, made, "hailstone")["best"] == "fast", "on a CPU with synchronous runs"
     later = [
-        scored(name, 0, seconds) | {"cpu": "b", "date": "2026-01-02"}
+        scored(name, 0, seconds) | {"cpu": "c", "date": "2026-01-02"}
         for name, seconds in (("sync", 6.0), ("lame", 5.0))
     ]
+    found = time_to_score.best_of([*lucky, *later], made, "hailstone")
+    assert found["best"] == "lame" and found["cpu"] == "c" and found["seconds_ratio_best_over_sync"] == 1.2, "newest"
     found = time_to_score.best_of([*lucky, *later, scored("trl", 0, 50.0)], made, "hailstone")
-    assert found["best"] == "lame" and found["cpu"] == "b" and found["seconds_ratio_best_over_sync"] == 1.2, "newest"
-    assert found["trl_best"] == "fast" and found["seconds_ratio_trl_over_best"] == 10.0, "the newest with TRL"
+    assert found["best"] == found["trl_best"] == "fast" and found["seconds_ratio_trl_over_best"] == 10.0, "most runs"
+    more = [row | {"seed": seed} for row in later for seed in (1, 2)]
+    found = time_to_score.best_of([*lucky, *later, *more, scored("trl", 0, 50.0)], made, "hailstone")
+    assert found["best"] == "lame" and found["trl_best"] == "fast", "each of a CPU that has it"
     assert len(result["missing"]) == 4 and "hailstone, TRL, seed 1" in result["missing"]
     time_to_score.keep(scored("lame", 0, 10.0), "abc", {"a.py": "1"}, made)
     data = json.loads(time_to_score.STORE.read_text())

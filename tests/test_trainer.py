@@ -16,17 +16,19 @@ import torch
 from conftest import ALONE
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from attention import PackedAttention
+from buffer import SampleBuffer
 from checkpoint import Checkpoints, check_model, fill, list_checkpoints, load_model, load_state, load_tensors
-from core import Example, Prompt, Sample, SampleId, Span
+from core import Example, Prompt, Sample, SampleId, Span, VisitId
 from engine import kernels
 from learning import examples_of
 from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model, empty_model
 from parallel import World
 from sampling import SamplingConfig, score
-from trainer import SUMS, NonFiniteError, Trainer, TrainerConfig, pack
+from trainer import SUMS, NonFiniteError, Trainer, TrainerConfig, multiplications, pack
 from weights import sharding
 
 CPU = torch.device("cpu")
@@ -359,6 +361,38 @@ def test_samples_without_advantage_run_forward_only_and_change_nothing(
     other.accumulate(mixed)
     assert_same_gradient(gradient(trainer), gradient(other))
     torch.testing.assert_close(trainer.sums, other.sums, rtol=1e-5, atol=1e-5)
+
+
+def test_the_multiplications_are_those_of_transformers(tiny_model, tiny_folder) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_folder, attn_implementation="eager")
+    shape = tiny_model.shape
+    for n in (1, 17, 200):
+        with FlopCounterMode(display=False) as counter:
+            theirs(torch.zeros(1, n, dtype=torch.int64))
+        head = n * shape.hidden_size * shape.vocab_size
+        masked = n * n * shape.num_layers * shape.num_heads * shape.head_dim  # theirs attends to later tokens, too
+        assert counter.get_total_flops() == 2 * (multiplications(shape, n) + head + masked)
+    windowed = replace(shape, windows=(5, 0))
+    assert multiplications(windowed, 5) == multiplications(shape, 5)
+    saved = 200 * 195 * shape.num_heads * shape.head_dim
+    assert multiplications(windowed, 200) == multiplications(shape, 200) - saved
+
+
+def test_ranks_share_the_work_of_gradients(tiny_model) -> None:
+    """One long sample among short ones, and groups of which only some teach."""
+    trainer, buffer = make_trainer(tiny_model), SampleBuffer(32)
+    for i in range(32):
+        length = 80 if i == 7 else 5 + i
+        own = sampled((1,), (2,) * length, float(i % 3 == 1))
+        buffer.put(VisitId(0, i), [replace(own, id=VisitId(0, i).sample(0))])
+    [shares] = buffer.deal(4, work_of=trainer.work_of)
+    works = [sum(map(trainer.work_of, share)) for share in shares]
+    assert max(works) - min(works) <= min(trainer.work_of(e) for share in shares for e in share if e.advantage)
+    plain, long = (replace(shares[0][0], token_ids=(2,) * n, spans=(Span(0, n, 0),), advantage=0.0) for n in (20, 40))
+    assert trainer.work_of(replace(plain, advantage=1.0)) == 3 * trainer.work_of(plain)
+    assert trainer.work_of(long) > 2 * trainer.work_of(plain)
 
 
 @pytest.mark.parametrize("option", ["kl_coef", "entropy_coef"])
