@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from buffer import SampleBuffer
 from core import Example, Group, Prompt, Sample, SampleId, VisitId, turns_of
 from loss import ADVANTAGES, LossConfig
 from reward import RewardConfig, by_grader, shaped_reward
-from trainer import Trainer
+from trainer import Trainer, work_of
 
 
 def group_advantages(groups: Sequence[Group], loss: LossConfig, reward: RewardConfig, limit: int) -> torch.Tensor:
@@ -134,7 +135,7 @@ def learn(trainer: Trainer, buffer: SampleBuffer, progress: Callable[[], None] =
     assert not buffer.taken or num_updates == 1, "gradients of later updates were taken with the weights of the first"
     shares = [
         parallel.bring_tokens(world, batch[world.rank], itertools.chain(*batch))
-        for batch in buffer.deal(world.size, num_updates, work_of=trainer.work_of)
+        for batch in buffer.deal(world.size, num_updates, work_of=partial(work_of, trainer))
     ]
     if trainer.loss.old_logprobs == "trainer" and num_updates > 1:
         shares = [trainer.with_old_logprobs(share, progress) for share in shares]

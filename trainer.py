@@ -173,11 +173,6 @@ class Trainer:
         self.seconds += time.perf_counter() - start
         self.tokens += sum(e.num_tokens for e in examples)
 
-    def work_of(self, example: Example) -> float:
-        """Return the multiplications of an example's forward pass, and of a backward pass, if it has a gradient."""
-        passes = 3 if self.teacher or self.loss.teaches(example.span_advantages) else 1
-        return passes * multiplications(self.model.shape, example.num_tokens)
-
     def take_times(self) -> tuple[float, int]:
         """Return the seconds and tokens of this rank's gradients since the last call."""
         taken, self.seconds, self.tokens = (self.seconds, self.tokens), 0.0, 0
@@ -531,6 +526,12 @@ def by_gradient(
     for example in examples:
         parts[has_teacher or loss.teaches(example.span_advantages)].append(example)
     return parts
+
+
+def work_of(trainer: Trainer, example: Example) -> float:
+    """Return the multiplications of an example's forward pass, and of a backward pass, if it has a gradient."""
+    _, teaching = by_gradient([example], trainer.loss, bool(trainer.teacher))
+    return (3 if teaching else 1) * multiplications(trainer.model.shape, example.num_tokens)
 
 
 def multiplications(shape: ModelShape, num_tokens: int) -> int:

@@ -49,6 +49,7 @@ from settings import MODELS, Config
 from simulate import ClusterConfig, GradingConfig, ModelFile, SimulatedRound, Simulation, SimulationConfig
 from simulation.costs import BYTES, Costs, Efficiency, Hardware, Shape
 from simulation.workload import Lengths
+from trainer import work_of
 from warm_start import ensure_model
 
 SETTINGS = [
@@ -223,7 +224,7 @@ def update(job: Job, trace: Trace, with_tail: bool) -> None:
         Example(SampleId(0, 0, i), (65,) * 8, (66,) * n, (Span(0, n, 0),), (-5.0,) * n, 0.1)
         for i, n in enumerate(lengths)
     ]
-    shares = assign_by_load([*map(job.trainer.work_of, examples)], job.world.size)
+    shares = assign_by_load([work_of(job.trainer, example) for example in examples], job.world.size)
     job.trainer.accumulate([examples[i] for i in shares[job.world.rank]])
     job.trainer.update()
 

@@ -28,7 +28,7 @@ from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model, empty_model
 from parallel import World
 from sampling import SamplingConfig, score
-from trainer import SUMS, NonFiniteError, Trainer, TrainerConfig, multiplications, pack
+from trainer import SUMS, NonFiniteError, Trainer, TrainerConfig, multiplications, pack, work_of
 from weights import sharding
 
 CPU = torch.device("cpu")
@@ -387,12 +387,12 @@ def test_ranks_share_the_work_of_gradients(tiny_model) -> None:
         length = 80 if i == 7 else 5 + i
         own = sampled((1,), (2,) * length, float(i % 3 == 1))
         buffer.put(VisitId(0, i), [replace(own, id=VisitId(0, i).sample(0))])
-    [shares] = buffer.deal(4, work_of=trainer.work_of)
-    works = [sum(map(trainer.work_of, share)) for share in shares]
-    assert max(works) - min(works) <= min(trainer.work_of(e) for share in shares for e in share if e.advantage)
+    [shares] = buffer.deal(4, work_of=partial(work_of, trainer))
+    works = [sum(map(partial(work_of, trainer), share)) for share in shares]
+    assert max(works) - min(works) <= min(work_of(trainer, e) for share in shares for e in share if e.advantage)
     plain, long = (replace(shares[0][0], token_ids=(2,) * n, spans=(Span(0, n, 0),), advantage=0.0) for n in (20, 40))
-    assert trainer.work_of(replace(plain, advantage=1.0)) == 3 * trainer.work_of(plain)
-    assert trainer.work_of(long) > 2 * trainer.work_of(plain)
+    assert work_of(trainer, replace(plain, advantage=1.0)) == 3 * work_of(trainer, plain)
+    assert work_of(trainer, long) > 2 * work_of(trainer, plain)
 
 
 @pytest.mark.parametrize("option", ["kl_coef", "entropy_coef"])
