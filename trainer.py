@@ -531,15 +531,16 @@ def by_gradient(
 def work_of(trainer: Trainer, example: Example) -> float:
     """Return the multiplications of an example's forward pass, and of a backward pass, if it has a gradient."""
     _, teaching = by_gradient([example], trainer.loss, bool(trainer.teacher))
-    return (3 if teaching else 1) * multiplications(trainer.model.shape, example.num_tokens)
+    forward = multiplications(trainer.model.shape, example.num_tokens, example.num_sampled)
+    return (3 if teaching else 1) * forward
 
 
-def multiplications(shape: ModelShape, num_tokens: int) -> int:
-    """Return those of a forward pass over a sequence: by the layers' weights, and in attention, which is causal."""
+def multiplications(shape: ModelShape, num_tokens: int, num_sampled: int) -> int:
+    """Return those of a forward pass: layers and causal attention for all tokens, the head for sampled ones."""
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     weights = shape.hidden_size * (2 * heads + 2 * kv_heads + 3 * shape.mlp_width + shape.num_experts)
     seen = sum(min(num_tokens, shape.window(i) or num_tokens) for i in range(shape.num_layers))
-    return num_tokens * (shape.num_layers * weights + heads * seen)
+    return num_tokens * (shape.num_layers * weights + heads * seen) + num_sampled * shape.hidden_size * shape.vocab_size
 
 
 def pack(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:

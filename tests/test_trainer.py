@@ -371,13 +371,12 @@ def test_the_multiplications_are_those_of_transformers(tiny_model, tiny_folder) 
     for n in (1, 17, 200):
         with FlopCounterMode(display=False) as counter:
             theirs(torch.zeros(1, n, dtype=torch.int64))
-        head = n * shape.hidden_size * shape.vocab_size
         masked = n * n * shape.num_layers * shape.num_heads * shape.head_dim  # theirs attends to later tokens, too
-        assert counter.get_total_flops() == 2 * (multiplications(shape, n) + head + masked)
+        assert counter.get_total_flops() == 2 * (multiplications(shape, n, n) + masked)
     windowed = replace(shape, windows=(5, 0))
-    assert multiplications(windowed, 5) == multiplications(shape, 5)
+    assert multiplications(windowed, 5, 5) == multiplications(shape, 5, 5)
     saved = 200 * 195 * shape.num_heads * shape.head_dim
-    assert multiplications(windowed, 200) == multiplications(shape, 200) - saved
+    assert multiplications(windowed, 200, 0) == multiplications(shape, 200, 0) - saved
 
 
 def test_ranks_share_the_work_of_gradients(tiny_model) -> None:
@@ -393,6 +392,9 @@ def test_ranks_share_the_work_of_gradients(tiny_model) -> None:
     plain, long = (replace(shares[0][0], token_ids=(2,) * n, spans=(Span(0, n, 0),), advantage=0.0) for n in (20, 40))
     assert work_of(trainer, replace(plain, advantage=1.0)) == 3 * work_of(trainer, plain)
     assert work_of(trainer, long) > 2 * work_of(trainer, plain)
+    answer = replace(plain, spans=(Span(10, 20, 0),))
+    head = tiny_model.shape.hidden_size * tiny_model.shape.vocab_size
+    assert work_of(trainer, plain) - work_of(trainer, answer) == 10 * head, "of sampled tokens only"
 
 
 @pytest.mark.parametrize("option", ["kl_coef", "entropy_coef"])
