@@ -23,12 +23,13 @@ constexpr int64_t WORTH = 1 << 15;  // elements of a call that pay for waking th
 constexpr int64_t LANE_ROWS = 8;    // of floats: with so few, lanes read a weight as fast as memory gives it
 
 // Rows of x that are multiplied by four rows of a weight at a time, and numbers of each: the sums stay in registers, of
-// which AVX2 has 16 of 8 numbers.
+// which AVX2 has 16 of 8 numbers. LANES: of `weigh`, whose sums stay there, too.
 #ifdef __AVX512F__
-constexpr int64_t TOGETHER = 6, RUN = 16;
+constexpr int64_t TOGETHER = 6, RUN = 16, LANES = 16;
 #else
-constexpr int64_t TOGETHER = 3, RUN = 8;
+constexpr int64_t TOGETHER = 3, RUN = 8, LANES = 4;
 #endif
+constexpr int64_t RUNS = 16 / RUN;
 typedef float Run __attribute__((vector_size(4 * RUN), aligned(4), may_alias));
 typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef uint32_t RunWords __attribute__((vector_size(4 * RUN)));
@@ -327,11 +328,16 @@ static void product(const T *from, int64_t row_of_from, const float (*columns)[1
                     int64_t count, bool adds) {
   int64_t t = 0;
   for (; t + 4 <= count; t += 4) {  // rows that read a column once, and sums that do not wait for each other
-    Lanes sums[4] = {};
-    for (int j = 0; adds && j < 4; j++) sums[j] = at(to + (t + j) * row_of_to);
+    Run sums[4][RUNS] = {};
+    for (int j = 0; adds && j < 4; j++)
+      for (int r = 0; r < RUNS; r++) sums[j][r] = run_at(to + (t + j) * row_of_to + RUN * r);
     for (int i = 0; i < SIZE; i++)
-      for (int j = 0; j < 4; j++) sums[j] += (float)from[(t + j) * row_of_from + i] * at(columns[i]);
-    for (int j = 0; j < 4; j++) *(Lanes *)(to + (t + j) * row_of_to) = sums[j];
+      for (int r = 0; r < RUNS; r++) {
+        Run column = run_at(columns[i] + RUN * r);
+        for (int j = 0; j < 4; j++) sums[j][r] += (float)from[(t + j) * row_of_from + i] * column;
+      }
+    for (int j = 0; j < 4; j++)
+      for (int r = 0; r < RUNS; r++) *(Run *)(to + (t + j) * row_of_to + RUN * r) = sums[j][r];
   }
   for (; t < count; t++) {
     Lanes sum = {};
@@ -344,11 +350,19 @@ static void product(const T *from, int64_t row_of_from, const float (*columns)[1
 // sums[lane] += the sum of weights[t][lane] * from[t] over `count` rows t of 16 numbers.
 template <typename T>
 static void weigh(const float *weights, const T *from, int64_t row_of_from, int64_t count, Lanes *sums) {
-  Lanes result[16];
-  for (int lane = 0; lane < 16; lane++) result[lane] = sums[lane];
-  for (int64_t t = 0; t < count; t++)
-    for (int lane = 0; lane < 16; lane++) result[lane] += weights[16 * t + lane] * at(from + t * row_of_from);
-  for (int lane = 0; lane < 16; lane++) sums[lane] = result[lane];
+  for (int first = 0; first < 16; first += LANES) {
+    float *own = (float *)(sums + first);
+    Run result[LANES][RUNS];
+    for (int lane = 0; lane < LANES; lane++)
+      for (int r = 0; r < RUNS; r++) result[lane][r] = run_at(own + 16 * lane + RUN * r);
+    for (int64_t t = 0; t < count; t++)
+      for (int r = 0; r < RUNS; r++) {
+        Run numbers = run_at(from + t * row_of_from + RUN * r);
+        for (int lane = 0; lane < LANES; lane++) result[lane][r] += weights[16 * t + first + lane] * numbers;
+      }
+    for (int lane = 0; lane < LANES; lane++)
+      for (int r = 0; r < RUNS; r++) *(Run *)(own + 16 * lane + RUN * r) = result[lane][r];
+  }
 }
 
 // The same for `count` heads of tokens that stand one behind another in a row, 16 at a time, each in a lane of its own: a
