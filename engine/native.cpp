@@ -23,7 +23,7 @@ constexpr int64_t WORTH = 1 << 15;  // elements of a call that pay for waking th
 constexpr int64_t LANE_ROWS = 8;    // of floats: with so few, lanes read a weight as fast as memory gives it
 
 // Rows of x that are multiplied by four rows of a weight at a time, and numbers of each: the sums stay in registers, of
-// which AVX2 has 16 of 8 numbers. LANES: of `weigh`, whose sums stay there, too.
+// which AVX2 has 16 of 8 numbers. LANES: whose sums stay there in attention.
 #ifdef __AVX512F__
 constexpr int64_t TOGETHER = 6, RUN = 16, LANES = 16;
 #else
@@ -275,7 +275,7 @@ static void rope_and_write_of(const T *qkv, const T *cos, const T *sin, const in
 template <typename T, int SIZE, int COUNT>
 static void attend(const T *queries, const Pages &pages, int64_t head, const int32_t *table, int64_t begin,
                    int64_t end, float *scores, T *out) {
-  constexpr int PARTS = SIZE / 16;
+  constexpr int PARTS = SIZE / 16, ABREAST = RUNS == 1 ? PARTS : COUNT > 2 || SIZE % 32 ? 2 : 4;
   float q[COUNT * SIZE];
   for (int i = 0; i < COUNT * SIZE; i++) q[i] = queries[i];
   const float scale = 1 / std::sqrt((float)SIZE);
@@ -287,9 +287,17 @@ static void attend(const T *queries, const Pages &pages, int64_t head, const int
     int64_t t = 0;
     for (; t + 16 <= count; t += 16)
       for (int g = 0; g < COUNT; g++) {
-        Lanes sums[16] = {};
-        for (int p = 0; p < PARTS; p++)
-          for (int k = 0; k < 16; k++) sums[k] += at(keys + (t + k) * SIZE + 16 * p) * at(q + g * SIZE + 16 * p);
+        Lanes sums[16];
+        for (int first = 0; first < 16; first += LANES) {
+          Run own[LANES][RUNS] = {};
+          for (int p = 0; p < PARTS; p++)
+            for (int r = 0; r < RUNS; r++) {
+              Run query = run_at(q + g * SIZE + 16 * p + RUN * r);
+              for (int k = 0; k < LANES; k++)
+                own[k][r] += run_at(keys + (t + first + k) * SIZE + 16 * p + RUN * r) * query;
+            }
+          memcpy(sums + first, own, sizeof own);
+        }
         put(scores + g * length + start - begin + t, totals(sums));
       }
     for (; t < count; t++)
@@ -308,18 +316,35 @@ static void attend(const T *queries, const Pages &pages, int64_t head, const int
     for (int64_t t = 0; t < length; t++) sum += row[t] = exponential((row[t] - peak) * scale);
     sums[g] = sum;
   }
-  Lanes result[COUNT][PARTS] = {};
+  Run result[SIZE / RUN][COUNT] = {};
   for (int64_t start = begin; start < end; start += count) {
     int64_t place = start % pages.size, page = table[start / pages.size];
     const T *values = (const T *)pages.values + page * pages.of_page + head * pages.of_head + place * SIZE;
     count = end - start < pages.size - place ? end - start : pages.size - place;
-    for (int64_t t = 0; t < count; t++)
-      for (int g = 0; g < COUNT; g++)
-        for (int p = 0; p < PARTS; p++)
-          result[g][p] += scores[g * length + start - begin + t] * at(values + t * SIZE + 16 * p);
+    auto add = [&](auto &own, int first) {
+      for (int64_t t = 0; t < count; t++)
+        for (int p = 0; p < ABREAST; p++) {
+          Run numbers = run_at(values + t * SIZE + RUN * (first + p));
+          for (int g = 0; g < COUNT; g++) own[p][g] += scores[g * length + start - begin + t] * numbers;
+        }
+    };
+    if (ABREAST * RUN == SIZE) {
+      add(result, 0);
+      continue;
+    }
+    for (int first = 0; first < SIZE / RUN; first += ABREAST) {  // as many as stay in registers
+      Run own[ABREAST][COUNT];
+      memcpy(own, result + first, sizeof own);
+      add(own, first);
+      memcpy(result + first, own, sizeof own);
+    }
   }
   for (int g = 0; g < COUNT; g++)
-    for (int p = 0; p < PARTS; p++) put(out + g * SIZE + 16 * p, result[g][p] / sums[g]);
+    for (int p = 0; p < PARTS; p++) {
+      Lanes whole;
+      for (int r = 0; r < RUNS; r++) memcpy((float *)&whole + RUN * r, &result[p * RUNS + r][g], sizeof(Run));
+      put(out + g * SIZE + 16 * p, whole / sums[g]);
+    }
 }
 
 // to[t] = the sum of from[t][i] * columns[i] over i < SIZE, for `count` rows t; `adds`: to what is there.
