@@ -23,7 +23,7 @@ constexpr int64_t WORTH = 1 << 15;  // elements of a call that pay for waking th
 constexpr int64_t LANE_ROWS = 8;    // of floats: with so few, lanes read a weight as fast as memory gives it
 
 // Rows of x that are multiplied by four rows of a weight at a time, and numbers of each: the sums stay in registers, of
-// which AVX2 has 16 of 8 numbers. LANES: whose sums stay there in attention.
+// which AVX2 has 16 of 8 numbers. LANES: queries or keys of attention whose sums stay there, too.
 #ifdef __AVX512F__
 constexpr int64_t TOGETHER = 6, RUN = 16, LANES = 16;
 #else
@@ -275,7 +275,7 @@ static void rope_and_write_of(const T *qkv, const T *cos, const T *sin, const in
 template <typename T, int SIZE, int COUNT>
 static void attend(const T *queries, const Pages &pages, int64_t head, const int32_t *table, int64_t begin,
                    int64_t end, float *scores, T *out) {
-  constexpr int PARTS = SIZE / 16, ABREAST = RUNS == 1 ? PARTS : COUNT > 2 || SIZE % 32 ? 2 : 4;
+  constexpr int PARTS = SIZE / 16, ABREAST = RUNS == 1 ? PARTS : COUNT > 2 || SIZE % 32 ? 2 : 4;  // runs of a value
   float q[COUNT * SIZE];
   for (int i = 0; i < COUNT * SIZE; i++) q[i] = queries[i];
   const float scale = 1 / std::sqrt((float)SIZE);
@@ -328,7 +328,7 @@ static void attend(const T *queries, const Pages &pages, int64_t head, const int
           for (int g = 0; g < COUNT; g++) own[p][g] += scores[g * length + start - begin + t] * numbers;
         }
     };
-    if (ABREAST * RUN == SIZE) {
+    if (ABREAST * RUN == SIZE) {  // nothing to copy
       add(result, 0);
       continue;
     }
