@@ -9,6 +9,8 @@ the best of several budgets of tokens in a micro-batch. transformers also runs u
 but not in --quick. Contenders take turns; a speed is that of the median turn. Tokens are prompts and responses,
 without padding.
 
+Attention in one long sequence, which these samples do not have, is compared with torch's own on its own.
+
 The roofline: operations of the matrix products and of causal attention over the rate of a matrix product, the highest
 of those measured before each turn. At the end all run beside a process that keeps one core busy.
 """
@@ -21,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
 from training_sides import make_ours, make_transformers, samples_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from attention import PackedAttention
 from benchmarks import engine as bench
 from core import Example, ModelShape
 from model import parse_shape
@@ -48,6 +54,7 @@ BUDGETS: dict[str, dict[str, tuple[int, ...]]] = {  # tokens of a micro-batch th
 LAYERS = {"nano": 1, "tiny": 4, "half": 4}  # in --quick half of them for `half`
 SAMPLES = {"nano": (4, 4), "tiny": (192, 96), "half": (24, 12)}  # and in --quick
 TURNS = {"nano": 1, "tiny": 3, "half": 2}
+LONG, HEADS = 2048, {"tiny": (4, 2, 32), "half": (14, 2, 64)}  # tokens; heads, those of keys, and their size
 NANO = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2)
 
 
@@ -196,6 +203,27 @@ def beside_load(contenders: dict[str, Contender], turns: int) -> dict[str, float
     return {side: statistics.median(turn[side] for turn in found) for side in contenders}
 
 
+def long_attention(name: str) -> float:
+    """Return the least seconds of torch's attention, forward and backward, in one layer over those of ours."""
+    heads, kv_heads, size = HEADS[name]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(LONG, h, size, generator=generator, requires_grad=True) for h in (heads, kv_heads, kv_heads))
+    packed = PackedAttention([LONG], q.device)
+
+    def theirs() -> Tensor:
+        query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    def seconds(attend: Callable[[], Tensor]) -> float:
+        start = time.perf_counter()
+        attend().sum().backward()
+        return time.perf_counter() - start
+
+    turns = [(seconds(theirs), seconds(lambda: packed(0, q, k, v))) for _ in range(5)]
+    least_theirs, least_ours = map(min, zip(*turns, strict=True))
+    return least_theirs / least_ours
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer samples and layers: under 2 minutes on 2 cores")
@@ -209,6 +237,8 @@ def main() -> None:
     for name in [options.shape] if options.shape else ["tiny", "half"]:
         suffix = "_tiny" if name == "tiny" else ""
         metrics |= {f"{key}{suffix}": value for key, value in race(name, options.quick).items()}
+        if name in HEADS:
+            metrics[f"attention_ratio_torch{suffix}"] = round(long_attention(name), 2)
     print(json.dumps(metrics))
 
 
