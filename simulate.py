@@ -1,7 +1,7 @@
 """A discrete-event simulation of training runs, driven by the policies that really run.
 
     python simulate.py --cluster.gpus=128 --cluster.model=qwen2.5-14b --scheduler.num_prompts=512
-    python simulate.py --replay=runs/tiny          lengths recorded with run.dump_rollouts
+    python simulate.py --replay=RUN                lengths of a run with --run.dump_rollouts=true
     python simulate.py --profile=PROFILE.json      decode and prefill times measured by profiler.py
 
 The code of real runs decides: scheduler.py, rewards/timeouts.py, and placement, planner and overlap in policies/.
