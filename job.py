@@ -393,6 +393,7 @@ def open_job(config: Config, world: World, resume: bool, clock: Clock | None = N
     try:
         with phases, job.graders, job.episodes, job.checkpoints:
             yield job
+        job.engine.drop_shards()  # the caller may keep the job, and NCCL waits for graphs with collectives in them
     finally:
         gc.unfreeze()
 

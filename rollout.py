@@ -109,7 +109,7 @@ class Engine:
         self.version, self.is_stale = version, True
         if model is not self.model:
             self.model = model
-            self._drop_shards()
+            self.drop_shards()
 
     def change_weights(self, version: int) -> None:
         """Decode with the model's new weights from now on; running sequences keep the KV of the older ones.
@@ -164,7 +164,7 @@ class Engine:
             self.shards[size].refresh()
         else:
             if not runner.graphs:  # they hold addresses, so they need their shards; without them one size is enough
-                self._drop_shards()
+                self.drop_shards()
             own = runner.memory.whole if self.own_elements[size] else None
             self.shards[size] = Shard(self.model, parallel, self.config.prepack, own)
         self.parallel, self.is_stale = parallel, False
@@ -172,7 +172,7 @@ class Engine:
         self.batcher.use(self.pages, EngineStats() if parallel.rank else self.stats)
         runner.use(self.shards[size], self.pages, self.own_elements[size])
 
-    def _drop_shards(self) -> None:
+    def drop_shards(self) -> None:
         """Forget the shards, and the graphs that hold their addresses.
 
         A capture runs the collectives of a step, so ranks that may ever share a replica do this together.
@@ -190,7 +190,7 @@ class Engine:
         for each token of `max_running` responses.
         """
         assert self.is_idle, "sequences that run have their pages there"
-        self._drop_shards()
+        self.drop_shards()
         self.batcher.forget([*self.batcher.parked])
         self.runner.memory.free()
         self.is_stale = self.is_released = True

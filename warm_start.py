@@ -1,7 +1,8 @@
 """A small model made here: byte tokenizer, random weights, supervised steps on a built-in task's worked solutions.
 
 The solutions have slips (a wrong digit now and then), so the model learns the procedure but not to be careful;
-reinforcement then teaches care. Counted in steps, deterministic, written as a Hugging Face folder.
+reinforcement then teaches care. Counted in steps, deterministic (on a GPU but for rounding),
+written as a Hugging Face folder.
 """
 
 import hashlib

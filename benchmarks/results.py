@@ -128,9 +128,9 @@ BENCHMARKS = {
         "benchmarks/trl.py",
         (*ROUND, *TRAINING, *RUN, "configs/tiny.toml"),
         "the default task, 256 samples a step, model, prompts, limit and loss equal: ours {samples_per_s_ours:.0f} "
-        "samples/s, TRL 1.16, with the best of three numbers of processes, {samples_per_s_trl:.0f} samples/s (medians); "
-        "all steps together {ratio:.1f} x (pairs {ratio_of_pairs[0]:.1f} to {ratio_of_pairs[2]:.1f}), with tail batching "
-        "{ratio_tail_batching:.1f} x",
+        "samples/s, TRL 1.16, with the best of three numbers of processes, {samples_per_s_trl:.0f} samples/s "
+        "(medians); all steps together {ratio:.1f} x (pairs {ratio_of_pairs[0]:.1f} to {ratio_of_pairs[2]:.1f}), with "
+        "tail batching {ratio_tail_batching:.1f} x",
     ),
     "tail_batching": Benchmark(
         "benchmarks/tail_batching.py",

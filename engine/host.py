@@ -21,7 +21,7 @@ class OnHost:
         unique = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}  # views share one
         self.copies = []
         for storage in unique.values():  # one by one: on a CPU both are in the same memory
-            # Pinned, a copy is several times as fast; torch keeps the memory for the next one.
+            # Pinned, a copy is several times as fast; torch keeps the memory until it captures a graph.
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
             self.copies.append((storage, host.untyped_storage().copy_(storage)))
             away[storage._cdata] = self.copies[-1][1]

@@ -376,7 +376,8 @@ def _race(logits, peaks, masses, keys, positions, tokens, logprobs, row_length, 
     i = first * BLOCK + offset
     x = tl.load(logits + row * row_length + i, mask=i < vocab, other=float("-inf")).to(tl.float32) / temperature
     inside = tl.argmax(tl.exp(x - peak) / _race_time(key, position, blocks + offset), 0)
-    tl.store(tokens + row, (first * BLOCK + inside).to(tl.int64))
+    token = tl.minimum(first * BLOCK + inside, vocab - 1)  # logits that are NaN would name one beyond
+    tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, tl.sum(tl.where(offset == inside, x, 0.0), 0) - peak - tl.log(tl.sum(mass, 0)))
 
 

@@ -17,7 +17,8 @@ from conftest import ALONE, ROOT, thaw
 import parallel
 import train
 from config import ConfigError, load_config
-from job import Job
+from engine.graphs import DecodeGraphs
+from job import Job, open_job
 from metrics import Clock
 from parallel import World
 from process import ending
@@ -145,6 +146,15 @@ def test_nothing_keeps_an_engine_after_its_run(settings, monkeypatch) -> None:
     thaw()
     gc.collect()
     assert [engine() for engine in engines] == [None], "its CUDA graphs would hold NCCL's communicators"
+
+
+def test_a_job_that_is_kept_keeps_no_graphs(settings) -> None:
+    config = load_config(Config, None, settings(run__steps=1, data__eval_prompts=0))
+    Path(config.run.dir).mkdir()
+    with open_job(config, ALONE, False) as job:
+        graphs = job.engine.runner.graphs = DecodeGraphs(torch.zeros(2, dtype=torch.int32), 2, 8)
+        graphs.graphs[1, 2] = object()
+    assert not graphs.graphs, "NCCL would wait for their end"
 
 
 def test_graphs_are_gone_and_the_device_is_idle_before_nccl_goes(monkeypatch) -> None:

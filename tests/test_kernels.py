@@ -343,6 +343,15 @@ def test_a_race_draws_by_its_rule(vocab: int, temperature: float, dtype: torch.d
     torch.testing.assert_close(logprobs, drawn[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("runner", [name for name in RUNNERS if NATIVE or name != "triton"])
+def test_a_race_of_logits_that_are_not_numbers_names_a_token(runner: str) -> None:
+    """One beyond the vocabulary would end a GPU's process soon. The interpreter's NumPy finds no largest NaN."""
+    logits = torch.full((2, 9000), torch.nan, device=DEVICE)
+    logits[1, :4000] = 0.0
+    tokens, logprobs = pick("race", runner)(logits, *torch.ones(2, 2, dtype=torch.int64, device=DEVICE), 1.0)
+    assert (tokens >= 0).all() and (tokens < 9000).all() and logprobs.isnan().all()
+
+
 @pytest.mark.skipif("triton" not in RUNNERS, reason="the twin is the sort itself")
 @pytest.mark.parametrize("vocab, top_p", [(3, 0.5), (300, 0.01), (300, 0.999), (9000, 0.95)])
 def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> None:
