@@ -105,7 +105,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _product_back(gradient: Tensor, weight: Tensor) -> Tensor:
     """[n, out], [out, in] -> [n, in]"""
-    if native.CAPABILITY == "AVX2":  # there oneDNN takes up to 1.7 times as long by a turned weight
+    if native.CAPABILITY == "AVX2":  # there oneDNN is slow by a turned weight, but for some sizes
         return gradient @ weight
     return _product(gradient, weight.t())
 

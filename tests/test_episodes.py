@@ -214,7 +214,9 @@ def test_slow_and_failing_environments_hold_up_nobody_and_train_nothing_else(
     check_transcripts(tmp_path / "patient")
     records = steps_of(tmp_path / "patient")
     assert sum(r["episodes"]["failed"] for r in records) > 0
-    assert all(r["episodes"]["turns"]["max"] >= 1 and r["train"]["logprob_diff_max"] < 1e-4 for r in records)
+    assert all(r["episodes"]["turns"]["max"] >= 1 for r in records)
+    # None where a batch ahead has no token of the newest weights.
+    assert all((r["train"]["logprob_diff_max"] or 0) < 1e-4 for r in records)
     assert any(r["episodes"]["reply_seconds"]["max"] > 0 for r in records), "a batch ahead may have come in one step"
 
 

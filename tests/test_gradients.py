@@ -48,8 +48,10 @@ def test_rms_norm(rows: int, size: int) -> None:
     compare(lambda x, w: gradients.rms_norm(x, w, 1e-6), plain, made(rows, size), 1 + made(size))
 
 
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])  # of either CPU, on any
 @pytest.mark.parametrize("rows", [3, 64, 301])
-def test_linear(rows: int) -> None:
+def test_linear(rows: int, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "CAPABILITY", capability)
     compare(gradients.linear, F.linear, made(rows, 96), made(80, 96), made(80), within=1e-4)
     compare(lambda x, w: gradients.linear(x, w, None), F.linear, made(rows, 96), made(80, 96), within=1e-4)
 

@@ -55,11 +55,11 @@ def often(monkeypatch) -> None:
 
 def steps_of(name: str) -> list[int]:
     path = Path(name) / "steps.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [record["step"] for record in read_records(path)] if path.exists() else []
 
 
 def events() -> list[dict]:
-    return [json.loads(line) for line in Path("mux/mux.jsonl").read_text().splitlines()]
+    return read_records("mux/mux.jsonl")
 
 
 @pytest.mark.slow
