@@ -284,12 +284,21 @@ def read_rows(path: str, key: str, config: DataConfig) -> list[_Row]:
     except OSError as error:
         built_in = "" if key == "data.eval" else f", and no built-in task has that name ({', '.join(BUILT_IN)})"
         raise ConfigError(f"{key} = {path!r}: cannot read this file ({error.strerror or error}){built_in}") from None
-    except UnicodeDecodeError as error:
-        said = f"{error.reason} at byte {error.start}"
-        raise ConfigError(f"{key} = {path!r}: not UTF-8 text ({said}); convert the file") from None
+    except UnicodeDecodeError as error:  # its place is one in a block of the file
+        raise ConfigError(f"{key} = {path!r}: not UTF-8 text ({_not_text(path, error)}); convert the file") from None
     if not rows:
         raise ConfigError(f"{key} = {path!r}: no rows; {words.rows}")
     return rows
+
+
+def _not_text(path: str, found: UnicodeDecodeError) -> str:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"{error.reason} at byte {error.start + 1} of line {number}"
+    return found.reason
 
 
 def _lines(path: str) -> Iterator[tuple[str, dict]]:
@@ -379,7 +388,7 @@ def _no_number(text: str) -> None:
 def _parsed(line: str, where: str) -> dict:
     try:
         row = json.loads(line, parse_constant=_no_number)
-        json.dumps(row, ensure_ascii=False).encode()
+        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     except json.JSONDecodeError as error:
         said = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{where}: not JSON ({said}); write one JSON object on each line") from None

@@ -6,7 +6,6 @@ those of a folder that an authorised client names.
 
 import argparse
 import ipaddress
-import json
 import os
 import signal
 import sys
@@ -265,10 +264,10 @@ def of_run(folder: Path, given: set[str]) -> list[str]:
         return []
     others = {key.partition(".")[0] for key in keys_in(str(path))} - {"data", "rollout", "sampling"}
     own = load_config(Config, str(path), without=others)  # the rest may be of older code
-    found = {"serve.system": own.data.system, "serve.chat_options": own.data.chat_options}
-    found |= {"rollout.stop": json.dumps(own.rollout.stop)}
-    found |= {f"sampling.{key}": toml_text(value) for key, (value, _) in flatten(own.sampling).items()}
-    return [f"--{key}={value}" for key, value in found.items() if value and key not in given]
+    found: dict[str, object] = {f"sampling.{key}": value for key, (value, _) in flatten(own.sampling).items()}
+    found |= {"serve.system": own.data.system, "serve.chat_options": own.data.chat_options}
+    found |= {"rollout.stop": own.rollout.stop}
+    return [f"--{key}={toml_text(value)}" for key, value in found.items() if key not in given]
 
 
 USAGE = f"""plainroll: a model behind an OpenAI-compatible endpoint

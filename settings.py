@@ -923,6 +923,11 @@ def check_run_folder(config: Config, resume: bool) -> None:
             f"run.dir = {str(folder)!r} already holds a run; continue it with --resume (from Python: resume=True), or "
             "choose another run.dir"
         )
+    if not saved.exists() and (left := checkpoint.list_checkpoints(folder)):
+        raise ConfigError(
+            f"run.dir = {str(folder)!r} holds {left[-1].name} but no config.toml, its run's settings; put that file "
+            "back, or choose another run.dir"
+        )
     if not saved.exists():
         return  # with --resume too: a launcher starts and restarts a run by one command line
     try:

@@ -232,6 +232,8 @@ def _chat_ids(asked: Json, tokenizer: Tokenizer, longest: int, chat: Chat) -> tu
     _short("".join(message["content"] for message in plain), longest)
     try:
         own = checked_options(_Taker(asked)("chat_template_kwargs", dict, {}), "chat_template_kwargs")
+        if "chat_template" in own:
+            raise ConfigError("chat_template_kwargs sets chat_template, a program; leave it out: the model has its own")
     except ConfigError as error:
         raise ApiError(400, str(error), param="chat_template_kwargs") from None
     try:

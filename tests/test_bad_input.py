@@ -121,6 +121,7 @@ COMMANDS = {
     "bounds that nothing reads": ["--loss.name=sft", "--run.replay=.", "--loss.clip_low=0.1"],
     "greedy": ["--sampling.temperature=0"],
     "a seed beyond all": ["--warm_start.seed=99999999999999999999"],
+    "a seed of adapters beyond all": ["--trainer.lora.rank=4", "--trainer.lora.seed=99999999999999999999"],
     "buffer over limit": ["--reward.overlong_buffer=33"],
     "no such replay": ["--run.replay=nowhere"],
     "context": ["--rollout.max_response_tokens=4096"],
@@ -512,6 +513,11 @@ def test_a_run_folder_with_damage_is_refused_by_name(capsys, base) -> None:
     code, said = check(capsys, base)
     assert code == 2 and said.startswith("error: run/checkpoints is not a folder")
     Path("run/checkpoints").unlink()
+    Path("run/checkpoints/step_000004").mkdir(parents=True)
+    for how in ((), ("--resume",)):  # else its weights might be resumed as those of the new run
+        code, said = check(capsys, base, *how)
+        assert code == 2 and said.startswith("error: run.dir = 'run' holds step_000004 but no config.toml")
+    shutil.rmtree("run/checkpoints")
     Path("run/config.toml").write_text("[run\nsteps")
     code, said = check(capsys, base, "--resume")
     assert (

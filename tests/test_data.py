@@ -306,12 +306,13 @@ def test_a_template_without_its_prompt_is_refused(jsonl, plain):
 @pytest.mark.parametrize("option", ["train", "eval"])
 def test_files_that_cannot_be_read_are_refused_by_key_and_name(option, jsonl, plain, tmp_path):
     good, empty = jsonl(GOOD, name="good.jsonl"), jsonl("", "  ", name="empty.jsonl")
-    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    rows = '{"prompt": "a", "answer": "b"}\n' * 2000 + '{"prompt": "é"}'
+    (tmp_path / "latin.jsonl").write_bytes(rows.encode("latin-1"))
     for path, words in {
         "hailstones": "No such file",
         str(tmp_path): "Is a directory",
         empty: "no rows",
-        str(tmp_path / "latin.jsonl"): "not UTF-8",
+        str(tmp_path / "latin.jsonl"): "not UTF-8 text (invalid continuation byte at byte 13 of line 2001)",
     }.items():
         with pytest.raises(ConfigError) as caught:
             load(plain, **{"train": good, "eval": good, option: path})
@@ -735,9 +736,10 @@ def test_other_rows_of_the_same_number_are_refused():
 
 
 def test_a_number_that_json_does_not_know_is_refused(jsonl, tmp_path):
-    Path(path := str(tmp_path / "x.jsonl")).write_text('{"prompt": "a", "answer": "b", "x": NaN}\n')
-    with pytest.raises(ConfigError, match=":1: not JSON that Python can read .*NaN"):
-        read_rows(path, "data.train", DataConfig())
+    for number, said in (("NaN", "NaN"), ("1e999", "Out of range float")):
+        Path(path := str(tmp_path / "x.jsonl")).write_text(f'{{"prompt": "a", "answer": "b", "x": {number}}}\n')
+        with pytest.raises(ConfigError, match=f":1: not JSON that Python can read .*{said}"):
+            read_rows(path, "data.train", DataConfig())
     table = pyarrow.table({"prompt": ["a"], "answer": ["b"], "x": [math.inf]})
     pyarrow.parquet.write_table(table, path := str(tmp_path / "x.parquet"))
     with pytest.raises(ConfigError, match="row 1: column 'x' has Infinity"):

@@ -583,8 +583,8 @@ def test_it_follows_a_run(served, folder, loud_folder, tmp_path, monkeypatch) ->
 
 
 def test_a_checkpoint_is_served_as_its_run_was_trained(folder, tmp_path, monkeypatch, capsys) -> None:
-    config = replace(Config(), data=DataConfig(system="Be short.", chat_options='{"deep": true}'))
-    config = replace(config, rollout=replace(config.rollout, stop=("END", "\n")), sampling=SamplingConfig(0.5))
+    config = replace(Config(), data=DataConfig(system='"Be short."', chat_options='{"deep": true}'))
+    config = replace(config, rollout=replace(config.rollout, stop=("END", "\n", "🙂")), sampling=SamplingConfig(0.5))
     write_settings(config, tmp_path)
     step = tmp_path / "checkpoints" / "step_000004"
     shutil.copytree(folder, step)
@@ -606,8 +606,8 @@ def test_a_checkpoint_is_served_as_its_run_was_trained(folder, tmp_path, monkeyp
     own_file = "--config", f"{tmp_path}/config.toml", "--serve.system=Hi", "--rollout.stop=X"
     assert serve.main([str(step), *plain, *own_file]) == 2
     run, own = made
-    assert (run.serve.system, run.serve.chat_options) == ("Be short.", '{"deep": true}')
-    assert run.rollout.stop == ("END", "\n") and run.sampling == own.sampling == SamplingConfig(0.5)
+    assert (run.serve.system, run.serve.chat_options) == ('"Be short."', '{"deep": true}')
+    assert run.rollout.stop == ("END", "\n", "🙂") and run.sampling == own.sampling == SamplingConfig(0.5)
     assert (own.serve.system, own.rollout.stop) == ("Hi", ("X",))
     with open(tmp_path / "config.toml", "a") as file:
         file.write("[of_older_code]\nx = 1\n")
@@ -635,6 +635,7 @@ def test_chats_have_the_roles_and_the_options_that_templates_read(served) -> Non
     assert ids("user", chat_template_kwargs={"deep": True}) == "u31!>"
     assert "role = 'pirate' is none of" in str(ids("pirate"))
     assert "chat_template_kwargs sets tokenize" in str(ids("user", chat_template_kwargs={"tokenize": True}))
+    assert "sets chat_template, a program" in str(ids("user", chat_template_kwargs={"chat_template": "x"}))
 
 
 def test_the_command_refuses_in_one_line(folder, tmp_path, capsys) -> None:

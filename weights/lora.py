@@ -32,7 +32,7 @@ class LoraConfig:
     rank: int = option(0, "rank of the adapters that are trained instead of the model (LoRA); 0: all is trained", min=0)
     alpha: float = option(32.0, "the product of an adapter's matrices is scaled by alpha / rank", above=0.0, max=1e6)
     targets: tuple[str, ...] = option(("all",), "projections with adapters, such as q_proj and v_proj, or all")
-    seed: int = option(0, "seed of the adapters' first values", min=0)
+    seed: int = option(0, "seed of the adapters' first values", min=0, max=2**63 - 1)
 
 
 @dataclass
