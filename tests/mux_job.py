@@ -62,10 +62,9 @@ def main() -> int:
     flags = vars(parser.parse_known_args()[0])
     settings = tomllib.loads(Path(flags["config"]).read_text())["run"]
     if flags["check"]:
-        from process.launcher import SHUTDOWN  # late: it imports torch
-
         resumed, cores = ", resumed" * flags["resume"], os.environ["PLAINROLL_CORES"]
-        print(f"fine for {flags['ranks']} ranks on cores {cores}; {os.environ[SHUTDOWN]} s to end{resumed}")
+        seconds = os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+        print(f"fine for {flags['ranks']} ranks on cores {cores}; {seconds} s to end{resumed}")
         return 0
     folder, name = Path(settings["dir"]), flags["group.job"]
     records = folder / "steps.jsonl"

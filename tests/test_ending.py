@@ -107,7 +107,7 @@ def ended(script: str, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_script_whose_output_nobody_reads_ends_without_a_word(settings) -> None:
     for call in (
-        *(["train.py", "--help"], ["environments.py", "--help"], ["train.py", "--check", *settings()]),
+        *(["environments.py", "--help"], ["train.py", "--check", *settings()]),
         ["simulate.py", "--cluster.steps=1", "--cluster.gpus=1"],
     ):
         code, said = ended(*call)

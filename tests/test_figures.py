@@ -1,6 +1,7 @@
 """Figures are drawn from what is committed beside them, and from what a run writes."""
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -112,6 +113,7 @@ def test_asynchronous_runs_are_drawn_and_compared_with_the_synchronous_ones(load
 @pytest.mark.slow
 def test_runs_of_games_are_drawn_beside_players_and_told_where_they_miss_the_target(load, tmp_path: Path) -> None:
     script = load("environments_learning")
+    players = functools.cache(script.players)
     made = {
         "commit": "0" * 40,
         "date": "2026-11-22",
@@ -122,7 +124,7 @@ def test_runs_of_games_are_drawn_beside_players_and_told_where_they_miss_the_tar
     }
     rows = [
         made
-        | {"game": name, "seed": seed, "players": script.players(script.game_of(name)), "reward": [0.3, last]}
+        | {"game": name, "seed": seed, "players": players(script.game_of(name)), "reward": [0.3, last]}
         | {
             "evaluations": [
                 {"step": step, "avg@4": score, "standard_error": 0.03, "num_prompts": 8, "turns": {"mean": 5.0}}

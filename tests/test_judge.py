@@ -48,7 +48,10 @@ def tiny(family: str, folder: Path, source: Path, labels: int = 0, **overrides) 
     auto = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4)
     tokens = dict(vocab_size=258, eos_token_id=0, pad_token_id=1, max_position_embeddings=256)
-    config = AutoConfig.for_model(family, **{**sizes, **tokens, "num_key_value_heads": 2, "head_dim": 8, **overrides})
+    heads = {"num_key_value_heads": 2, "head_dim": 8}
+    if family == "qwen3_moe":  # its own is 128 experts
+        heads |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64)
+    config = AutoConfig.for_model(family, **{**sizes, **tokens, **heads, **overrides})
     config.initializer_range = 0.3  # larger than usual: verdicts that differ
     if labels:
         config.num_labels = labels

@@ -222,7 +222,6 @@ def test_any_number_of_ranks_makes_the_same_update(run_ranks, tiny_folder, tmp_p
 
 RACES = dict(scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5)
 WAYS: dict[str, dict] = {  # of two ranks, all of them the trajectory of one
-    "two": {},
     "streams": dict(stream__policy="fixed"),
     "sharded": dict(trainer__shard=2),
     "sharded rollout": dict(trainer__shard=2, rollout__weights="sharded", rollout__tensor_parallel=2),

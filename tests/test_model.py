@@ -261,7 +261,8 @@ OLD_KEYS = {
 @pytest.mark.slow
 def test_old_and_new_config_keys_give_equal_logits(family, name, tmp_path):
     new, old = OLD_KEYS[name]
-    make_oracle({"model_type": family, "head_dim": 8, "rope_parameters": new}, tmp_path)
+    experts = MIXTURE if family == "qwen3_moe" else {}  # its own is 128
+    make_oracle({"model_type": family, "head_dim": 8, "rope_parameters": new} | experts, tmp_path)
     edit_config(tmp_path, torch_dtype=None, rope_theta=None, rope_scaling=None, rope_parameters=new, dtype="float32")
     wanted = packed_logits(load_model(tmp_path, CPU, torch.float32), token_lists())
     edit_config(tmp_path, rope_parameters=None, dtype=None, torch_dtype="float32", **old)
@@ -305,7 +306,7 @@ MIXED_KEYS = {
 def test_rope_keys_that_compete_mean_what_transformers_takes_them_for(name, tmp_path):
     families = [family for family in FAMILIES if family != "phi3"]  # whose rope is plain (tests/test_families.py)
     family = families[list(MIXED_KEYS).index(name) % len(families)]
-    make_oracle({"model_type": family, "head_dim": 8}, tmp_path)
+    make_oracle({"model_type": family, "head_dim": 8} | (MIXTURE if family == "qwen3_moe" else {}), tmp_path)
     path = tmp_path / "config.json"
     plain = without(json.loads(path.read_text()), "rope_parameters", "layer_types")
     path.write_text(json.dumps(plain | MIXED_KEYS[name]))

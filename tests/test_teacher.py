@@ -243,7 +243,6 @@ def test_two_ranks_learn_from_a_teacher(settings, run_mains, tmp_path: Path, fol
 
 
 WAYS: dict[str, dict] = {  # of two ranks, all of them the trajectory of one
-    "two": {},
     "streams": dict(stream__policy="fixed"),
     "sharded": dict(trainer__shard=2, rollout__weights="sharded", rollout__tensor_parallel=2),
     "apart": dict(overlap__train_ranks=1),

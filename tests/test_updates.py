@@ -432,8 +432,8 @@ def test_a_signal_while_ranks_change_sides_ends_the_run(settings, run_ranks, tmp
 def test_ranks_change_sides_by_measured_times(settings, run_ranks, tmp_path: Path) -> None:
     """Decoding takes much longer than training here, so two of three ranks should decode; at first one does."""
     make = partial(settings, **APART | dict(run__steps=5, rollout__stop="[]"))
-    runs = make("auto", overlap__train_ranks="auto"), make("fixed")
-    run_ranks(3, train_decoding_slowly, *runs)
+    run_ranks(3, train_decoding_slowly, make("auto", overlap__train_ranks="auto"))
+    run_ranks(3, train_runs, make("fixed"))
     auto, fixed = tmp_path / "auto", tmp_path / "fixed"
     advice = [r["split"].get("advice", "") for r in steps_of(auto)]
     assert advice[2].startswith("2 of 3 ranks train, from now on 1: beta* = ")
