@@ -122,7 +122,7 @@ SIGNATURES = {  # the first argument of most: whether numbers are bfloat16
 }
 
 
-OF_TRAINING = {"silu_mul_backward", "rms_norm_backward", "multiply_turned"}
+OF_TRAINING = {"silu_mul_backward", "rms_norm_backward", "multiply_turned", "packed_attention", "rope"}
 
 
 def _is_whole(path: Path) -> bool:

@@ -21,13 +21,19 @@ from engine.sequence import Chunk, Parked, Sequence
 from engine.shard import Shard
 
 
-def padded(values: np.ndarray, size: int, value: int) -> np.ndarray:
-    """Return values, and behind them `value`, as many as make `size` in all."""
-    if len(values) == size:
-        return values
-    out = np.full(size, value, values.dtype)
-    out[: len(values)] = values
-    return out
+def chunk_rows(chunks: list[Chunk], before: int, width: int) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Return each token of chunks as a row of its own: tokens [T], positions [T] and pages [T, width].
+
+    Rows of none, with position -1, are behind them, so that with the rows `before` there are `few_sizes`.
+    """
+    size = few_sizes(before + sum(end - start for _, start, end in chunks)) - before
+    tokens, positions, pages = np.zeros(size, np.int64), np.full(size, -1), np.zeros((size, width), np.int64)
+    row = 0
+    for prefill, start, end in chunks:
+        own = slice(row, row := row + end - start)
+        tokens[own], positions[own] = prefill.context[start:end], np.arange(start, end)
+        pages[own, : len(prefill.leader.pages)] = prefill.leader.pages
+    return torch.from_numpy(tokens), torch.from_numpy(positions), pages
 
 
 class Runner:
@@ -65,7 +71,7 @@ class Runner:
         n = len(batcher.running)
         if drafts:  # each token is a row of its own, with the pages of the tokens before it
             table = upload(batcher.table[drafts.row], self.memory.kv.device, torch.int32)
-            tokens, positions = self._inputs(drafts, batcher.length, drafts.num_tokens)
+            tokens, positions = self._inputs(drafts, batcher.length)
             choose = record_rows(self.memory.experts, positions, table)
             return self.verify(batcher, drafts, self.weights.decode(tokens, positions, table, self.memory.kv, choose))
         self.graphs.send(batcher.table[:n])
@@ -110,17 +116,16 @@ class Runner:
     def _compute(self, batcher: Batcher, chunks: list[Chunk], drafts: Drafts | None, n: int) -> Tensor:
         """Return hidden states of `n` decoding rows and their drafts, then of the chunks. [T, hidden_size]
 
-        With drafts and no chunks some rows more may follow, which mean nothing.
+        With drafts or chunks some rows more may follow, which mean nothing.
         """
         rows, kv, table, length = self.rows, self.memory.kv, batcher.table, batcher.length[:n]
-        is_decode = not chunks and native.can_decode(kv)
-        if n and drafts:
-            size = few_sizes(drafts.num_tokens) if is_decode else drafts.num_tokens
-            inputs = self._inputs(drafts, length, size)
-        else:
-            inputs = rows.last_token[:n], rows.length[:n]
-        if is_decode:
-            of_row = table[padded(drafts.row, len(inputs[0]), 0)] if drafts else table[:n]
+        inputs = self._inputs(drafts, length) if n and drafts else (rows.last_token[:n], rows.length[:n])
+        if native.can_decode(kv):
+            of_row = table[drafts.row] if n and drafts else table[:n]
+            if chunks or drafts:
+                tokens, positions, pages = chunk_rows(chunks, len(of_row), table.shape[1])
+                inputs = torch.cat((inputs[0], tokens)), torch.cat((inputs[1], positions))
+                of_row = np.concatenate((of_row, pages))
             rows_pages = upload(of_row, kv.device, torch.int32)
             choose = record_rows(self.memory.experts, inputs[1], rows_pages)
             return self.weights.decode(*inputs, rows_pages, kv, choose)
@@ -136,10 +141,10 @@ class Runner:
         choose = record(self.memory.experts, attention.pages, attention.offset)
         return self.weights(attention.token_ids, attention.positions, attention, choose)
 
-    def _inputs(self, drafts: Drafts, length: np.ndarray, size: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a step with drafts computes, and their positions; some of none behind. [size] twice"""
-        device, positions = self.memory.kv.device, drafts.positions(length)
-        return upload(padded(drafts.tokens, size, 0), device), upload(padded(positions, size, -1), device)
+    def _inputs(self, drafts: Drafts, length: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return the tokens that a step with drafts computes, and their positions. [T] twice"""
+        device = self.memory.kv.device
+        return upload(drafts.tokens, device), upload(drafts.positions(length), device)
 
     def verify(self, batcher: Batcher, drafts: Drafts, hidden: Tensor) -> None:
         """Draw after each token of a step with drafts, and keep what each row's draft foresaw. [T, hidden_size]"""

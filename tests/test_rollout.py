@@ -5,7 +5,7 @@ import json
 import pickle
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -431,8 +431,17 @@ def test_equal_contexts_are_prefilled_once(model, oracle) -> None:
 
 @pytest.mark.parametrize("budget, page", [(16, 2), (21, 64), (60, 2)])
 def test_a_forward_keeps_its_token_budget(model, monkeypatch, budget: int, page: int) -> None:
-    engine, sizes, forward = make_engine(model, step_tokens=budget, page_size=page), [], Shard.__call__
-    monkeypatch.setattr(Shard, "__call__", lambda self, ids, *rest: sizes.append(len(ids)) or forward(self, ids, *rest))
+    engine, sizes = make_engine(model, step_tokens=budget, page_size=page), list[int]()
+
+    def counted(forward: Callable) -> Callable:
+        def count(shard: Shard, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+            sizes.append(int((positions >= 0).sum()))
+            return forward(shard, token_ids, positions, *rest)
+
+        return count
+
+    for way in ("__call__", "decode"):  # without and with a compiler
+        monkeypatch.setattr(Shard, way, counted(getattr(Shard, way)))
     lengths = [len(s.prompt_ids) for s in make_sequences(12)]
     for s in make_sequences(12):
         engine.add(s)
