@@ -441,12 +441,17 @@ def committed(files: Sequence[str]) -> str:
     return git("rev-parse", "HEAD") or "unknown"
 
 
+VECTORS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}  # widest first: CPUs of one name differ in them
+
+
 def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    text = info.read_text() if info.exists() else ""
+    names, flags = (re.findall(rf"{name}\s*: (.*)", text) or [""] for name in ("model name", "flags"))
+    widest = next((f" ({name})" for flag, name in VECTORS.items() if flag in flags[0].split()), "")
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": (names[0] or platform.processor()) + widest,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "torch": version("torch"),
         "python": platform.python_version(),
