@@ -21,19 +21,19 @@ from engine.sequence import Chunk, Parked, Sequence
 from engine.shard import Shard
 
 
-def chunk_rows(chunks: list[Chunk], before: int, width: int) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Return each token of chunks as a row of its own: tokens [T], positions [T] and pages [T, width].
+def chunk_rows(chunks: list[Chunk], before: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token of chunks as a row of its own: tokens [T], positions [T] and pages [T, width] int32.
 
     Rows of none, with position -1, are behind them, so that with the rows `before` there are `few_sizes`.
     """
     size = few_sizes(before + sum(end - start for _, start, end in chunks)) - before
-    tokens, positions, pages = np.zeros(size, np.int64), np.full(size, -1), np.zeros((size, width), np.int64)
+    tokens, positions, pages = np.zeros(size, np.int64), np.full(size, -1), np.zeros((size, width), np.int32)
     row = 0
     for prefill, start, end in chunks:
         own = slice(row, row := row + end - start)
         tokens[own], positions[own] = prefill.context[start:end], np.arange(start, end)
         pages[own, : len(prefill.leader.pages)] = prefill.leader.pages
-    return torch.from_numpy(tokens), torch.from_numpy(positions), pages
+    return torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(pages)
 
 
 class Runner:
@@ -121,12 +121,11 @@ class Runner:
         rows, kv, table, length = self.rows, self.memory.kv, batcher.table, batcher.length[:n]
         inputs = self._inputs(drafts, length) if n and drafts else (rows.last_token[:n], rows.length[:n])
         if native.can_decode(kv):
-            of_row = table[drafts.row] if n and drafts else table[:n]
+            rows_pages = upload(table[drafts.row] if n and drafts else table[:n], kv.device, torch.int32)
             if chunks or drafts:
-                tokens, positions, pages = chunk_rows(chunks, len(of_row), table.shape[1])
-                inputs = torch.cat((inputs[0], tokens)), torch.cat((inputs[1], positions))
-                of_row = np.concatenate((of_row, pages))
-            rows_pages = upload(of_row, kv.device, torch.int32)
+                own = chunk_rows(chunks, len(rows_pages), table.shape[1])
+                tokens, positions, rows_pages = (torch.cat(pair) for pair in zip((*inputs, rows_pages), own))
+                inputs = tokens, positions
             choose = record_rows(self.memory.experts, inputs[1], rows_pages)
             return self.weights.decode(*inputs, rows_pages, kv, choose)
         decode: PageAttention | DraftAttention | None = None
