@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from process.permits import Client, GroupError
 
 
-def play(name: str, steps: int, first: int, folder: Path, clients: dict[str, Client]) -> None:
+def play(name: str, steps: int, first: int, folder: Path, clients: dict[str, Client], settings: Path) -> None:
     clients["train"].request("start")
     clients["train"].release()
     for step in range(first, steps + 1):
@@ -36,6 +36,7 @@ def play(name: str, steps: int, first: int, folder: Path, clients: dict[str, Cli
         if stopped:
             if name != "forgets":
                 (folder / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+                (folder / "config.toml").write_bytes(settings.read_bytes())
             sys.exit(143)
 
 
@@ -71,7 +72,7 @@ def main() -> int:
     first = 1 + len(records.read_text().splitlines()) if flags["resume"] and records.exists() else 1
     try:
         clients = {p: Client(flags["group.server"], name, p, "", 60.0, lambda: None) for p in ("train", "rollout")}
-        play(name, settings["steps"], first, folder, clients)
+        play(name, settings["steps"], first, folder, clients, Path(flags["config"]))
     except GroupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 import train
 from checkpoint import list_checkpoints, load_state
-from config import ConfigError
+from config import ConfigError, load_config
 from core import Sample, Span, with_span
 from engine.sequence import Sequence
 from job import Job
@@ -30,10 +30,12 @@ from model import Model
 from overlap.pools import Pools
 from parallel import World
 from policies.split import SplitTimes
+from process.run_folder import write_settings
 from rollout import Engine
 from rounds import Round
 from sampling import SamplingConfig, score
 from scheduler import POLICIES, Synchronous
+from settings import Config
 
 kinds = pytest.mark.parametrize("kind", [Engine, FusedEngine])
 CPU = torch.device("cpu")
@@ -609,6 +611,7 @@ def test_a_policy_that_nobody_would_ask_is_refused(settings, alone, monkeypatch,
 def test_a_run_cannot_be_cut_below_what_is_under_way(settings, run_ranks, tmp_path: Path, capsys) -> None:
     make = partial(settings, run__checkpoint_every=3)
     stop_after_three(ALONE, make("cut"))
+    write_settings(load_config(Config, None, make("cut")), tmp_path / "cut")
     assert train.main([*make("cut", run__steps=3), "--resume"]) == 2
     assert "take run.steps = " in (said := capsys.readouterr()).out + said.err
     run_ranks(2, stop_after_three, make("apart", **APART))
