@@ -4,6 +4,7 @@
     python benchmarks/time_to_score.py --task hailstone --entry sync eta_both --seed 0 1
     python benchmarks/time_to_score.py --limit-minutes 30        begins no run that would probably end later
     python benchmarks/time_to_score.py --again --entry sync      once more, though they are there
+    python benchmarks/time_to_score.py --forget-old              drop what is kept of other code; runs nothing
     python benchmarks/time_to_score.py --list                    what there is and what is missing; runs nothing
     python benchmarks/time_to_score.py --quick                   a few steps of each; keeps nothing
 
@@ -14,7 +15,7 @@ what the task's config says; `seconds` ends its runs earlier than those of other
 A run has 2 ranks of one thread and is evaluated every 10 steps. Its seconds are those of its steps: rollout, rewards,
 training and new weights; start, warm start and evaluations do not count. It ends at the first evaluation with the
 score, or at a limit. All runs of a seed begin with one model, and the held-out responses are drawn alike. They take
-turns, 10 steps each, because the speed of a shared machine changes.
+turns, 10 steps each, because the speed of a shared machine changes; as many at once as its memory holds.
 
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
@@ -62,6 +63,7 @@ NAME = "time_to_score"
 STORE = ROOT / RESULTS / f"{NAME}.json"
 ENTRIES = ROOT / "configs" / "scores"
 SEEDS, RANKS, EVERY = 3, 2, 10  # runs of an entry; ranks of a run; steps between evaluations
+RUN_GIB = 4  # memory that a run may take: two ranks, which keep theirs while others have their turn, and their launcher
 BASE = "sync"
 TURNS = "benchmarks/taking_turns.py"
 LOOK_SECONDS = 0.2
@@ -167,11 +169,19 @@ def read_entries() -> dict[str, Entry]:
 def all_runs(
     entries: Iterable[Entry], tasks: Iterable[str] = TASKS, seeds: Iterable[int] = range(SEEDS)
 ) -> list[Asked]:
-    """Return the runs of each seed together, in the order in which they take turns: TRL's last."""
+    """Return the runs of each seed together, in the order in which they take turns: synchronous first, TRL's last."""
     of = [entry for entry in entries]
     runs = [Asked(task, entry, seed) for task in tasks for seed in seeds for entry in of if task in entry.tasks]
     order = [*TASKS]
-    return sorted(runs, key=lambda run: (order.index(run.task), run.seed, run.entry.program != "plainroll"))
+    place = {run: (run.entry.program != "plainroll", run.entry.name != BASE) for run in runs}
+    return sorted(runs, key=lambda run: (order.index(run.task), run.seed, *place[run]))
+
+
+def contests_of(runs: Iterable[Asked], gib: float) -> list[list[Asked]]:
+    """Return the runs of each task and seed that take turns, as many at once as a memory holds."""
+    most = max(1, int(gib / RUN_GIB))
+    of_seeds = ([*of] for _, of in groupby(runs, key=lambda run: (run.task, run.seed)))
+    return [each[i : i + most] for each in of_seeds for i in range(0, len(each), most)]
 
 
 # ---- one run -----------------------------------------------------------------------------------------------------
@@ -398,11 +408,23 @@ def keep(row: dict[str, Any], commit: str, measured: dict[str, str], entries: Ma
     row = row | {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()), "code": code_of(measured)}
     others = [r for r in data["result"]["runs"] if any(r[k] != row[k] for k in ("task", "entry", "seed", "cpu"))]
     rows = [*(r for r in others if is_current(r, entries)), row]
-    codes = data["codes"] | {row["code"]: measured}
-    codes = {code: files for code, files in codes.items() if code in {r["code"] for r in rows}}
+    data["codes"] |= {row["code"]: measured}
+    write(data | {"commit": commit, "date": row["date"], "machine": machine()}, rows, entries)
+
+
+def forget(code: str, entries: Mapping[str, Entry]) -> None:
+    """Keep only the runs of a code."""
+    if STORE.exists():
+        data = load_store()
+        write(data, [row for row in data["result"]["runs"] if row["code"] == code], entries)
+
+
+def write(data: dict[str, Any], rows: list[dict[str, Any]], entries: Mapping[str, Entry]) -> None:
+    """Write the store with these runs, and the summary of all of them."""
+    codes = {code: files for code, files in data["codes"].items() if code in {r["code"] for r in rows}}
     kept = {
-        **{"command": f"python benchmarks/{NAME}.py", "commit": commit, "date": row["date"]},
-        **{"seconds": sum(r["wall"] for r in rows), "machine": machine(), "measured": common(codes.values())},
+        **{"command": f"python benchmarks/{NAME}.py", "commit": data["commit"], "date": data["date"]},
+        **{"seconds": sum(r["wall"] for r in rows), "machine": data["machine"], "measured": common(codes.values())},
         **{"codes": codes, "result": summary(rows, entries), "output": []},
     }
     new = STORE.with_suffix(".new")
@@ -564,7 +586,7 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
     there = {(r["task"], r["entry"], r["seed"]) for r in load_store()["result"]["runs"] if is_current(r, entries)}
     todo = [run for run in asked if arguments.again or run.key not in there]
     print(f"{len(todo)} runs to do, {len(asked) - len(todo)} of {len(asked)} are there")
-    contests = [[*of] for _, of in groupby(todo, key=lambda run: (run.task, run.seed))]
+    contests = contests_of(todo, machine()["memory_gib"])
     for i, contest in enumerate(contests):
         rows = load_store()["result"]["runs"]
         minutes = [sum(expected(run, rows, entries) for run in each) / 60 for each in contests[i:]]
@@ -604,6 +626,7 @@ def main() -> int:
     parser.add_argument("--entry", nargs="+", choices=entries, default=[*entries])
     parser.add_argument("--seed", nargs="+", type=int, choices=range(SEEDS), default=[*range(SEEDS)])
     parser.add_argument("--again", action="store_true", help="run what is there too")
+    parser.add_argument("--forget-old", action="store_true", help="run nothing; forget the runs of other code")
     parser.add_argument("--limit-minutes", type=float, help="begin no run that would probably end later")
     parser.add_argument("--list", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true", help="under 2 minutes: two steps of each entry, without TRL")
@@ -613,7 +636,9 @@ def main() -> int:
         if arguments.quick:
             result = play_quick({name: entries[name] for name in arguments.entry})
         else:
-            if not arguments.list:
+            if arguments.forget_old:
+                forget(now, entries)
+            elif not arguments.list:
                 play_all(arguments, entries)
             result = summary([r for r in load_store()["result"]["runs"] if is_current(r, entries)], entries)
     except RuntimeError as error:

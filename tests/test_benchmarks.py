@@ -288,6 +288,16 @@ def test_a_run_ends_at_the_first_evaluation_with_the_score(time_to_score: Module
     assert time_to_score.is_over([curve[1] | {"seconds": 100.0}], task)
 
 
+def test_as_many_runs_take_turns_as_memory_holds(time_to_score: ModuleType) -> None:
+    made = [time_to_score.Entry(n, n, (), ("hailstone",), "trl" if n == "a" else "plainroll") for n in "abcd"]
+    made.append(time_to_score.Entry("sync", "sync", (), ("hailstone",), "plainroll"))
+    contests = time_to_score.contests_of(time_to_score.all_runs(made, seeds=(0, 1)), 2.5 * time_to_score.RUN_GIB)
+    names = [[run.entry.name for run in each] for each in contests]
+    assert names == [["sync", "b"], ["c", "d"], ["a"]] * 2 and [each[0].seed for each in contests] == [0] * 3 + [1] * 3
+    alone = time_to_score.contests_of(time_to_score.all_runs(made, seeds=(0,)), 1.0)
+    assert len(alone) == 5, "one at a time where there is less"
+
+
 def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: pytest.CaptureFixture) -> None:
     made = {name: time_to_score.Entry(name, name, (), ("hailstone",), "plainroll") for name in ("sync", "fast", "lame")}
     made["trl"] = time_to_score.Entry("trl", "TRL", (), ("hailstone",), "trl")
@@ -334,6 +344,10 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     }
     time_to_score.show(data["result"], "another")
     assert "9 of 9 runs are of other code" in capsys.readouterr().out
+    time_to_score.keep(scored("sync", 0, 90.0), "abd", {"a.py": "2"}, made)
+    time_to_score.forget(time_to_score.code_of({"a.py": "2"}), made)
+    left = json.loads(time_to_score.STORE.read_text())
+    assert [row["commit"] for row in left["result"]["runs"]] == ["abd"] and left["measured"] == {"a.py": "2"}
     made["fast"] = time_to_score.Entry("fast", "fast", ("trainer.lr=1",), ("hailstone",), "plainroll")
     assert not any(time_to_score.is_current(r, made) for r in data["result"]["runs"] if r["entry"] == "fast")
     made["trl"] = time_to_score.Entry("trl", "TRL", (), ("hailstone",), "trl", seconds=100.0)
