@@ -157,8 +157,8 @@ BENCHMARKS = {
         + ("benchmarks/taking_turns.py",),
         "seconds until the default task is learnt, to a held-out accuracy of {score:.2f}, medians of the seeds that "
         "have run: our best, {best}, is {seconds_ratio_best_over_sync:.2f} x as fast as our synchronous training; on "
-        "the CPU with runs of TRL's GRPOTrainer {trl_best} is at least {seconds_ratio_trl_over_best:.1f} x as fast, one "
-        "seed ([leaderboard](#time-to-a-score))",
+        "the CPU with runs of TRL's GRPOTrainer {trl_best} is at least {seconds_ratio_trl_over_best:.1f} x as fast, "
+        "one seed ([leaderboard](#time-to-a-score))",
         keeps=True,
     ),
     "drafts": Benchmark(
