@@ -5,16 +5,20 @@ RANKS ?= 2
 CONFIG ?= configs/rollflash.toml
 VENV := .venv
 
-.PHONY: train test test-fast lint notebook figures results results-quick
+.PHONY: train test test-fast test-all lint notebook figures results results-quick
 train: $(VENV)/ready
 	$(VENV)/bin/python train.py --ranks=$(RANKS) --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/ready-dev
+	$(VENV)/bin/python -m pytest -m "not thorough" $(TESTS)
+
+# With further cases of what other tests hold (marked thorough).
+test-all: $(VENV)/ready-dev
 	$(VENV)/bin/python -m pytest $(TESTS)
 
 # Without what starts ranks, programs or whole runs, or takes long (marked slow).
 test-fast: $(VENV)/ready-dev
-	$(VENV)/bin/python -m pytest -m "not slow" $(TESTS)
+	$(VENV)/bin/python -m pytest -m "not slow and not thorough" $(TESTS)
 
 lint: $(VENV)/ready-dev
 	$(VENV)/bin/ruff format --check .

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
@@ -39,6 +40,7 @@ torch.set_flush_denormal(True)
 thaw, gc.unfreeze = gc.unfreeze, lambda: None  # else every run looks at a million objects that were here before it
 TINY = WarmStartConfig(steps=0, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
 ALONE = parallel.World(0, 1, torch.device("cpu"))
+thorough = partial(pytest.param, marks=pytest.mark.thorough)  # a parameter whose case others hold, too
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -82,6 +82,7 @@ def test_ranks_apart_train_bit_for_bit_as_one_rank_does(settings, run_ranks, tmp
         assert states[0]["cursor"] == states[1]["cursor"], name
 
 
+@pytest.mark.thorough
 def test_pools_of_any_size_train_the_same_rounds(settings, run_ranks, tmp_path: Path) -> None:
     assert train.main(settings("one", **RACES)) == 0
     two = dict(overlap__train_ranks=2)

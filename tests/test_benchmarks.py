@@ -195,6 +195,7 @@ def test_a_score_is_reached_between_two_evaluations_and_waits_are_counted(tmp_pa
     assert asynchrony.idle(run, seconds=5.0) == {"train": 0.65, "decode": 0.65}, "all ranks do both"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_slow_environments_on_the_smallest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -215,6 +216,7 @@ def test_slow_environments_on_the_smallest_shape(monkeypatch: pytest.MonkeyPatch
     assert slow.measure_pages(size)[0]["recomputed_ms"] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_rewards_on_the_smallest_shape(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "reward.py"), "--shape", "nano"]
@@ -225,6 +227,7 @@ def test_rewards_on_the_smallest_shape(tmp_path: Path) -> None:
     assert all(value > 0 for name, value in metrics.items() if name.startswith("speedup"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_training_step_is_that_of_transformers(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "training.py"), "--quick", "--shape", "nano"]
@@ -439,6 +442,7 @@ def test_a_group_is_timed_from_its_first_rollout_to_its_last_update() -> None:
         assert mux.cold_seconds(events) == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_exchanged_round_goes_the_way_of_the_simulated_one(fork_server, monkeypatch: pytest.MonkeyPatch) -> None:
     start = torch.multiprocessing.start_processes
@@ -455,6 +459,7 @@ def test_an_exchanged_round_goes_the_way_of_the_simulated_one(fork_server, monke
         assert few["token_bytes"] > 0 and control.timed(4, 16, 2)["responses"] >= 2 * 16 * 8
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_over_a_slow_link_one_model_crosses() -> None:
     for mux_sync in load("mux_sync"):
@@ -608,6 +613,7 @@ def test_engines_are_asked_for_the_same(peers: ModuleType) -> None:
     assert {len(ids) for ids in prompts} == {peers.PROMPT} and len(set(map(tuple, prompts))) == 32
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_peer_that_cannot_be_installed_is_left_out(
     peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -134,6 +134,7 @@ def groups_of(folder: Path, steps: int) -> list[Group]:
     return [group for step in range(1, steps + 1) for group in load_groups(folder / "rollouts", step, any_shape())]
 
 
+@pytest.mark.thorough
 def test_ranks_of_a_replica_draft_alike_by_what_the_first_has_measured(settings, run_ranks, tmp_path: Path) -> None:
     plan = {"scheduler__policy": "synchronous", "run__steps": 4, "run__timeout_seconds": 120, "data__eval": ""}
     plan |= {"data__eval_prompts": 0, "rollout__tensor_parallel": 2}
@@ -172,6 +173,7 @@ def train_with_a_tail(world: World, *runs: list[str]) -> None:
     train_with_told_costs(world, *runs)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_resumed_run_repeats_the_drafts_of_one_that_went_through(settings, tmp_path: Path) -> None:
     plan = {"run__checkpoint_every": 2, "run__keep_checkpoints": 9}

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from conftest import ALONE, ROOT, FusedEngine, steps_of, train_runs
+from conftest import ALONE, ROOT, FusedEngine, steps_of, thorough, train_runs
 from test_updates import losses, tokens_of, train_and_be_killed, trained
 from torch.multiprocessing.spawn import ProcessException
 from worlds import chat
@@ -125,6 +125,7 @@ def train_fused(world: World, *runs: list[str], **more) -> None:
         train_runs(world, *runs, **more)
 
 
+@pytest.mark.thorough
 def test_ranks_change_no_token_where_samples_are_returned_a_step_late(settings, run_ranks, tmp_path: Path) -> None:
     surplus = dict(scheduler__eta_responses=1.5, scheduler__eta_prompts=1.5, scheduler__policy="tail_batching")
     make = partial(settings, overlap__depth=1, overlap__bound=3, run__steps=6, **surplus)
@@ -198,9 +199,9 @@ def test_neither_a_barrier_nor_latency_changes_a_token(settings, monkeypatch, tm
 @pytest.mark.parametrize(
     "own",
     [
-        dict(env__clock="time"),
+        thorough(dict(env__clock="time")),
         dict(env__clock="time", overlap__depth=1),
-        dict(rollout__tensor_parallel=2),  # where it fails on one of the ranks only
+        thorough(dict(rollout__tensor_parallel=2)),  # where it fails on one of the ranks only
     ],
 )
 def test_slow_and_failing_environments_hold_up_nobody_and_train_nothing_else(

@@ -141,6 +141,7 @@ def test_ranks_start_the_script_that_has_the_entry(example, tiny, monkeypatch) -
     assert started == [str(EXAMPLES / "own_loss.py")]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_notebook_runs_and_keeps_no_outputs(settings, tmp_path, monkeypatch) -> None:
     """Every cell, on a tiny model, with two steps on one rank and a grader that gives a random model a gradient."""

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import thorough
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -98,7 +99,7 @@ def ids_of(model: JudgeModel, texts=TEXTS) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [thorough(True), False])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_verdicts_are_the_logprobs_of_transformers(family, tied, tiny_folder, tmp_path, make_judge):
@@ -118,7 +119,7 @@ def test_verdicts_are_the_logprobs_of_transformers(family, tied, tiny_folder, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("labels", [1, 2, 3])
+@pytest.mark.parametrize("labels", [1, thorough(2), thorough(3)])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_reward_models_score_as_those_of_transformers(family, labels, tiny_folder, tmp_path, make_judge):

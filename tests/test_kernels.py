@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from conftest import thorough
 from torch import Tensor
 
 from engine import kernels, native
@@ -384,6 +385,7 @@ def test_the_nucleus_by_triton_is_that_of_a_sort(vocab: int, top_p: float) -> No
 # ---- which code runs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif("triton" in RUNNERS or not kernels.HAS_TRITON, reason="needs triton, and runs its kernels itself")
 def test_kernels_in_the_interpreter() -> None:
@@ -434,7 +436,12 @@ TYPE_NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 @pytest.mark.slow
 @pytest.mark.skipif(not kernels.HAS_TRITON or kernels.INTERPRETED, reason="needs triton, and not its interpreter")
 @pytest.mark.parametrize(
-    "dtype, groups, size", [(torch.bfloat16, 7, 64), (torch.bfloat16, 4, 256), (torch.float32, 2, 80)]
+    "dtype, groups, size",
+    [
+        (torch.bfloat16, 4, 256),
+        thorough(torch.bfloat16, 7, 64),
+        thorough(torch.float32, 2, 80),
+    ],
 )
 def test_compiles_for_an_h100(
     dtype: torch.dtype, groups: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -144,6 +144,7 @@ def test_two_ranks_train_beside_modules_of_our_names(user, tmp_path) -> None:
     assert any(r["reward"] > 0 for r in records)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("user", ["editable"], indirect=True)
 def test_a_job_is_stepped_by_hand(user, tmp_path) -> None:
@@ -153,6 +154,7 @@ def test_a_job_is_stepped_by_hand(user, tmp_path) -> None:
     assert len(steps_of(tmp_path / "run")) == 1 and (tmp_path / "run/checkpoints/step_000001/state.json").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_example_trains_on_two_ranks(user, tmp_path) -> None:
     text = (ROOT / "examples" / "library.py").read_text()

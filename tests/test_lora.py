@@ -242,6 +242,7 @@ def settings(settings, mixed_prompts: Path) -> Callable[..., list[str]]:
     return lambda name, **more: settings(name, **lora | more)
 
 
+@pytest.mark.thorough
 def test_how_a_run_is_spread_changes_no_trajectory(settings, run_ranks, tmp_path: Path) -> None:
     train_runs(ALONE, settings("alone", **RACES))
     run_ranks(2, train_all, [(settings(name, **RACES | way), name == "sharded") for name, way in WAYS.items()])
@@ -254,6 +255,7 @@ def test_how_a_run_is_spread_changes_no_trajectory(settings, run_ranks, tmp_path
             assert run[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-5), (name, key)
 
 
+@pytest.mark.thorough
 def test_a_rollout_that_runs_ahead_gets_the_merged_weights(settings, run_ranks, tmp_path: Path) -> None:
     ahead = dict(overlap__depth=1, overlap__bound=3, rollout__stop=json.dumps([*"ABCDEFGH"]), run__steps=4)
     run_ranks(2, train_runs, settings("both", **ahead), settings("apart", **ahead, overlap__train_ranks=1))

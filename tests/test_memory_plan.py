@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALONE, ROOT
+from conftest import ALONE, ROOT, thorough
 from test_benchmarks import load
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -370,11 +370,19 @@ def compare_sharded(world: World) -> None:
         compare(memory, memory.Case("tiny", world.size, "on", "sharded", lora=8), world)
 
 
+@pytest.mark.thorough
 def test_a_sharded_run_holds_what_it_plans(run_ranks) -> None:
     run_ranks(2, compare_sharded)
 
 
-@pytest.mark.parametrize(("recompute", "chunk", "rank"), [("on", 2048, 0), ("off", 4096, 0), ("on", 2048, 32)])
+@pytest.mark.parametrize(
+    ("recompute", "chunk", "rank"),
+    [
+        thorough("on", 2048, 0),
+        thorough("off", 4096, 0),
+        ("on", 2048, 32),
+    ],
+)
 @pytest.mark.slow
 def test_a_7b_model_holds_what_is_planned(
     memory: ModuleType, monkeypatch, recompute: str, chunk: int, rank: int

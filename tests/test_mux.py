@@ -240,6 +240,7 @@ def share_of_digits(response, answer, row):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_next_job_decodes_beside_the_tail_of_another(
     files, settings, run_ranks, mixed_prompts: Path, tmp_path: Path

@@ -72,6 +72,7 @@ def test_a_job_that_runs_ahead_rolls_out_while_it_trains():
         assert len(begun) <= number + 2 or begun[number + 2] >= training.end
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["A + A", "D + D + E"])
 def test_groups_cost_as_little_as_in_the_paper_and_no_less_than_they_can(name, load):
@@ -83,6 +84,7 @@ def test_groups_cost_as_little_as_in_the_paper_and_no_less_than_they_can(name, l
     assert min(throughput) >= 0.84
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tail_migration_gains_what_the_paper_says(load):
     """Within the range of Figure 11, for its longest pair."""

@@ -440,6 +440,7 @@ def test_growing_lengths_raise_the_size_step_by_step(layout: str, steps: list[in
     assert seconds < replay("fixed", layout)[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.slow
 def test_the_prediction_is_close_to_the_best_fixed_size_in_hindsight(layout: str) -> None:

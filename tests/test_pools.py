@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import thorough
 from torch import nn
 
 import parallel
@@ -80,7 +81,15 @@ def check_weights_arrive(world: World, trainers: int) -> None:
     dist.batch_isend_irecv = batches
 
 
-@pytest.mark.parametrize("trainers, decoders", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    "trainers, decoders",
+    [
+        thorough(1, 1),
+        thorough(2, 1),
+        thorough(1, 2),
+        (2, 2),
+    ],
+)
 def test_weights_cross_once(run_ranks, trainers: int, decoders: int) -> None:
     run_ranks(trainers + decoders, check_weights_arrive, trainers)
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import steps_of, train_runs
+from conftest import steps_of, thorough, train_runs
 from test_rollout import FusedEngine
 from test_streamed import make_tail, trained
 from test_tensor_parallel import CONFIG, FAMILIES, SHAPE, random_model
@@ -88,11 +88,11 @@ def same_tokens_at_every_size(
 @pytest.mark.parametrize(
     "family, kind, packed, layout, shard",
     [
-        ("qwen3", Engine, True, "whole", 1),
-        ("qwen2", FusedEngine, False, "whole", 1),
+        thorough("qwen3", Engine, True, "whole", 1),
+        thorough("qwen2", FusedEngine, False, "whole", 1),
         ("qwen2", Engine, True, "sharded", 4),
         ("llama", FusedEngine, False, "sharded", 2),
-        ("tied", Engine, False, "sharded", 1),
+        thorough("tied", Engine, False, "sharded", 1),
     ],
 )
 def test_every_size_draws_the_tokens_of_one_rank(run_ranks, family, kind, packed, layout, shard) -> None:
@@ -245,7 +245,10 @@ def test_switching_at_every_step_leaves_the_training_as_it_was(run_ranks, settin
         assert mine["train"]["logprob_diff_max"] < 1e-4
 
 
-@pytest.mark.parametrize("ranks, layout", [(2, {"trainer__shard": 2, "rollout__weights": "sharded"}), (4, {})])
+@pytest.mark.parametrize(
+    "ranks, layout",
+    [(2, {"trainer__shard": 2, "rollout__weights": "sharded"}), thorough(4, {})],
+)
 def test_sizes_that_change_within_rounds_leave_the_training_as_it_was(
     run_ranks, settings, tmp_path, ranks, layout
 ) -> None:

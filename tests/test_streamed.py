@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import steps_of, train_runs
+from conftest import steps_of, thorough, train_runs
 from graders import share_of_digits
 from test_trainer import gradient
 from torch.multiprocessing.spawn import ProcessException
@@ -149,7 +149,7 @@ def trained(folder: Path) -> list[list[tuple]]:
     "ranks, losses, variants",
     [
         (2, list(LOSSES), [{}]),
-        (
+        thorough(
             4,
             ["gspo"],
             [

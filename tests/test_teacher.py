@@ -249,6 +249,7 @@ WAYS: dict[str, dict] = {  # of two ranks, all of them the trajectory of one
 }
 
 
+@pytest.mark.thorough
 def test_how_a_run_is_spread_changes_no_trajectory(settings, run_ranks, tmp_path: Path) -> None:
     both = RACES | dict(distill__reward_coef=0.5, distill__top_k=8, run__steps=3)
     train_runs(ALONE, settings("alone", **both))
@@ -261,6 +262,7 @@ def test_how_a_run_is_spread_changes_no_trajectory(settings, run_ranks, tmp_path
             assert run[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-5), (name, key)
 
 
+@pytest.mark.thorough
 def test_turns_and_older_weights(settings, run_ranks, tmp_path: Path, folder: Path) -> None:
     """A teacher says something of the tokens that the model drew, in every turn, and of those of older weights."""
     turns = dict(data__env=f"{ROOT}/tests/worlds.py:chat", data__task="", env__max_turn_tokens=8)

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FusedEngine
+from conftest import FusedEngine, thorough
 from test_drafts import Foresight, assert_same
 from torch.distributed import _symmetric_memory
 
@@ -121,12 +121,12 @@ def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
 @pytest.mark.parametrize(
     "family, size, shared",
     [
-        ("qwen2", 4, True),
+        thorough("qwen2", 4, True),
         ("qwen3", 4, True),
-        ("mistral", 2, True),
+        thorough("mistral", 2, True),
         ("mixture", 2, True),
         ("llama", 2, True),
-        ("llama", 2, False),
+        thorough("llama", 2, False),
     ],
 )
 def test_ranks_together_draw_the_tokens_of_one(run_ranks, family, size, shared) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ALONE
+from conftest import ALONE, thorough
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -485,7 +485,14 @@ def test_a_rank_may_have_nothing_but_samples_without_advantage(run_ranks, tiny_f
 
 
 @pytest.mark.parametrize(
-    "size, settings", [(2, {}), (4, {}), (2, SHARDED), (4, SHARDED | {"keeps_model": False}), (4, {"shard": 4})]
+    "size, settings",
+    [
+        (2, {}),
+        (4, SHARDED | {"keeps_model": False}),
+        thorough(4, {}),
+        thorough(2, SHARDED),
+        thorough(4, {"shard": 4}),
+    ],
 )
 def test_any_number_of_ranks_makes_the_same_update(
     run_ranks, tiny_folder, examples, tmp_path, size: int, settings: dict
