@@ -70,7 +70,7 @@ class JobRun:
             code = await self.process.wait()
             deadline = time.monotonic() + LEFT_SECONDS
             while self._processes():  # ranks may outlive their launcher, and be on their devices
-                if time.monotonic() > deadline:
+                if self.why or time.monotonic() > deadline:  # killed: they may have started others meanwhile
                     self._kill()
                 await asyncio.sleep(0.05)
             return code
@@ -97,7 +97,10 @@ class JobRun:
             self._kill()
 
     def _kill(self) -> None:
-        for pid in self._processes():
+        pids = self._processes()
+        if self.process and self.process.returncode is None:
+            pids.append(self.process.pid)  # at its very start it has no environment yet
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
