@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import thorough
 from safetensors.torch import load_file, save_file
 from test_config import limits
 from transformers import PreTrainedTokenizerFast
@@ -554,7 +555,7 @@ KEYS = """model_type architectures eos_token_id num_hidden_layers num_attention_
 hidden_size max_position_embeddings rope_theta rope_parameters rope_scaling rms_norm_eps tie_word_embeddings""".split()
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [*KEYS[:4], *map(thorough, KEYS[4:])])
 @pytest.mark.slow
 def test_a_value_of_another_kind_in_a_model_is_refused_or_trains(key, capsys, base) -> None:
     path = Path("model/config.json")

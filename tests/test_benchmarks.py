@@ -44,6 +44,7 @@ def gpu() -> Iterator[ModuleType]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_gpu_script_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--device", "cpu"]
@@ -388,6 +389,7 @@ def test_entries_are_files(time_to_score: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_runs_to_a_score_take_turns(time_to_score: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As runs of train.py, with the ranks forked: three imports of torch less."""
     (script := tmp_path / "forked.py").write_text(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from conftest import ROOT, steps_of
+from conftest import ROOT, steps_of, thorough
 from test_model import MIXTURE, make_oracle
 from test_turns import note_draws, note_trained
 from test_updates import trained
@@ -201,7 +201,9 @@ def trained_with_tools(settings, tmp_path: Path, monkeypatch) -> Callable[[Any, 
     return run
 
 
-@pytest.mark.parametrize("family", [name for name in TEMPLATES if name not in ("qwen2", "qwen3")])
+@pytest.mark.parametrize(
+    "family", ["mistral", *map(thorough, sorted(TEMPLATES.keys() - {"qwen2", "qwen3", "mistral"}))]
+)
 @pytest.mark.slow
 def test_a_chat_with_tools_is_as_its_template_writes_it(trained_with_tools, family: str) -> None:
     """Random models, some of whose tokens are calls."""

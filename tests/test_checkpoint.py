@@ -19,7 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ALONE
+from conftest import ALONE, thorough
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -615,7 +615,7 @@ def kill_at_every_call(source: Path, run: Path, step: int, keep: int) -> int:
 
 @pytest.mark.parametrize(
     "main, given",
-    [(kill_at_random_moments, ()), (kill_at_every_call, (4, 1)), (kill_at_every_call, (3, 2))],
+    [thorough(kill_at_random_moments, ()), (kill_at_every_call, (4, 1)), thorough(kill_at_every_call, (3, 2))],
     ids=["at random moments", "at every call", "at every call of writing a step again"],
 )
 def test_a_kill_leaves_only_whole_checkpoints(main, given, run_mains, tiny_folder, tmp_path):

@@ -5,7 +5,7 @@ from copy import copy
 from random import Random
 
 import pytest
-from conftest import steps_of
+from conftest import steps_of, thorough
 
 import train
 from core import Prompt
@@ -96,7 +96,7 @@ def test_a_saved_cursor_goes_on_with_the_same_prompts(mixed, stop):
 
 
 @pytest.mark.parametrize(
-    "mode", [{}, {"overlap__depth": 1, "loss__old_logprobs": "rollout", "scheduler__eta_prompts": 1}]
+    "mode", [thorough({}), {"overlap__depth": 1, "loss__old_logprobs": "rollout", "scheduler__eta_prompts": 1}]
 )
 @pytest.mark.slow
 def test_a_run_draws_other_prompts_and_goes_on_alike_after_a_kill(mode, settings, tmp_path):

@@ -110,6 +110,7 @@ def test_replicas_that_run_dry_draw_the_drafts_of_the_next_round_and_hold_nobody
     assert all(ours <= theirs for ours, theirs in zip(*windows, strict=True))
 
 
+@pytest.mark.thorough
 def test_an_endless_rollout_draws_the_same_responses_with_drafts(settings, run_ranks, tmp_path: Path) -> None:
     """With weights that stay: which groups come into a batch may differ, a response may not."""
     plan = {"overlap__depth": 1, "overlap__clock": "time", "trainer__lr": 0.0, "scheduler__policy": "synchronous"}

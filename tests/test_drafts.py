@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FusedEngine
+from conftest import FusedEngine, thorough
 from test_rollout import LIMIT, check_invariants, drain, generate, make_engine, make_sequences, preempt
 from test_turns import make as make_player
 from test_turns import make_episodes, play
@@ -89,7 +89,7 @@ def assert_same(found: Samples, wanted: Samples, tolerance: float = 2e-5) -> Non
 
 
 @kinds
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *map(thorough, range(4, 12))])
 def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int) -> None:
     """Random drafters, set and taken away between steps that admit, prefill in chunks, preempt, abort and export."""
     rng = Random(seed)
@@ -134,7 +134,7 @@ def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int) -> No
 
 
 @kinds
-@pytest.mark.parametrize("pages, page", [(16, 4), (40, 4), (90, 1), (6, 16)])
+@pytest.mark.parametrize("pages, page", [(16, 4), thorough(40, 4), (90, 1), thorough(6, 16)])
 def test_drafts_in_vain_leave_the_books_as_they_were(model, kind: type[Engine], pages: int, page: int) -> None:
     """Step by step: nobody is preempted, admitted later, or has fewer pages because of drafts that are all wrong."""
     settings = {"kind": kind, "num_pages": pages, "page_size": page, "step_tokens": 32}
@@ -176,7 +176,7 @@ def test_counters_count_drafts(model, kind: type[Engine]) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("budget", [40, 60])
+@pytest.mark.parametrize("budget", [40, thorough(60)])
 def test_drafts_keep_the_budget_of_a_step_and_chunks_go_first(model, kind: type[Engine], budget: int) -> None:
     wanted, prefilled = generate(make_engine(model, kind=kind), make_sequences(12)), list[list[int]]()
     for longest in (0, 20):
@@ -198,7 +198,7 @@ def test_drafts_keep_the_budget_of_a_step_and_chunks_go_first(model, kind: type[
 
 
 @kinds
-@pytest.mark.parametrize("right", [1.0, 0.8])
+@pytest.mark.parametrize("right", [thorough(1.0), 0.8])
 def test_a_stop_text_inside_a_draft_ends_the_response_there(model, kind: type[Engine], right: float) -> None:
     wanted = generate(make_engine(model, kind=kind), make_sequences(6))
 
@@ -223,7 +223,7 @@ def test_a_stop_text_inside_a_draft_ends_the_response_there(model, kind: type[En
 
 
 @kinds
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *map(thorough, range(1, 4))])
 def test_a_turn_that_a_stop_text_cuts_inside_a_draft_parks_no_more_than_itself(model, kind: type, seed: int) -> None:
     first = make_sequences(1, seed=seed)[0]
     [known] = generate(make_engine(model, kind=kind), [copy.deepcopy(first)]).values()

@@ -160,6 +160,7 @@ def test_episodes_go_on_from_a_checkpoint_and_lose_surplus_ones(settings, run_ra
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_episodes_that_end_between_batches_may_belong_to_groups_that_are_given_up(settings, tmp_path: Path) -> None:
     often = dict(
         run__steps=14,
@@ -176,6 +177,7 @@ def test_episodes_that_end_between_batches_may_belong_to_groups_that_are_given_u
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_neither_a_barrier_nor_latency_changes_a_token(settings, monkeypatch, tmp_path: Path) -> None:
     begun_beside, add = [], Engine.add
 
@@ -238,6 +240,7 @@ def test_failed_episodes_win_no_race_and_graders_see_whole_ones_only(settings, t
     assert sum(r["episodes"]["failed"] for r in records) > 0 and not any(r["reward_errors"] for r in records)
 
 
+@pytest.mark.thorough
 @ways
 def test_a_prompt_whose_environment_always_fails_is_not_trained_and_ends_the_run(
     settings, tmp_path: Path, capsys, way: dict

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, ROOT, steps_of, train_runs
+from conftest import ALONE, ROOT, steps_of, thorough, train_runs
 from test_drafts import Foresight, assert_same
 from test_model import make_oracle
 from test_rollout import CPU, full_logits, generate, kinds, make_engine, make_sequences
@@ -88,7 +88,7 @@ def taken(experts: abc.Sequence[int], shape: ModelShape) -> list[list[list[int]]
 
 @kinds
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("num_pages", [2000, 22])
+@pytest.mark.parametrize("num_pages", [thorough(2000), 22])
 def test_decoding_reads_what_a_full_forward_reads(name: str, num_pages: int, kind: type[Engine]) -> None:
     """In chunks of prefill, with preemption, and with drafts."""
     model, count = random_model(name), 8

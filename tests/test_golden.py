@@ -61,8 +61,7 @@ SETTINGS["async, ranks apart"] = ((2, 4), 0.0, ASYNC | dict(overlap__train_ranks
 # Played without GOLDEN, and for how many steps: two short rounds and a long one, or until the size changes.
 SHORT = {("tail batching", 1): 6, ("elastic", 2): 6}
 SHORT |= {("async", 1): 6, ("async, ranks apart", 2): 6}  # whole: the end of a run limits what it launches before
-SHORT |= {("synchronous", 1): 3} | {(name, 2): 3 for name in ("stream training", "tensor parallel")}
-SHORT |= {("sharded rollout over two", 2): 3}
+SHORT |= {("synchronous", 1): 3} | {("tensor parallel", 2): 3}
 # One trajectory, however it is computed.
 SAME = ("tail batching", "stream training", "sharded", "sharded rollout", "sharded rollout over two", "tensor parallel")
 

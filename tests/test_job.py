@@ -142,10 +142,7 @@ def train_all(world: World, runs: list[tuple[list[str], bool]]) -> None:
 def test_releases_change_no_trajectory(settings, run_ranks, tmp_path: Path) -> None:
     variants = {
         "elastic": dict(planner__rule="paper", rollout__kv_gib=0.0003, rollout__page_size=8),
-        "sharded": dict(trainer__shard=2, rollout__tensor_parallel=2),
-        "all sharded": dict(
-            trainer__shard=2, rollout__weights="sharded", planner__rule="paper", rollout__kv_gib=0.0003
-        ),
+        "sharded": dict(trainer__shard=2, rollout__weights="sharded", planner__rule="paper", rollout__kv_gib=0.0003),
     }
     both = [(name, rests) for name in variants for rests in (False, True)]
     run_ranks(2, train_all, [(settings(f"{name} {rests}", **variants[name]), rests) for name, rests in both])

@@ -174,6 +174,7 @@ def test_the_example_trains_on_two_ranks(user, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_scripts_and_their_files_are_installed(user) -> None:
     done = user("-m", "plainroll", "train", "--help")
     assert done.returncode == 0 and "--run.steps" in done.stdout, done.stderr

@@ -380,7 +380,7 @@ def test_a_sharded_run_holds_what_it_plans(run_ranks) -> None:
     [
         thorough("on", 2048, 0),
         thorough("off", 4096, 0),
-        ("on", 2048, 32),
+        thorough("on", 2048, 32),
     ],
 )
 @pytest.mark.slow

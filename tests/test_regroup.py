@@ -229,6 +229,7 @@ def settings(settings, tmp_path: Path):
 SYNCHRONOUS = {"scheduler__policy": "synchronous"}  # the rule keeps short and long rounds apart
 
 
+@pytest.mark.thorough
 def test_switching_at_every_step_leaves_the_training_as_it_was(run_ranks, settings, tmp_path) -> None:
     switching = settings("switching", planner__rule="paper", rollout__prepack="false", **SYNCHRONOUS)
     run_ranks(4, train_fixed_and_switching, switching, settings("fixed", **SYNCHRONOUS))
@@ -301,6 +302,7 @@ def train_by_graphs(world: World, run: list[str]) -> None:
     assert len(captured) == 3 * 4, "after a scale-down they are as they were"
 
 
+@pytest.mark.thorough
 def test_ranks_that_left_a_round_and_those_that_stayed_capture_graphs_together(run_ranks, settings, tmp_path) -> None:
     tail = dict(scheduler__window_iterations=2, rollout__max_response_tokens=160, rollout__max_running=8)
     both = dict(stream__policy="fixed", stream__fixed_share=0.2, planner__rule="paper", data__task="match")

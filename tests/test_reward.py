@@ -14,6 +14,7 @@ from pathlib import Path
 import hostile
 import numpy as np
 import pytest
+from conftest import thorough
 
 import reward
 from config import ConfigError
@@ -605,7 +606,7 @@ def test_what_is_forgotten_is_not_graded_any_more(user):
 # ---- what ends a run, what it records, and limits of a grader
 
 
-@pytest.mark.parametrize("trouble", ["hang", "exit", "garbage", "swell"])
+@pytest.mark.parametrize("trouble", ["hang", *map(thorough, ("exit", "garbage", "swell"))])
 @pytest.mark.slow
 def test_failures_in_a_row_on_one_grader_end_the_run(user, trouble):
     limits = dict(num_workers=1, timeout_seconds=0.5 if trouble == "hang" else 5.0, worker_gib=0.25)

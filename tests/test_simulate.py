@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE
+from conftest import ALONE, thorough
 
 from config import ConfigError, dump_toml, load_config
 from core import Group, Prompt, Reward, Sample, SampleId, Span, VisitId
@@ -480,7 +480,7 @@ def record_run(world, folder, out, rows: int, size: int, kv_gib: float) -> None:
 
 # With 6 rows responses wait for others to end, with few pages they are preempted. On two ranks the planner halves its
 # size after four quiet short rounds.
-@pytest.mark.parametrize(("ranks", "rows", "kv_gib"), [(1, 6, 0.25), (1, 64, 3e-4), (2, 64, 0.25)])
+@pytest.mark.parametrize(("ranks", "rows", "kv_gib"), [thorough(1, 6, 0.25), (1, 64, 3e-4), (2, 64, 0.25)])
 def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, run_ranks, ranks, rows, kv_gib) -> None:
     given = tiny_folder, tmp_path, rows, ranks, kv_gib
     if ranks == 1:
@@ -513,7 +513,7 @@ def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("flight", "rows", "kv_gib"), [("recompute", 64, 0.25), ("recompute", 6, 0.25), ("finish", 64, 3e-4)]
+    ("flight", "rows", "kv_gib"), [("recompute", 64, 0.25), thorough("recompute", 6, 0.25), ("finish", 64, 3e-4)]
 )
 @pytest.mark.slow
 def test_an_endless_rollout_comes_to_the_same_decisions(tiny_folder, tmp_path, flight, rows, kv_gib) -> None:

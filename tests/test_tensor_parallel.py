@@ -125,7 +125,7 @@ def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
         ("qwen3", 4, True),
         thorough("mistral", 2, True),
         ("mixture", 2, True),
-        ("llama", 2, True),
+        thorough("llama", 2, True),
         thorough("llama", 2, False),
     ],
 )

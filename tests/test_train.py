@@ -232,6 +232,7 @@ def train_and_be_killed(world: World, settings: list[str]) -> None:
     train_runs(world, settings)
 
 
+@pytest.mark.thorough
 def test_a_killed_run_resumes_to_the_same_trajectory(settings, run_ranks, tmp_path):
     overrides = dict(run__steps=4, run__checkpoint_every=1, loss__kl_coef=0.01, trainer__updates_per_step=2)
     overrides |= dict(data__task=f"{GRADERS}:has_many_digits")  # which takes another time at every call

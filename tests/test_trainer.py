@@ -908,7 +908,7 @@ def train_and_save(
     assert isinstance(trainer.learner.layers[0].qkv_proj.weight, DTensor) == (settings.get("shard", 1) > 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, thorough(torch.bfloat16)], ids=str)
 def test_a_run_goes_on_with_another_sharding(run_ranks, tiny_folder, examples, tmp_path, dtype: torch.dtype) -> None:
     plain = partial(train_and_save, dtype=dtype, weight_decay=0.5)
     sharded = partial(plain, shard=2, offload_optimizer=True)

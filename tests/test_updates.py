@@ -369,7 +369,8 @@ def test_pools_of_any_size_train_the_same(settings, run_ranks, tmp_path: Path) -
     assert set(versions) == {0, 1, 2, 3}, "new weights reach the ranks that decode"
 
 
-@pytest.mark.parametrize("sync", [thorough("at_once"), "with_batch"])
+@pytest.mark.parametrize("sync", ["at_once", "with_batch"])
+@pytest.mark.thorough
 def test_pools_resume_bit_for_bit(settings, run_ranks, tmp_path: Path, sync: str) -> None:
     often = dict(run__checkpoint_every=2, run__eval_every=3, data__eval_prompts=4, run__steps=5)
     pools = COUNTED if sync == "at_once" else APART
@@ -464,6 +465,7 @@ def test_pools_on_measured_time_train_each_prompt_once(settings, run_ranks, tmp_
         assert all(np.isfinite(losses(tmp_path / name)).ravel())
 
 
+@pytest.mark.thorough
 def test_the_shipped_config_with_few_pages(tiny_folder: Path, run_ranks, tmp_path: Path) -> None:
     """Sequences that lose their pages, between updates and at them, go on; each prompt is trained once."""
 
