@@ -207,6 +207,7 @@ def have_long_tails(group: Group, client: Client, over: threading.Event) -> None
 IN_PARTS: dict[str, dict[str, Any]] = RUNS | {"long rounds": dict(scheduler__policy="synchronous")}
 
 
+@pytest.mark.thorough
 def test_rounds_begin_and_end_on_a_part_of_their_ranks_and_their_tokens_stay(
     settings, run_ranks, group: Group, tmp_path: Path
 ) -> None:

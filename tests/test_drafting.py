@@ -79,6 +79,7 @@ def assert_same_groups(folder: Path, other: Path, steps: range) -> None:
         assert [[s.token_ids for s in g.samples] for g in ours] == [[s.token_ids for s in g.samples] for g in theirs]
 
 
+@pytest.mark.thorough
 def test_drafts_of_each_source_change_no_group_and_are_partly_right(settings, run_ranks, tmp_path: Path) -> None:
     plain = {"data__eval": "", "data__eval_prompts": 0}
     runs = {name: settings(name, (name,), **plain) for name in SOURCES} | {"none": settings("none", **plain)}

@@ -137,6 +137,7 @@ def test_ranks_change_no_token_where_samples_are_returned_a_step_late(settings, 
         assert tokens_of(tmp_path / name) == tokens_of(tmp_path / "one")
 
 
+@pytest.mark.thorough
 def test_neither_speed_nor_place_of_environments_changes_a_token(settings, run_ranks, tmp_path: Path) -> None:
     """Replies come in any order, from worker processes or from none; on four ranks too."""
     make = partial(settings, run__steps=3, overlap__depth=1, overlap__bound=3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, thorough
 
 import train
 from config import ConfigError
@@ -177,7 +177,9 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, scrip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how, code, line", [("refuse", 2, "error: no"), ("die", 137, "error: SIGKILL ended rank 1 ")])
+@pytest.mark.parametrize(
+    "how, code, line", [thorough("refuse", 2, "error: no"), ("die", 137, "error: SIGKILL ended rank 1 ")]
+)
 def test_a_failure_is_one_line(tmp_path, how: str, code: int, line: str) -> None:
     process = start(tmp_path, how)
     _, said = process.communicate(timeout=120)

@@ -136,6 +136,7 @@ def listens() -> bool:
     return Path("out").exists() and "jobs start; " in Path("out").read_text()
 
 
+@pytest.mark.thorough
 def test_a_killed_server_ends_all_jobs_with_one_clear_error_each_and_all_resume(files, begin) -> None:
     arguments = files("slow", "a", steps=600)
     process = begin(arguments)

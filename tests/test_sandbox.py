@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hostile
 import pytest
+from conftest import thorough
 
 from config import ConfigError
 from core import Prompt
@@ -74,7 +75,13 @@ def stdin_case(stdin: str, stdout: str) -> dict[str, str]:
 
 # ---- programs that mean well
 
+FIRST = next((name for name, (found, _) in FOUND.items() if found), sandbox.ISOLATIONS[0])
+by_the_first = pytest.mark.parametrize(
+    "how", [name if name == FIRST else thorough(name) for name in sandbox.ISOLATIONS], indirect=True
+)
 
+
+@by_the_first
 @pytest.mark.parametrize(
     "program, stdin, stdout, passes",
     [
@@ -173,6 +180,7 @@ limit = 7
 """
 
 
+@by_the_first
 @pytest.mark.parametrize(
     "program, test, passes",
     [
@@ -217,6 +225,7 @@ def test_sets_have_the_same_order_every_time(how, clean):
     assert run("def f(): return [*{'b', 'a', 'c', 'd'}]", served, LIMITS, how).passed
 
 
+@by_the_first
 @pytest.mark.parametrize(
     "program, test",
     [

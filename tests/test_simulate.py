@@ -480,7 +480,7 @@ def record_run(world, folder, out, rows: int, size: int, kv_gib: float) -> None:
 
 # With 6 rows responses wait for others to end, with few pages they are preempted. On two ranks the planner halves its
 # size after four quiet short rounds.
-@pytest.mark.parametrize(("ranks", "rows", "kv_gib"), [thorough(1, 6, 0.25), (1, 64, 3e-4), (2, 64, 0.25)])
+@pytest.mark.parametrize(("ranks", "rows", "kv_gib"), [thorough(1, 6, 0.25), thorough(1, 64, 3e-4), (2, 64, 0.25)])
 def test_engine_and_simulator_come_to_the_same_decisions(tiny_folder, tmp_path, run_ranks, ranks, rows, kv_gib) -> None:
     given = tiny_folder, tmp_path, rows, ranks, kv_gib
     if ranks == 1:

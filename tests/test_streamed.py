@@ -284,6 +284,7 @@ def train_and_be_killed(world: World, settings: list[str], method: str, rank: in
     train_runs(world, settings, resume=True)
 
 
+@pytest.mark.thorough
 def test_ranks_killed_while_streaming_lose_nothing(run_ranks, settings, tmp_path) -> None:
     args = settings("killed", **WHOLE, run__steps=4, run__checkpoint_every=2)
     run = tmp_path / "killed"

@@ -122,7 +122,7 @@ def same_tokens(world: World, size: int, family: str, shared: bool) -> None:
     "family, size, shared",
     [
         thorough("qwen2", 4, True),
-        ("qwen3", 4, True),
+        thorough("qwen3", 4, True),
         thorough("mistral", 2, True),
         ("mixture", 2, True),
         thorough("llama", 2, True),

@@ -179,6 +179,7 @@ def test_windows_and_audits_change_no_trajectory(settings, tmp_path):
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {1, 2, 3, 4}
 
 
+@pytest.mark.thorough
 def test_dynamic_sampling_does_not_depend_on_how_fast_graders_are(settings, run_ranks, tmp_path):
     overrides = RACE | dict(
         data__task=f"{GRADERS}:has_many_digits", scheduler__dynamic_sampling="true", scheduler__max_draws=16
@@ -232,7 +233,6 @@ def train_and_be_killed(world: World, settings: list[str]) -> None:
     train_runs(world, settings)
 
 
-@pytest.mark.thorough
 def test_a_killed_run_resumes_to_the_same_trajectory(settings, run_ranks, tmp_path):
     overrides = dict(run__steps=4, run__checkpoint_every=1, loss__kl_coef=0.01, trainer__updates_per_step=2)
     overrides |= dict(data__task=f"{GRADERS}:has_many_digits")  # which takes another time at every call
@@ -266,6 +266,7 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_is_killed_restarted_stopped_by_a_signal_and_resumed_loses_nothing(settings, tmp_path):
     """Ranks killed in rounds without a checkpoint: tests/test_streamed.py."""
     overrides = RACE | dict(run__checkpoint_every=5, run__dump_rollouts="true")
@@ -327,6 +328,7 @@ def train_until(world: World, settings: list[str], step: int) -> None:
         train.train(config, world, resume=True)
 
 
+@pytest.mark.thorough
 def test_a_run_of_four_ranks_goes_on_with_two_and_then_alone(settings, run_ranks, tmp_path):
     overrides = RACE | dict(run__checkpoint_every=0, run__dump_rollouts="true")
     assert train.main(settings("straight", **overrides)) == 0

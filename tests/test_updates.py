@@ -221,6 +221,7 @@ def check_each_once(folder: Path, settings_steps: int = 6, num_prompts: int = 4)
     assert len(visits) == len(set(visits)) == num_prompts * settings_steps
 
 
+@pytest.mark.thorough
 def test_a_run_is_a_function_of_its_seed_on_any_number_of_ranks(settings, run_ranks, tmp_path: Path) -> None:
     assert train.main(settings("one")) == 0
     run_ranks(4, train_runs, settings("four"), settings("tp", rollout__tensor_parallel=2))
@@ -425,6 +426,7 @@ def train_and_be_signalled_as_ranks_move(world: World, settings: list[str]) -> N
     train_decoding_slowly(world, settings)
 
 
+@pytest.mark.thorough
 def test_a_signal_while_ranks_change_sides_ends_the_run(settings, run_ranks, tmp_path: Path) -> None:
     auto = settings("auto", **APART | dict(run__steps=5, rollout__stop="[]", overlap__train_ranks="auto"))
     run_ranks(3, train_and_be_signalled_as_ranks_move, auto)
