@@ -6,7 +6,7 @@
     python benchmarks/time_to_score.py --again --entry sync      once more, though they are there
     python benchmarks/time_to_score.py --forget-old              drop what is kept of other code; runs nothing
     python benchmarks/time_to_score.py --list                    what there is and what is missing; runs nothing
-    python benchmarks/time_to_score.py --quick                   a few steps of each; keeps nothing
+    python benchmarks/time_to_score.py --quick                   a few steps of some of them; keeps nothing
 
 An entry is a file of configs/scores/: settings over those of the task's config, with a `title`. A new file is a new row
 of the table. `tasks` names the tasks that an entry can do, if not all; `program = "trl"` is TRL's GRPOTrainer, with
@@ -19,7 +19,8 @@ turns, 10 steps each, because the speed of a shared machine changes; as many at 
 
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
-the best of our entries is on the first task, by medians. `seconds_ratio_trl_over_best`: how many times as fast as TRL;
+the best of our entries is on the first task, by medians; `best_by_seed`: with each seed, whose start both have.
+`seconds_ratio_trl_over_best`: how many times as fast as TRL, `seconds_ratio_trl_over_sync`: and synchronous training;
 at least that, if `trl_reached` is false: then TRL was ended before it had the score. Runs on another CPU have rows of
 their own, and ratios are of runs on the same CPU: each of the one with most runs, of those that have it.
 `window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
@@ -71,8 +72,9 @@ FIXED = {"run", "data", "model", "warm_start"}  # sections that no entry changes
 FIRST_GUESS = {"plainroll": 180.0, "trl": 1500.0}  # seconds of a run, before any is known
 QUICK = (
     *("run.eval_every=2", "data.eval_prompts=16", "warm_start.steps=20"),
-    *("scheduler.num_prompts=4", "rollout.max_response_tokens=64"),
+    *("scheduler.num_prompts=8", "rollout.max_response_tokens=64"),
 )
+QUICK_ENTRIES = "sync", "async_4", "drafts_ahead", "rollpacker"  # of all kinds; as many as two minutes have time for
 
 
 @dataclass(frozen=True)
@@ -461,6 +463,12 @@ def ratio(slow: Mapping[Start, float], fast: Mapping[Start, float]) -> float | N
     return finite(above / below, 2) if math.isfinite(below) else None
 
 
+def by_seed(slow: Mapping[Start, float], fast: Mapping[Start, float]) -> list[float | None]:
+    """Return the ratio for each seed that both have on the same CPU; None where one did not reach the score."""
+    starts = sorted(slow.keys() & fast.keys())
+    return [finite(slow[start] / fast[start], 2) if math.isfinite(fast[start]) else None for start in starts]
+
+
 def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
     """Return the table: the tasks, of each the CPU with most runs first, of each the fastest first."""
     table = []
@@ -477,6 +485,7 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
                 **{"most": finite(max(seconds.values())), "reached": len(reached), "seeds": len(mine)},
                 "samples": round(statistics.median(r["samples"] for r in reached)) if math.isfinite(middle) else None,
                 "faster": ratio(seconds_of(base), seconds),
+                "by_seed": ", ".join("-" if r is None else f"{r:.2f}" for r in by_seed(seconds_of(base), seconds)),
                 **{wait: f"{statistics.median(seen):.1%}" if seen else "" for wait, seen in waits.items()},
                 "commits": ", ".join(sorted({row["commit"][:7] for row in mine})),
                 "cpu": cpu,
@@ -501,8 +510,8 @@ def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], tas
     rows = [row for row in rows if row["task"] == task]
     found = [_best_of([row for row in rows if row["cpu"] == cpu], entries) for cpu in most_first(rows)] or [{}]
     ratios = {
-        "seconds_ratio_best_over_sync": {"best", "cpu"},
-        "seconds_ratio_trl_over_best": {"trl_best", "trl_reached"},
+        "seconds_ratio_best_over_sync": {"best", "best_by_seed", "cpu"},
+        "seconds_ratio_trl_over_best": {"trl_best", "trl_reached", "seconds_ratio_trl_over_sync"},
     }
     return {
         key: of.get(key)
@@ -527,7 +536,9 @@ def _best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) ->
     return {
         **{"cpu": rows[0]["cpu"], "best": title, "trl_best": title},
         "seconds_ratio_best_over_sync": ratio(runs.get(BASE, {}), runs.get(best, {})),
+        "best_by_seed": by_seed(runs.get(BASE, {}), runs.get(best, {})),
         "seconds_ratio_trl_over_best": ratio(spent(trls), runs.get(best, {})),
+        "seconds_ratio_trl_over_sync": ratio(spent(trls), runs.get(BASE, {})),
         "trl_reached": all(row["reached"] for row in trls) if trls else None,
     }
 
@@ -608,10 +619,11 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
 
 def play_quick(entries: dict[str, Entry]) -> dict[str, Any]:
     """Play two steps of each of our entries on the first task, with a score that any model has."""
-    task = Task(TASKS["hailstone"].config, 0.0, 2, 60.0)
-    runs = all_runs((e for e in entries.values() if e.program == "plainroll"), ["hailstone"], [0])
-    rows = [row | {"commit": "quick"} for row in play_in_turns({run: play(run, task, QUICK) for run in runs})]
-    return summary(rows, entries)
+    task = Task(TASKS[FIRST].config, 0.0, 2, 60.0)
+    runs = all_runs((e for e in entries.values() if e.program == "plainroll"), [FIRST], [0])
+    contests = contests_of(runs, machine()["memory_gib"])
+    played = (row for contest in contests for row in play_in_turns({run: play(run, task, QUICK) for run in contest}))
+    return summary([row | {"commit": "quick"} for row in played], entries)
 
 
 def main() -> int:
@@ -623,14 +635,15 @@ def main() -> int:
         return 2
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=TASKS, default=[*TASKS])
-    parser.add_argument("--entry", nargs="+", choices=entries, default=[*entries])
+    parser.add_argument("--entry", nargs="+", choices=entries, help="default: all; with --quick some of all kinds")
     parser.add_argument("--seed", nargs="+", type=int, choices=range(SEEDS), default=[*range(SEEDS)])
     parser.add_argument("--again", action="store_true", help="run what is there too")
     parser.add_argument("--forget-old", action="store_true", help="run nothing; forget the runs of other code")
     parser.add_argument("--limit-minutes", type=float, help="begin no run that would probably end later")
     parser.add_argument("--list", action="store_true", help="run nothing")
-    parser.add_argument("--quick", action="store_true", help="under 2 minutes: two steps of each entry, without TRL")
+    parser.add_argument("--quick", action="store_true", help="under 2 minutes: two steps of an entry, without TRL")
     arguments = parser.parse_args()
+    arguments.entry = arguments.entry or [*(QUICK_ENTRIES if arguments.quick else entries)]
     now = code_of(fingerprints(NAME))
     try:
         if arguments.quick:

@@ -5,9 +5,9 @@
 Two models with random weights: `tiny` (4 layers x 128), and `half`, the shape of a 0.5B Qwen2 with fewer layers, so
 that it runs in minutes. Long-tailed lengths, as in engine.py. Both sides have the same weights, samples, loss (PPO's,
 on log-probs of the sampled tokens), clipping, AdamW, fp32 and threads; each runs in a process of its own. Each takes
-the best of several budgets of tokens in a micro-batch. transformers also runs under torch.compile, where that works,
-but not in --quick. Contenders take turns; a speed is that of the median turn. Tokens are prompts and responses,
-without padding.
+the best of several budgets of tokens in a micro-batch (--quick: one). transformers also runs under torch.compile,
+where that works, but not in --quick. Contenders take turns; a speed is that of the median turn. Tokens are prompts and
+responses, without padding.
 
 Attention in one long sequence, which these samples do not have, is compared with torch's own on its own.
 
@@ -72,7 +72,7 @@ def examples_of(name: str, quick: bool) -> list[Example]:
 
 def budgets_of(name: str, kind: str, quick: bool) -> tuple[int, ...]:
     budgets = BUDGETS[name][kind]
-    return budgets[1:3] or budgets if quick else budgets
+    return budgets[1:2] or budgets if quick else budgets
 
 
 def operations(shape: ModelShape, samples: list[Example]) -> float:
@@ -149,7 +149,7 @@ class Contender:
 
 def race(name: str, quick: bool) -> dict[str, Any]:
     """Return what one shape's contenders do."""
-    turns = TURNS[name]
+    turns = 1 if quick else TURNS[name]
     samples = examples_of(name, quick)
     tokens, least = (
         sum(e.num_tokens for e in samples),
@@ -226,7 +226,7 @@ def long_attention(name: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer samples and layers: under 2 minutes on 2 cores")
+    parser.add_argument("--quick", action="store_true", help="one turn, fewer samples: under 2 minutes on 2 cores")
     parser.add_argument("--shape", choices=tuple(LAYERS), help="only this one")
     parser.add_argument("--worker", choices=("ours", "transformers", "compiled"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Held-out accuracy over seconds of training: the runs of benchmarks/time_to_score.py, as far as they are there.
+"""Seconds until a model has learnt a task, by ways to train: the runs of benchmarks/time_to_score.py that are there.
 
 python figures/time_to_score.py    draws from benchmarks/results/time_to_score.json
 
-A panel is a task on one CPU. A line is a run, to its first evaluation with the score (dashed); a dot or square is the
-median of an entry's seeds, where most of them have it.
+A panel is a task on one CPU, a row a way to train, a dot a run, in the color of its seed; an arrow is a run that ended
+without the score. A bar is the median of a way's seeds, where most of them have the score.
 """
 
 import argparse
@@ -17,32 +17,35 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
-COLORS = 5  # of plainroll.mplstyle; further entries have dotted lines and squares
 DATA = HERE.parent / "benchmarks" / "results" / "time_to_score.json"
+TICKS = 20, 50, 100, 200, 500, 1000, 2000  # seconds
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     plt.style.use(HERE / "plainroll.mplstyle")
     contests = list(dict.fromkeys((row["task"], row["cpu"]) for row in result["board"]))
-    names = list(dict.fromkeys(row["entry"] for row in result["board"]))
-    figure, panels = plt.subplots(1, len(contests), squeeze=False, figsize=(1.2 + 3.4 * len(contests), 3.9))
+    rows = {c: [row for row in result["board"] if (row["task"], row["cpu"]) == c] for c in contests}
+    heights = [len(found) + 2 for found in rows.values()]
+    figure, panels = plt.subplots(
+        len(contests), squeeze=False, sharex=True, figsize=(7.5, 0.8 + 0.23 * sum(heights)), height_ratios=heights
+    )
     for axes, (task, cpu) in zip(panels.flat, contests):
-        places = [row for row in result["board"] if (row["task"], row["cpu"]) == (task, cpu)]
-        score = places[0]["score"]
-        axes.axhline(score, color="0.4", linestyle="--", linewidth=1)
-        for place in places:
-            number = names.index(place["entry"])
-            color, line, mark = f"C{number}", "-:"[number // COLORS % 2], "os"[number // COLORS % 2]
-            asked = task, place["entry"], cpu
-            for run in (r for r in result["runs"] if (r["task"], r["entry"], r["cpu"]) == asked):
-                points = [p for p in run["curve"] if p["seconds"] <= run["seconds"]]
-                axes.plot([p["seconds"] for p in points], [p["score"] for p in points], line, color=color, alpha=0.45)
-            label = place["title"] + (f": {place['median']:.0f} s" if place["median"] else ": not reached")
-            axes.plot(place["median"] or [], score if place["median"] else [], mark, color=color, label=label)
-        axes.set(title=f"{task}, to {score:g}\n{cpu}", xlabel="seconds of steps")
-        axes.set_xscale("symlog", linthresh=20)  # TRL takes many times as long
-        axes.legend(loc="lower right", fontsize=6)
-    panels[0, 0].set_ylabel("held-out avg@4")
+        for y, place in enumerate(rows[task, cpu]):
+            if place["median"]:
+                axes.barh(y, place["median"], color="0.88", zorder=0)
+                axes.annotate(f"{place['median']:.0f} s", (TICKS[0], y), (4, -3), textcoords="offset points")
+            for run in (r for r in result["runs"] if (r["task"], r["entry"], r["cpu"]) == (task, place["entry"], cpu)):
+                axes.plot(run["seconds"], y, "o" if run["reached"] else ">", color=f"C{run['seed']}")
+        titles = [place["title"] for place in rows[task, cpu]]
+        axes.set_yticks(range(len(titles)), titles)
+        axes.set(title=f"{task}, to {rows[task, cpu][0]['score']:g}, on cores of {cpu}", ylim=(len(titles) - 0.4, -0.6))
+        axes.grid(visible=False, axis="y")
+    axes.set_xscale("log")
+    axes.set_xticks(TICKS, map(str, TICKS))
+    axes.set(xlabel="seconds of steps", xlim=(TICKS[0], 1.3 * max(run["seconds"] for run in result["runs"])))
+    for seed in sorted({run["seed"] for run in result["runs"]}):
+        axes.plot([], [], "o", color=f"C{seed}", label=f"seed {seed}")
+    panels[0, 0].legend(*axes.get_legend_handles_labels(), loc="upper right")
     commits = ", ".join(sorted({run["commit"][:7] for run in result["runs"]}))
     figure.supxlabel(f"python figures/time_to_score.py ({commits}), 2 ranks of one thread", fontsize=7, color="0.4")
     figure.savefig(path)

@@ -316,7 +316,9 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     assert result["best"] == "fast" and result["seconds_ratio_best_over_sync"] == 2.4
     assert result["seconds_ratio_trl_over_best"] == 10.0, "of the seed that both have"
     assert result["board"][3] | {"median": None, "reached": 0, "samples": None} == result["board"][3]
-    assert result["trl_reached"]
+    assert result["seconds_ratio_trl_over_sync"] == 5.0 and result["trl_reached"]
+    assert result["best_by_seed"] == [2.0, 2.5, 3.0] and result["board"][0]["by_seed"] == "2.00, 2.50, 3.00"
+    assert result["board"][3]["by_seed"] == "-", "it did not reach the score"
     row = scored("trl", 0, 90.0, reached=False)
     early = time_to_score.best_of([row, scored("fast", 0, 5.0)], made, "hailstone")
     assert early["seconds_ratio_trl_over_best"] == 18.0 and early["trl_reached"] is False, "at least"
@@ -362,6 +364,15 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     assert time_to_score.is_current(early, made)
     run = time_to_score.Asked("hailstone", made["fast"], 0)
     assert time_to_score.expected(run, [scored("sync", 0, 1.0, wall=7)], made) == 7
+
+
+def test_every_entry_may_be_played_quickly(time_to_score: ModuleType) -> None:
+    entries = time_to_score.read_entries()
+    assert {*time_to_score.QUICK_ENTRIES} <= entries.keys()
+    config = str(ROOT / time_to_score.TASKS[time_to_score.FIRST].config)
+    for entry in entries.values():
+        keys = [f"--{key}" for key in (*time_to_score.QUICK, *entry.settings)]
+        check_run(load_config(Config, config, keys), time_to_score.RANKS, resume=False, is_main=False)
 
 
 def test_entries_are_files(time_to_score: ModuleType, tmp_path: Path) -> None:
