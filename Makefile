@@ -1,5 +1,6 @@
 # All commands set everything up from a fresh clone. ARGS goes to train.py, TESTS to pytest, NAMES to results.py.
-# CONFIG: what was fastest to a score with one update a step, see docs/results.md; configs/tiny.toml is on-policy.
+# CONFIG: what is faster to a score than synchronous training with each seed, see docs/results.md; configs/tiny.toml is
+# on-policy.
 PYTHON ?= python3
 RANKS ?= 2
 CONFIG ?= configs/rollflash.toml

@@ -22,7 +22,8 @@ what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many
 the best of our entries is on the first task, by medians; `best_by_seed`: with each seed, whose start both have.
 `seconds_ratio_trl_over_best`: how many times as fast as TRL, `seconds_ratio_trl_over_sync`: and synchronous training;
 at least that, if `trl_reached` is false: then TRL was ended before it had the score. Runs on another CPU have rows of
-their own, and ratios are of runs on the same CPU: each of the one with most runs, of those that have it.
+their own. Ratios are of runs on the same CPU, of those that took turns where there are such: each of the CPU with most
+runs, of those that have it.
 `window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
 windows. `idle`: the share of the steps that the rank that waits most has nothing to decode.
 """
@@ -414,6 +415,18 @@ def keep(row: dict[str, Any], commit: str, measured: dict[str, str], entries: Ma
     write(data | {"commit": commit, "date": row["date"], "machine": machine()}, rows, entries)
 
 
+def keep_beside(contest: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> None:
+    """Write to the runs of a contest how long synchronous training took in turns with them: it may be run once more."""
+    base = {(r["task"], *start_of(r)): r["seconds"] for r in contest if r["entry"] == BASE and r["reached"]}
+    ran, data = {(r["entry"], r["task"], *start_of(r)) for r in contest}, load_store()
+    rows = [
+        row | {"beside": base[key]} if (row["entry"], *key) in ran and key in base else row
+        for row in data["result"]["runs"]
+        for key in [(row["task"], *start_of(row))]
+    ]
+    write(data, rows, entries)
+
+
 def forget(code: str, entries: Mapping[str, Entry]) -> None:
     """Keep only the runs of a code."""
     if STORE.exists():
@@ -463,6 +476,12 @@ def ratio(slow: Mapping[Start, float], fast: Mapping[Start, float]) -> float | N
     return finite(above / below, 2) if math.isfinite(below) else None
 
 
+def base_of(rows: Iterable[Mapping[str, Any]], base: Mapping[Start, float]) -> dict[Start, float]:
+    """Return the seconds of synchronous training by seed and CPU: of the run in turns with a row's, else `base`."""
+    found = {start_of(row): row.get("beside") or base.get(start_of(row)) for row in rows}
+    return {start: seconds for start, seconds in found.items() if seconds}
+
+
 def by_seed(slow: Mapping[Start, float], fast: Mapping[Start, float]) -> list[float | None]:
     """Return the ratio for each seed that both have on the same CPU; None where one did not reach the score."""
     starts = sorted(slow.keys() & fast.keys())
@@ -476,6 +495,7 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
         here = [row for row in rows if (row["task"], row["cpu"]) == (task, cpu)]
         mine, base = ([row for row in here if row["entry"] == each] for each in (name, BASE))
         seconds, reached = seconds_of(mine), [row for row in mine if row["reached"]]
+        slow = base_of(mine, seconds_of(base))
         middle = statistics.median(seconds.values())
         waits = {wait: [row[wait] for row in mine if row.get(wait) is not None] for wait in ("window_wait", "idle")}
         table.append(
@@ -484,8 +504,8 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
                 **{"median": finite(middle), "least": finite(min(seconds.values()))},
                 **{"most": finite(max(seconds.values())), "reached": len(reached), "seeds": len(mine)},
                 "samples": round(statistics.median(r["samples"] for r in reached)) if math.isfinite(middle) else None,
-                "faster": ratio(seconds_of(base), seconds),
-                "by_seed": ", ".join("-" if r is None else f"{r:.2f}" for r in by_seed(seconds_of(base), seconds)),
+                "faster": ratio(slow, seconds),
+                "by_seed": ", ".join("-" if r is None else f"{r:.2f}" for r in by_seed(slow, seconds)),
                 **{wait: f"{statistics.median(seen):.1%}" if seen else "" for wait, seen in waits.items()},
                 "commits": ", ".join(sorted({row["commit"][:7] for row in mine})),
                 "cpu": cpu,
@@ -531,12 +551,13 @@ def _best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) ->
     most = max(map(len, ours.values()), default=0)
     middle = {name: statistics.median(seconds.values()) for name, seconds in ours.items() if len(seconds) == most}
     best = min(middle, key=middle.__getitem__, default="")
+    slow = base_of((row for row in rows if row["entry"] == best), runs.get(BASE, {}))
     trls = [row for row in rows if entries[row["entry"]].program == "trl"]
     title = entries[best].title if best else None
     return {
         **{"cpu": rows[0]["cpu"], "best": title, "trl_best": title},
-        "seconds_ratio_best_over_sync": ratio(runs.get(BASE, {}), runs.get(best, {})),
-        "best_by_seed": by_seed(runs.get(BASE, {}), runs.get(best, {})),
+        "seconds_ratio_best_over_sync": ratio(slow, runs.get(best, {})),
+        "best_by_seed": by_seed(slow, runs.get(best, {})),
         "seconds_ratio_trl_over_best": ratio(spent(trls), runs.get(best, {})),
         "seconds_ratio_trl_over_sync": ratio(spent(trls), runs.get(BASE, {})),
         "trl_reached": all(row["reached"] for row in trls) if trls else None,
@@ -609,12 +630,15 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
         measured, task = fingerprints(NAME), TASKS[contest[0].task]
         commit = committed([*measured, *(str(path.relative_to(ROOT)) for path in ENTRIES.glob("*.toml"))])
         playing = {run: play(run, limited(task, run.entry)) for run in contest}
+        ended = list[dict[str, Any]]()
         for row in play_in_turns(playing):
             if fingerprints(NAME) != measured:
                 raise RuntimeError("what it measures changed while it ran, nothing is kept of this run")
             keep(row, commit, measured, entries)
+            ended.append(row)
             end = "reached" if row["reached"] else "not reached"
             print(f"    {entries[row['entry']].title}: {end}, {row['seconds']:.1f} s of steps, {row['wall']} s in all")
+        keep_beside(ended, entries)
 
 
 def play_quick(entries: dict[str, Entry]) -> dict[str, Any]:

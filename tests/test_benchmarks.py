@@ -369,6 +369,12 @@ def test_each_seed_has_a_ratio(time_to_score: ModuleType) -> None:
     rows = [scored("sync", seed, 100.0) for seed in (1, 0, 2)]
     rows += [scored("fast", 0, 50.0), scored("fast", 1, 40.0), scored("fast", 2, 70.0, reached=False)]
     assert time_to_score.best_of(rows, made, "hailstone")["best_by_seed"] == [2.0, 2.5, None]
+    for row in rows:
+        time_to_score.keep(row, "abc", {"a.py": "1"}, made)
+    time_to_score.keep_beside(rows, made)
+    time_to_score.keep(scored("sync", 0, 300.0), "abc", {"a.py": "1"}, made)
+    again = json.loads(time_to_score.STORE.read_text())["result"]
+    assert again["best_by_seed"] == [2.0, 2.5, None], "of what ran in turns"
     assert time_to_score.board([row | {"commit": "abc"} for row in rows], made)[0]["by_seed"] == "2.00, 2.50, -", (
         "the last did not reach the score"
     )
