@@ -75,7 +75,7 @@ QUICK = (
     *("run.eval_every=2", "data.eval_prompts=16", "warm_start.steps=20"),
     *("scheduler.num_prompts=8", "rollout.max_response_tokens=64"),
 )
-QUICK_ENTRIES = "sync", "async_4", "drafts_ahead", "rollpacker"  # of all kinds; as many as two minutes have time for
+QUICK_ENTRIES = "sync", "async_4", "rollpacker"  # as many as two minutes have time for
 
 
 @dataclass(frozen=True)
@@ -394,6 +394,10 @@ def is_current(row: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
     )
 
 
+def today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
+
+
 def code_of(measured: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -408,7 +412,7 @@ def common(codes: Iterable[Mapping[str, str]]) -> dict[str, str]:
 def keep(row: dict[str, Any], commit: str, measured: dict[str, str], entries: Mapping[str, Entry]) -> None:
     """Write a run to the store, and the summary of all that is there."""
     data = load_store()
-    row = row | {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()), "code": code_of(measured)}
+    row = row | {"commit": commit, "date": today(), "code": code_of(measured)}
     others = [r for r in data["result"]["runs"] if any(r[k] != row[k] for k in ("task", "entry", "seed", "cpu"))]
     rows = [*(r for r in others if is_current(r, entries)), row]
     data["codes"] |= {row["code"]: measured}
@@ -647,7 +651,7 @@ def play_quick(entries: dict[str, Entry]) -> dict[str, Any]:
     runs = all_runs((e for e in entries.values() if e.program == "plainroll"), [FIRST], [0])
     contests = contests_of(runs, machine()["memory_gib"])
     played = (row for contest in contests for row in play_in_turns({run: play(run, task, QUICK) for run in contest}))
-    return summary([row | {"commit": "quick"} for row in played], entries)
+    return summary([row | {"commit": "quick", "date": today()} for row in played], entries)
 
 
 def main() -> int:
@@ -659,7 +663,7 @@ def main() -> int:
         return 2
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=TASKS, default=[*TASKS])
-    parser.add_argument("--entry", nargs="+", choices=entries, help="default: all; with --quick some of all kinds")
+    parser.add_argument("--entry", nargs="+", choices=entries, help="default: all; with --quick a few")
     parser.add_argument("--seed", nargs="+", type=int, choices=range(SEEDS), default=[*range(SEEDS)])
     parser.add_argument("--again", action="store_true", help="run what is there too")
     parser.add_argument("--forget-old", action="store_true", help="run nothing; forget the runs of other code")

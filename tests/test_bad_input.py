@@ -263,6 +263,7 @@ def test_a_bad_data_file_is_refused_by_name(name, capsys, base) -> None:
     assert "data.jsonl" in refused(capsys, base)
 
 
+@pytest.mark.slow
 def test_rows_left_out_for_held_out_prompts_are_told_of(capsys, base) -> None:
     rows = [*GOOD[:3], *[GOOD[3]] * 17]
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -422,6 +423,7 @@ def test_a_bad_model_folder_is_refused_by_name(name, capsys, base) -> None:
     assert "model" in said or "context" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
 def test_weights_that_are_not_finite_are_refused_before_the_first_step(value, capsys, base) -> None:
     weights = load_file("model/model.safetensors")
@@ -479,6 +481,7 @@ GRADERS = {
 ADVISED = ("lines at import", "does not compile", "does not import")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRADERS)
 def test_a_bad_grader_is_refused_by_name(name, capsys, base) -> None:
     task, code = GRADERS[name]
@@ -495,6 +498,7 @@ def test_a_bad_template_is_refused(template, capsys, base) -> None:
     assert "data.template" in refused(capsys, base, data__template=template)
 
 
+@pytest.mark.slow
 def test_a_run_folder_in_use_or_of_other_settings_is_refused_and_left_alone(capsys, base) -> None:
     folder = Path("run")
     folder.mkdir()
@@ -622,6 +626,7 @@ def test_an_audit_of_a_policy_that_races_by_itself(base, capsys, monkeypatch) ->
     assert check(capsys, base, *args, "--scheduler.policy=raced") == (0, "")
 
 
+@pytest.mark.slow
 def test_turns_have_credit_only_by_the_grader_that_knows_their_rewards(base, capsys) -> None:
     Path("game.py").write_text("def play(row, seed):\n    yield ''\n    return 1.0\n")
     args = ["--data.env=game.py:play", "--loss.credit=turn"]
@@ -675,6 +680,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(cut)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data.jsonl", "my.toml", "model/config.json", "model/tokenizer.json", "grader.py"])
 def test_files_with_random_damage_are_fine_or_refused(name, capsys, base) -> None:
     Path("my.toml").write_text('[run]\nsteps = 3\n[loss]\nname = "ppo"\n[scheduler]\neta_prompts = 1.5\n')

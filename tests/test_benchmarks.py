@@ -380,6 +380,7 @@ def test_each_seed_has_a_ratio(time_to_score: ModuleType) -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_entry_may_be_played_quickly(time_to_score: ModuleType) -> None:
     entries = time_to_score.read_entries()
     assert {*time_to_score.QUICK_ENTRIES} <= entries.keys()
@@ -519,6 +520,7 @@ def test_benchmarks_that_a_script_imports_are_measured_with_it(results: ModuleTy
     )
 
 
+@pytest.mark.slow
 def test_every_measured_file_is_there_and_every_script_has_a_quick_run(results: ModuleType) -> None:
     missing = {file for b in results.BENCHMARKS.values() for file in b.files if not list(ROOT.glob(file))}
     assert not missing

@@ -181,6 +181,7 @@ def test_transformers_computes_and_generates_the_same_from_an_exported_folder(
     assert generated[0].tolist() == ids
 
 
+@pytest.mark.slow
 def test_a_sharded_qwen3_is_trained_and_goes_back_in_shards(settings, tiny_folder, tmp_path, monkeypatch):
     source = Path(shutil.copytree(tiny_folder, tmp_path / "qwen3"))
     (source / WEIGHTS).unlink()

@@ -327,6 +327,7 @@ def texts(prompts: list[Prompt]) -> set[str]:
     return {prompt.text for prompt in prompts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("count", [0, 1, 100, 10**6])
 def test_a_task_holds_the_same_numbers_out_whatever_is_evaluated(task, count, plain):
@@ -633,6 +634,7 @@ def test_a_table_that_cannot_be_used_is_refused_in_one_line(arrow, plain, tmp_pa
 # ---- several sources
 
 
+@pytest.mark.slow
 def test_sources_are_drawn_by_their_weights_and_held_out_by_them_too(jsonl, plain):
     a, b = (
         jsonl(*rows(400), name="a.jsonl"),
@@ -655,6 +657,7 @@ def test_sources_are_drawn_by_their_weights_and_held_out_by_them_too(jsonl, plai
     assert hail == [v.id for v in PromptCursor(alone, 3).take(len(hail))], "its order is that of a run on it alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 5, 333])
 def test_a_saved_mixture_goes_on_where_it_was_and_a_copy_looks_ahead(stop, jsonl, plain):
     config = DataConfig(train=jsonl(*rows(20)), mix="reverse_add=0.3", eval_prompts=0)

@@ -88,6 +88,7 @@ def assert_same(found: Samples, wanted: Samples, tolerance: float = 2e-5) -> Non
 # ---- any drafter, any time ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("seed", [*range(4), *map(thorough, range(4, 12))])
 def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int) -> None:
@@ -133,6 +134,7 @@ def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int) -> No
     assert counts == told
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("pages, page", [(16, 4), thorough(40, 4), (90, 1), thorough(6, 16)])
 def test_drafts_in_vain_leave_the_books_as_they_were(model, kind: type[Engine], pages: int, page: int) -> None:
@@ -175,6 +177,7 @@ def test_counters_count_drafts(model, kind: type[Engine]) -> None:
     assert (wrong.steps, wrong.computed) == (LIMIT - 1, 4 * (LIMIT - 1) + drafted)
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("budget", [40, thorough(60)])
 def test_drafts_keep_the_budget_of_a_step_and_chunks_go_first(model, kind: type[Engine], budget: int) -> None:
@@ -242,6 +245,7 @@ def test_a_turn_that_a_stop_text_cuts_inside_a_draft_parks_no_more_than_itself(m
     assert_same({first.id: seconds[1]}, {first.id: seconds[0]})
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("limits", [{}, {"max_turn_tokens": 5}])
 @pytest.mark.parametrize("right", [1.0, 0.7])

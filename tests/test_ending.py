@@ -148,6 +148,7 @@ def test_nothing_keeps_an_engine_after_its_run(settings, monkeypatch) -> None:
     assert [engine() for engine in engines] == [None], "its CUDA graphs would hold NCCL's communicators"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_kept_keeps_no_graphs(settings) -> None:
     config = load_config(Config, None, settings(run__steps=1, data__eval_prompts=0))
     Path(config.run.dir).mkdir()

@@ -329,6 +329,7 @@ def rewards_of(name: str, player: str | Player, episodes: int) -> list[float]:
     return [played(game.environment, row, act, seed).reward for seed, row in enumerate(rows)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, player, reward",
     [
@@ -515,6 +516,7 @@ def test_a_check_says_what_episodes_are_like_and_whether_they_can_be_replayed(ow
     assert "random.Random(seed)" in said and max(map(len, said.splitlines())) <= 110
 
 
+@pytest.mark.slow
 def test_an_environment_is_tried_in_a_worker_with_its_time_limit(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "import time\ntime.sleep(600)\ndef f(row, seed):\n    yield ''\n"

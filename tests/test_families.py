@@ -86,6 +86,7 @@ def taken(experts: abc.Sequence[int], shape: ModelShape) -> list[list[list[int]]
     return torch.tensor(list(experts)).view(-1, shape.num_layers, shape.experts_per_token).sort(-1).values.tolist()
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("num_pages", [thorough(2000), 22])

@@ -38,6 +38,7 @@ def committed(name: str):
     return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [path.stem for path in sorted(FIGURES.glob("*.py"))])
 def test_help_draws_nothing(name: str, load, capsys: pytest.CaptureFixture, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
@@ -46,6 +47,7 @@ def test_help_draws_nothing(name: str, load, capsys: pytest.CaptureFixture, monk
     assert "usage:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accuracy", "bias", "timeline", "timeline_asynchrony", "stream"])
 def test_the_committed_data_is_drawn(name: str, load, tmp_path: Path) -> None:
     drawn, *caption = (committed(name),) if name == "accuracy" else load("training_runs").kept(FIGURES / f"{name}.json")
@@ -88,6 +90,7 @@ def test_adapters_are_drawn_beside_all_weights(load, tmp_path: Path) -> None:
     assert found["train_seconds_adapters"] == 1.5
 
 
+@pytest.mark.slow
 def test_asynchronous_runs_are_drawn_and_compared_with_the_synchronous_ones(load, tmp_path: Path) -> None:
     script = load("asynchrony_learning")
     made = {"commit": "0" * 40, "date": "2026-11-22", "reward": [0.1, 0.2]}
@@ -158,6 +161,7 @@ def test_runs_of_games_are_drawn_beside_players_and_told_where_they_miss_the_tar
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["out.pdf", "out.png"])
 def test_a_run_is_drawn(name: str, load, tmp_path: Path) -> None:
     run = load("run")

@@ -64,6 +64,7 @@ def test_bounds_hold_for_any_nodes():
             assert least * (1 - 1e-9) <= seconds <= most * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_periods_are_those_of_a_long_play(nodes):
     for group in random_groups(4, 60, nodes, most=3 if nodes == 1 else 5):
@@ -73,6 +74,7 @@ def test_periods_are_those_of_a_long_play(nodes):
             assert seconds == pytest.approx((ends[-1] - ends[99]) / (len(ends) - 100), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_short_job_before_long_ones_hides_no_period():
     group = [Member("a", frozenset({0}), 1, 1), Member("b", frozenset({1}), 200, 3), Member("c", frozenset({2}), 9, 1)]
     ran = play(group, 300)
@@ -237,6 +239,7 @@ def by_trying(job: Asked, groups: list[MuxGroup], prices: Prices) -> tuple[float
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_admission_finds_the_cheapest_place_that_there_is(seed):
     rng, groups = random.Random(f"cheapest {seed}"), list[MuxGroup]()

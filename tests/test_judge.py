@@ -159,6 +159,7 @@ class LateCopies(ThreadCopies):
         return super().start(target, source, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["writer", "scorer"])
 def test_streamed_equals_resident_bit_for_bit(kind, request, make_judge):
     judge = make_judge(request.getfixturevalue(kind))
@@ -490,6 +491,7 @@ def test_a_run_with_a_judge_on_two_ranks(settings, run_mains, tmp_path, writer):
         assert record["judge"]["batches"] >= 2 and 0 < record["judge"]["verdict_mass"] < 1
 
 
+@pytest.mark.slow
 def test_the_trainer_has_the_memory_of_a_judge_of_an_endless_rollout(settings, monkeypatch):
     told, learn = [], job.learn
     monkeypatch.setattr(OffloadedModel, "give_back", lambda _: told.append("judge"))

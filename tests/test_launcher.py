@@ -128,6 +128,7 @@ def test_a_script_says_how_threads_wait_before_torch_reads_it(script: str) -> No
     assert done.returncode == 0 and done.stdout == "early\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_check_sees_the_ranks_that_it_is_told(alone, settings, capsys) -> None:
     assert train.main([*settings(), "--check"]) == 0 and "fine for 1 rank (--ranks=N" in capsys.readouterr().out
     assert train.main([*settings(), "--check", "--ranks=2"]) == 0 and "fine for 2 ranks" in capsys.readouterr().out

@@ -84,6 +84,7 @@ def test_the_rooms_of_the_design_are_here() -> None:
     assert expected <= ROOMS.keys()
 
 
+@pytest.mark.slow
 def test_imports_between_rooms_make_no_circle() -> None:
     graph = {name: imports(path) & ROOMS.keys() for name, path in ROOMS.items()}
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError and names the circle
@@ -140,6 +141,7 @@ def test_no_torch_by_any_path(room: str) -> None:
     assert not reachable(room) & {"torch", "transformers", "safetensors"}
 
 
+@pytest.mark.slow
 def test_no_torch_when_they_are_really_imported() -> None:
     code = f"import sys, {', '.join(NO_TORCH)}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -157,6 +159,7 @@ def test_no_script_hides_a_folder() -> None:
     assert all((ROOT / folder / "__init__.py").exists() for folder in scripts.intersection(FOLDERS))
 
 
+@pytest.mark.slow
 def test_every_file_says_its_job() -> None:
     for path in FILES:
         docstring = ast.get_docstring(parsed(path))
@@ -169,6 +172,7 @@ def listed(file: str) -> set[str]:
     return {re.split("[=<>; ]", line)[0].replace("-", "_") for line in lines if line and line[0] not in "#-"}
 
 
+@pytest.mark.slow
 def test_every_imported_package_is_listed() -> None:
     """What is used in requirements.txt, all of it and no more; what only tests need in requirements-dev.txt."""
     ours = {*sys.stdlib_module_names, *FOLDERS, *SCRIPTS, *ROOMS, PACKAGE, *(path.stem for path in FILES)}

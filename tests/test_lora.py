@@ -315,6 +315,7 @@ def test_bad_settings_are_refused_in_one_line(settings, capsys, given: dict, par
     assert text.startswith("error: ") and text.count("\n") == 1 and all(part in text for part in parts), text
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_adapters_only(settings, capsys) -> None:
     assert train.main(settings("run", run__steps=1)) == 0
     assert train.main([*settings("run", run__steps=1, trainer__lora__rank=8), "--resume"]) == 2

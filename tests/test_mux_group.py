@@ -94,6 +94,7 @@ def test_tail_migration_gains_what_the_paper_says(load):
     assert 1.06 <= on / off <= 1.28
 
 
+@pytest.mark.slow
 def test_the_papers_bad_pair_is_slowed_down_and_refused(load):
     figure = load("mux_pair")
     for name, slowdown in figure.slowdowns().items():

@@ -64,6 +64,7 @@ def names_called(monkeypatch) -> set[str]:
     return called
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monkeypatch) -> None:
     called, fused = names_called(monkeypatch), generate(model)
@@ -415,6 +416,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch)
     assert native.library() is None
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
 def test_a_damaged_file_is_compiled_anew(tmp_path: Path, monkeypatch) -> None:

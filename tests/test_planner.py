@@ -432,6 +432,7 @@ def replay(rule: str, layout: str, start: int = 1) -> tuple[list[int], float]:
     return chosen, total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "steps"), [("whole", [1, 2, 4, 8]), ("sharded", [1, 2, 4])])
 def test_growing_lengths_raise_the_size_step_by_step(layout: str, steps: list[int]) -> None:
     """Figure 12: from 1 to 2 and from 2 to 4 while lengths grow from 8k to 32k, for less time than at 1."""

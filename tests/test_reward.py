@@ -335,6 +335,7 @@ def test_users_function_from_file_and_module(user, tmp_path, source):
         assert grade_one(pool, task, "a", "a", {"bonus": 0.25}).value == 2.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, cause",
     [
@@ -470,11 +471,13 @@ def test_math_in_workers(user):
     assert rewards["tower"].value == 0 and "did not finish within 2 s" in rewards["tower"].error
 
 
+@pytest.mark.slow
 def test_workers_do_not_load_the_trainer(user):
     with RewardPool(CONFIG, [user + "loads_trainer", "math"]) as pool:
         assert grade_one(pool, user + "loads_trainer").value == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trouble, limit, cause",
     [
@@ -512,6 +515,7 @@ def test_a_worker_that_fails_leaves_no_process(user, how):
         assert wait_until_gone(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_workers_and_their_children_die_with_a_killed_parent(user, state):
     script = f"""
@@ -578,6 +582,7 @@ def test_wait_returns_when_the_wanted_are_graded(user):
         assert pool.num_pending == 2
 
 
+@pytest.mark.slow
 def test_what_is_forgotten_is_not_handed_back_and_its_name_is_free(user):
     with RewardPool(RewardConfig(num_workers=1, timeout_seconds=1.0), [user + "good", user + "hangs"]) as pool:
         pool.submit("hang", user + "hangs", "", "", {})
@@ -624,6 +629,7 @@ def test_failures_in_a_row_on_one_grader_end_the_run(user, trouble):
                 pool.drain()
 
 
+@pytest.mark.slow
 def test_failures_may_be_allowed_for_ever(user):
     with RewardPool(RewardConfig(num_workers=2, max_failures=0), [user + "exits"]) as pool:
         for key in range(5):
@@ -631,6 +637,7 @@ def test_failures_may_be_allowed_for_ever(user):
         assert len(pool.drain()) == 5
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaks_is_replaced_and_its_rewards_count(user):
     task = user + "leaks"
     with RewardPool(RewardConfig(num_workers=1, timeout_seconds=10.0, worker_gib=0.2), [task]) as pool:
@@ -645,6 +652,7 @@ def test_async_graders(user):
         assert "did not finish within 1 s" in grade_one(pool, user + "waits_in_vain").error
 
 
+@pytest.mark.slow
 def test_a_grader_keeps_to_its_concurrency(user):
     task, free = user + "alone", user + "in_pairs"
     config = RewardConfig(num_workers=4, timeout_seconds=60.0, concurrency=f"{task}=1")
@@ -728,6 +736,7 @@ def test_an_answer_that_is_no_list_of_cases_is_an_error(code_pool, answer):
         check_rewards(RewardConfig(), [prompt])
 
 
+@pytest.mark.slow
 def test_time_limits_adapt_and_a_program_that_hangs_costs_no_worker():
     answer = '[{"stdin": "", "stdout": "1"}]'
     config = RewardConfig(num_workers=1, case_min_seconds=0.5, case_max_seconds=20.0, case_audit=0.0)
@@ -772,6 +781,7 @@ def test_hostile_programs_through_the_pool():
     assert not any(reward.error for reward in rewards.values()) and stats.replaced == 0
 
 
+@pytest.mark.slow
 def test_boxes_die_with_a_killed_pool(user, tmp_path):
     """SIGKILL of the trainer ends the program that a worker runs, and removes its folder."""
     (tmp_path / "boxes").mkdir()

@@ -172,6 +172,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sampled_tokens_depend_on_nothing_but_the_sequence(model, oracle, name: str) -> None:
     sequences, sampling = make_sequences(12), SamplingConfig(temperature=0.9, top_p=0.95)
@@ -184,6 +185,7 @@ def test_sampled_tokens_depend_on_nothing_but_the_sequence(model, oracle, name: 
     }
 
 
+@pytest.mark.slow
 @kinds
 def test_a_sample_may_have_a_sampling_of_its_own(model, oracle, kind) -> None:
     own = [GREEDY, SamplingConfig(temperature=0.7), SamplingConfig(top_p=0.5), SamplingConfig(1.5, 20, 0.9, 0.01), None]
@@ -203,6 +205,7 @@ def test_a_sample_may_have_a_sampling_of_its_own(model, oracle, kind) -> None:
         assert torch.tensor(sample.logprobs) == pytest.approx(wanted.numpy(), abs=1e-3)
 
 
+@pytest.mark.slow
 @kinds
 def test_tokens_do_not_depend_on_when_a_sequence_joins(model, oracle, kind) -> None:
     sequences, engine = make_sequences(12), make_engine(model, kind=kind, max_running=5)
@@ -416,6 +419,7 @@ def test_add_refuses_a_response_longer_than_the_engine_records_or_with_nothing_l
         make_engine(model).add(Sequence(0, 0, 0, (5,), 1, limit, token_ids=[6] * given, logprobs=[-1.0] * given))
 
 
+@pytest.mark.slow
 def test_equal_contexts_are_prefilled_once(model, oracle) -> None:
     prompts = [Prompt(i, ids, "", "", "match") for i, ids in enumerate([(9,) * 11, (7, 8), (9,) * 10])]
     group = [s for prompt in prompts for s in sequences_for(Visit(0, prompt), 5, 0, LIMIT)]
@@ -817,6 +821,7 @@ def check_invariants(engine: Engine) -> None:
         assert int(rows.last_token[row]) == int(rows.tokens[row, rows.count[row] - 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Engine, FusedEngine])
 @pytest.mark.parametrize("seed", [0, 1, *map(thorough, range(2, 5))])
 def test_books_stay_in_order_through_random_operations(model, oracle, seed: int, kind: type[Engine]) -> None:

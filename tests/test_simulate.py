@@ -171,6 +171,7 @@ def test_every_prompt_is_trained_once_and_time_goes_forward(seed: int) -> None:
         assert 0 < record["engine"]["busy"] <= 1 + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [32, 128, 512])
 def test_sizes_change_within_rounds_of_dynamic_sampling(limit: int) -> None:
     """The last responses may end in the window after which the planner looks, and their rewards come one later."""
@@ -277,6 +278,7 @@ def test_replicas_leave_only_rounds_that_wait_for_all_and_windows_go_on_for_thos
     assert long.newest.freed and long.newest.iteration == long.newest.replicas[0].iteration
 
 
+@pytest.mark.slow
 def test_cost_grows_with_responses_not_with_tokens_and_about_linearly_with_gpus() -> None:
     base = simulate(config(steps=6, gpus=4, prompts=16), MODEL).events
     assert simulate(config(steps=12, gpus=4, prompts=16), MODEL).events < 2.4 * base

@@ -70,6 +70,7 @@ def test_rows_that_have_no_text_decode_as_without_drafts() -> None:
     assert replica.clock == pytest.approx(plain.clock)
 
 
+@pytest.mark.slow
 def test_a_run_drafts_in_long_rounds_and_trains_the_same() -> None:
     def run(**drafts):
         return simulate(config(stream={"policy": "off"}, drafts=drafts))

@@ -140,6 +140,7 @@ def test_one_turn_without_latency_is_the_response_of_always(overlap: dict) -> No
         assert all(each["failed"] == 0 and not each.get("resumed_tokens") for each in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_every_prompt_is_trained_once_with_all_its_turns(seed: int) -> None:
     rng = Random(seed)
@@ -170,6 +171,7 @@ def test_replies_are_nothing_that_a_rank_decodes() -> None:
     assert sum(run.rollout.sampled.values()) < sum(run.rollout.lengths.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", ["steps", "time"])
 def test_an_update_comes_while_all_episodes_wait_for_replies(clock: str) -> None:
     overlap = {"depth": 1.0, "bound": 2, "train_ranks": 2, "clock": clock}

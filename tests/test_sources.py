@@ -215,6 +215,7 @@ def test_nothing_is_drafted_where_a_token_costs_more_than_it_brings() -> None:
     assert not toy.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_that_is_always_wrong_costs_little(name: str, monkeypatch) -> None:
     wrong = array("i", [2000] * 100)
@@ -366,6 +367,7 @@ def test_where_steps_take_long_a_source_is_asked_in_each(seconds: float, most: i
 # ---- ranks of a replica ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_with_the_same_history_draft_alike_however_long_their_own_steps_take() -> None:
     rng, plays = Random(9), []
     texts = random_texts(rng, 4, 4, 200)

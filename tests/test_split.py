@@ -44,6 +44,7 @@ def test_the_best_number_is_one_of_the_possible() -> None:
     assert replace(times, train=7.0).best(range(1, 8)) == 7 and replace(times, tail=9.0).best(range(1, 8)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_times_of_an_even_division_find_one_near_the_best(seed: int) -> None:
     rng = Random(seed)

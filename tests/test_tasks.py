@@ -131,6 +131,7 @@ def test_expressions_are_told_apart_by_what_is_shown():
     assert not set(SHOWN) & set(HIDDEN)
 
 
+@pytest.mark.slow
 def test_expressions_are_graded_by_what_they_compute():
     task = TASKS["expression"]
     right = {n: [task.solution(n)] for n in task.numbers()[7::1000]}

@@ -91,6 +91,7 @@ def assert_same_gradient(ours: Tensor, theirs: Tensor, limit: float = 1e-5) -> N
 ALL = [(name, normalisation) for name in LOSSES for normalisation in NORMALISATIONS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, normalisation", ALL)
 def test_packing_order_and_number_of_calls_change_nothing(tiny_model, examples, name: str, normalisation: str) -> None:
     loss = LossConfig(name=name, normalisation=normalisation)
@@ -781,6 +782,7 @@ def test_norms_and_biases_do_not_decay(run_ranks, tiny_folder, examples, dtype: 
 # ---- bf16 --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_masters_keep_what_bf16_weights_would_lose(tiny_model, examples) -> None:
     trainer = make_trainer(tiny_model.bfloat16(), lr=2e-5)
     assert all(m.dtype == torch.float32 for m in trainer.masters)

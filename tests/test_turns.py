@@ -128,6 +128,7 @@ def test_the_newest_turn_of_a_sequence_begins_behind_the_given_tokens() -> None:
 # ---- the engine --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("num_pages, step_tokens", [(2000, 1000), (48, 16)])
@@ -150,6 +151,7 @@ def test_every_sampled_token_is_drawn_from_the_whole_transcript_before_it(
         assert stats.prefilled_tokens + stats.decoded_tokens == contexts + stats.recomputed_tokens - len(episodes)
 
 
+@pytest.mark.slow
 @kinds
 def test_a_sequence_carries_its_given_tokens_wherever_it_goes(model: Model, kind: type[Engine]) -> None:
     """It leaves an engine at any time, in a turn or between two, pickled or packed for a checkpoint."""
@@ -173,6 +175,7 @@ def test_a_sequence_carries_its_given_tokens_wherever_it_goes(model: Model, kind
         check_exact(model, s, done[s.id])
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("page_size", [1, 4, 8])
 def test_a_transcript_may_be_parked_at_every_token(model: Model, kind: type[Engine], page_size: int) -> None:
@@ -202,6 +205,7 @@ def test_a_transcript_may_be_parked_at_every_token(model: Model, kind: type[Engi
     assert max(seen) > 3 and engine.stats.recomputed_tokens == 0 < engine.stats.resumed_tokens
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("flight", ["recompute", "keep"])
 def test_new_weights_read_no_parked_pages(model: Model, kind: type[Engine], flight: str) -> None:
@@ -450,6 +454,7 @@ def note_trained(monkeypatch: pytest.MonkeyPatch, key_of: Callable[[SampleId], i
     return trained
 
 
+@pytest.mark.slow
 @kinds
 def test_what_is_trained_is_what_was_sampled(model: Model, kind: type[Engine], monkeypatch) -> None:
     """Each token that the engine drew, once, with its log-prob; no other token."""
@@ -463,6 +468,7 @@ def test_what_is_trained_is_what_was_sampled(model: Model, kind: type[Engine], m
     assert sum(map(len, (d.token_ids for d in done.values()))) > 1.3 * trained.total(), "much of it was given"
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("way", ["recomputed", "parked and evicted", "moved"])
 def test_the_trainer_scores_sampled_tokens_as_the_engine_did(model: Model, kind: type[Engine], way: str) -> None:
@@ -484,6 +490,7 @@ def test_the_trainer_scores_sampled_tokens_as_the_engine_did(model: Model, kind:
         assert [*(e.old_logprobs or ())] == pytest.approx(sampled, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_turn", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_sample_of_many_turns_is_the_sum_of_its_turns(model: Model, name: str, by_turn: bool) -> None:

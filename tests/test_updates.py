@@ -71,6 +71,7 @@ def logprobs_under(model: Model, sequence: Sequence, tokens) -> torch.Tensor:
     return score(logits, torch.tensor(tokens), SamplingConfig())[0]
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("steps", [0, 1, 4, 9])
 def test_an_interrupted_sequence_goes_on_as_in_a_fresh_engine_with_the_new_weights(
@@ -129,6 +130,7 @@ def test_kept_kv_is_that_of_older_weights_and_nobody_takes_it_over(
     assert (torch.tensor(samples[first.id].logprobs)[given:] - new).abs().max() > 1e-4, "KV was computed again"
 
 
+@pytest.mark.slow
 @kinds
 def test_contexts_in_prefill_are_computed_with_the_new_weights_only(
     model: Model, newer: Model, kind: type[Engine]
@@ -149,6 +151,7 @@ def test_contexts_in_prefill_are_computed_with_the_new_weights_only(
     assert mine.token_ids == theirs.token_ids and list(mine.logprobs) == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("step_tokens", [16, 1000])
 def test_after_a_prefill_alone_all_count_the_same_steps(model: Model, step_tokens: int, kind: type[Engine]) -> None:

@@ -185,6 +185,7 @@ def test_another_input_makes_another_folder(name, tmp_path, made):
     assert made == [other] and other != base and other.parent == tmp_path
 
 
+@pytest.mark.slow
 def test_the_task_is_an_input_however_it_is_named(tmp_path):
     assert model_folder(FEW, "reverse_add", tmp_path) != model_folder(FEW, "hailstone", tmp_path)
     named = replace(FEW, task="reverse_add")
@@ -225,6 +226,7 @@ def test_ranks_on_several_machines_make_one_model(tmp_path, run_ranks):
 # ---- refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_a_context_shorter_than_the_longest_solution_is_refused(task, tmp_path):
     longest = max(len(TASKS[task].prompt(n) + TASKS[task].solution(n)) + 1 for n in TASKS[task].numbers())
