@@ -157,7 +157,7 @@ BENCHMARKS = {
         + ("benchmarks/taking_turns.py",),
         "seconds until the default task is learnt, to a held-out accuracy of {score:.2f}, medians of the seeds that "
         "have run: our best, {best}, is {seconds_ratio_best_over_sync:.2f} x as fast as our synchronous training (by "
-        "seed {best_by_seed[0]:.2f}, {best_by_seed[1]:.2f}, {best_by_seed[2]:.2f}); on the CPU with runs of TRL's "
+        "seed {best_by_seed}); on the CPU with runs of TRL's "
         "GRPOTrainer {trl_best} is {trl_reached:|at least }{seconds_ratio_trl_over_best:.1f} x as fast, synchronous "
         "training {seconds_ratio_trl_over_sync:.1f} x, one seed ([leaderboard](#time-to-a-score))",
         keeps=True,
