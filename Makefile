@@ -5,6 +5,7 @@ PYTHON ?= python3
 RANKS ?= 2
 CONFIG ?= configs/rollflash.toml
 VENV := .venv
+unexport PYTHONDONTWRITEBYTECODE  # else ranks and tests' workers compile all of our modules each time that they start
 
 .PHONY: train test test-fast test-all lint notebook figures results results-quick
 train: $(VENV)/ready

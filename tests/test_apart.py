@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, steps_of, train_runs
+from conftest import ROOT, steps_of, thorough, train_runs
 from groups import LONGEST, Group, in_thread, until
 from test_updates import losses, tokens_of, train_and_be_killed
 from torch.multiprocessing.spawn import ProcessException
@@ -66,9 +66,13 @@ def evaluations(folder: Path) -> list[tuple[float, dict]]:
     return [(r["eval"]["avg@4"], r["eval"]["length"]) for r in read_records(folder / "steps.jsonl") if r.get("eval")]
 
 
-def test_ranks_apart_train_bit_for_bit_as_one_rank_does(settings, run_ranks, tmp_path: Path) -> None:
-    run_ranks(2, train_runs, *(settings(f"{name} apart", **way, **APART) for name, way in RUNS.items()))
-    for name, way in RUNS.items():
+@pytest.mark.parametrize("names", [("races",), thorough(("audited", "episodes"))])
+def test_ranks_apart_train_bit_for_bit_as_one_rank_does(
+    settings, run_ranks, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    ways = {name: RUNS[name] for name in names}
+    run_ranks(2, train_runs, *(settings(f"{name} apart", **way, **APART) for name, way in ways.items()))
+    for name, way in ways.items():
         assert train.main(settings(name, **way)) == 0
         one, apart = tmp_path / name, tmp_path / f"{name} apart"
         assert tokens_of(apart) == tokens_of(one) and losses(apart) == losses(one) and len(losses(one)) == 4, name
@@ -160,29 +164,29 @@ def test_a_job_leaves_the_device_between_its_phases(settings, group: Group, tmp_
     assert not any(times & r["seconds"].keys() for r in steps_of(alone))
 
 
-def test_pools_that_others_use_too_train_as_alone(settings, run_ranks, group: Group, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["races", thorough("episodes")])
+def test_pools_that_others_use_too_train_as_alone(settings, run_ranks, group: Group, tmp_path: Path, way: str) -> None:
     """New weights arrive while the decoding ranks have none on the device. A killed job goes on in its group."""
-    ways, over = {"races": RACES, "episodes": RACES | EPISODES}, threading.Event()
+    given, over = RUNS[way], threading.Event()
     in_group = partial(settings, **APART, group__server=group.server, group__job="a")
     others = [
         in_thread(partial(take_turns, {phase: group.connect("b", phase)}, over, lambda: None))
         for phase in ("rollout", "train")
     ]
     try:
-        run_ranks(2, train_runs, *(in_group(f"{name} shared", **way) for name, way in ways.items()))
-        assert phases_of(group, "a").count("rollout") == 2 * (4 + 3) and phases_of(group, "a").count("train") == 2 * 6
+        run_ranks(2, train_runs, in_group("shared", **given))
+        assert phases_of(group, "a").count("rollout") == 4 + 3 and phases_of(group, "a").count("train") == 6
         with pytest.raises((ProcessError, ProcessException)):
-            run_ranks(2, train_and_be_killed, in_group("killed", **RACES))
+            run_ranks(2, train_and_be_killed, in_group("killed", **given))
         assert [folder.name for folder in list_checkpoints(tmp_path / "killed")] == ["step_000002"]
-        run_ranks(2, partial(train_runs, resume=True), in_group("killed", **RACES))
+        run_ranks(2, partial(train_runs, resume=True), in_group("killed", **given))
     finally:
         over.set()
         for other in others:
             other.join(LONGEST)
-    for name, way in ways.items():
-        assert train.main(settings(name, **way)) == 0
-    for shared, name in {"races shared": "races", "episodes shared": "episodes", "killed": "races"}.items():
-        folders = [tmp_path / name, tmp_path / shared]
+    assert train.main(settings("alone", **given)) == 0
+    for name in ("shared", "killed"):
+        folders = [tmp_path / "alone", tmp_path / name]
         assert losses(folders[1]) == losses(folders[0]) and len(losses(folders[0])) == 4
         assert tokens_of(folders[1]) == tokens_of(folders[0])
         assert evaluations(folders[1])[-2:] == evaluations(folders[0])[-2:]

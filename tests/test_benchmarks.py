@@ -120,6 +120,7 @@ def play(world: World, name: str, folder: Path, *arguments: object) -> None:
             benchmark.play(*arguments, world)
 
 
+@pytest.mark.thorough
 def test_tail_batching_on_the_smallest_shape(run_ranks, tmp_path: Path) -> None:
     run_ranks(2, play, "tail_batching", tmp_path, "nano", False)
     printed = (tmp_path / "printed0").read_text()
@@ -130,6 +131,7 @@ def test_tail_batching_on_the_smallest_shape(run_ranks, tmp_path: Path) -> None:
     assert printed.count("4/1") == 3  # task and trace: eta on both; trace: on prompts
 
 
+@pytest.mark.thorough
 def test_stream_training_on_the_smallest_shape(run_ranks, tmp_path: Path) -> None:
     spans = tmp_path / "spans.json"
     run_ranks(2, play, "stream", tmp_path, Namespace(shape="nano", rounds=1, spans=str(spans)))
@@ -506,6 +508,7 @@ def results() -> Iterator[ModuleType]:
     yield from load("results")
 
 
+@pytest.mark.slow
 def test_results_are_of_the_code_as_it_is_or_say_why_not(results: ModuleType) -> None:
     assert not (found := results.problems()), "\n".join(found)
 

@@ -523,11 +523,13 @@ def test_an_environment_is_tried_in_a_worker_with_its_time_limit(tmp_path, monke
     (tmp_path / "waits.py").write_text(text)
     (tmp_path / "raises.py").write_text("import nowhere\n")
     (tmp_path / "fine.py").write_text("from environments import Reply\ndef f(row, seed):\n    yield Reply('')\n")
-    limits = RewardConfig(startup_seconds=1.0)
-    try_environments(limits, ["guess", "fine.py:f"])
-    for name, said in (("waits", "did not finish within 1 s"), ("raises", "No module named 'nowhere'")):
+    try_environments(RewardConfig(), ["guess", "fine.py:f"])
+    for name, said, seconds in (
+        ("waits", "did not finish within 1 s", 1.0),
+        ("raises", "No module named 'nowhere'", 60.0),
+    ):
         with pytest.raises(ConfigError, match=f"{name}.py:f failed to start: .*{said}"):
-            try_environments(limits, [f"{name}.py:f"])
+            try_environments(RewardConfig(startup_seconds=seconds), [f"{name}.py:f"])
     assert not [name for name in sys.modules if name.startswith("user:") and name.endswith(("fine.py", "waits.py"))]
 
 

@@ -196,6 +196,7 @@ def longer(node: ast.AST, name: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_functions_and_classes_fit_their_size() -> None:
     found = [name for path in FILES for name in longer(parsed(path), path.stem)]
     assert set(found) == set(LONGER), "split what is too long; take from LONGER what no longer is"

@@ -135,6 +135,7 @@ def generate(engine: Engine, sequences: Iterable[Sequence]) -> dict[tuple, Sampl
 # ---- tokens ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_the_oracle_and_transformers(model, oracle, tiny_folder, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 

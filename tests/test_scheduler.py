@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from conftest import thorough
 
 import scheduler
 from core import Decision, Finished, Prompt, RoundPlan, RoundStats, SampleId, Visit, VisitId
@@ -137,7 +138,7 @@ def test_every_drawn_prompt_is_trained_exactly_once_by_the_end(seed: int) -> Non
         assert set(Counter(id.visit for id in ids).values()) == {config.num_responses}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(20), *map(thorough, range(20, 40))])
 def test_a_run_killed_after_any_step_goes_on_as_if_it_had_not_been(seed: int) -> None:
     config, steps, toy, num_prompts = random_case(seed, audit=0.3, dynamic_sampling=seed % 4 == 0)
     toy.flat = 0.3 if config.dynamic_sampling else 0.0
@@ -175,7 +176,7 @@ def winners(plan: RoundPlan, ends: dict) -> list[tuple]:
     return sorted(id for key in order for _, id in done[key])
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(30), *map(thorough, range(30, 60))])
 def test_the_first_responses_of_the_first_prompts_win_whatever_the_window(seed: int) -> None:
     config, steps, toy, num_prompts = random_case(seed)
     story, _, _ = run(config, steps, toy, num_prompts)
@@ -339,7 +340,7 @@ def test_eta_one_is_the_synchronous_baseline(seed: int) -> None:
 # ---- dynamic sampling --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(20), *map(thorough, range(20, 40))])
 def test_dynamic_sampling_trains_only_groups_that_differ_and_loses_none(seed: int) -> None:
     config, steps, toy, num_prompts = random_case(seed, dynamic_sampling=True, max_draws=100.0)
     toy.flat = Random(seed).choice([0.0, 0.2, 0.6])

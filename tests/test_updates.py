@@ -288,14 +288,16 @@ CHOICES = {
     "late groups dropped": dict(overlap__late="drop", overlap__bound=1),
     "late groups kept": dict(overlap__late="keep", overlap__bound=1),
     "nothing under way at updates": dict(overlap__flight="finish"),
-    "kv kept": dict(overlap__flight="keep"),
-    "measured time": dict(overlap__clock="time"),
     "surplus responses and prompts": dict(
         scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5
     ),
-    "half a batch ahead": dict(overlap__depth=0.5, overlap__bound=0),
     "several updates a step": dict(trainer__updates_per_step=2, loss__name="decoupled"),
     "sharded": dict(trainer__shard=2, rollout__weights="sharded", rollout__tensor_parallel=2),
+}
+MORE_CHOICES = {
+    "kv kept": dict(overlap__flight="keep"),
+    "measured time": dict(overlap__clock="time"),
+    "half a batch ahead": dict(overlap__depth=0.5, overlap__bound=0),
     "sharded, kv kept": dict(trainer__shard=2, rollout__weights="sharded", overlap__flight="keep"),
 }
 
@@ -321,6 +323,13 @@ def test_every_choice_trains_each_prompt_once(settings, run_ranks, tmp_path: Pat
     # The weights' layout changes nothing, and nor does their owner.
     assert train.main(make("whole")) == 0
     assert tokens_of(tmp_path / "sharded") == tokens_of(tmp_path / "whole")
+
+
+@pytest.mark.thorough
+def test_every_other_choice_trains_each_prompt_once(settings, run_ranks, tmp_path: Path) -> None:
+    run_ranks(2, train_runs, *(settings(name, run__steps=4, **choice) for name, choice in MORE_CHOICES.items()))
+    for name in MORE_CHOICES:
+        check_each_once(tmp_path / name, 4)
 
 
 def test_kept_kv_moves_the_trajectory_and_computes_nothing_again(settings, run_ranks, tmp_path: Path) -> None:

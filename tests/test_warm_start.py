@@ -178,6 +178,7 @@ def test_every_input_has_a_change_here():
     assert CHANGES.keys() == WarmStartConfig.__dataclass_fields__.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_input_makes_another_folder(name, tmp_path, made):
     base = model_folder(FEW, "hailstone", tmp_path)
