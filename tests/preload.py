@@ -11,7 +11,6 @@ for name in (
     "torch._dynamo",  # for the optimizer
     "transformers.models.auto.tokenization_auto",
     "transformers.models.auto.modeling_auto",
-    "peft",
 ):
     import_module(name)
 gc.collect()

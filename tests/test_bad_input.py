@@ -64,6 +64,7 @@ def refused(capsys, base: dict[str, str], *more: str, **changes: str | None) -> 
     return said
 
 
+@pytest.mark.slow
 def test_the_run_that_all_of_this_is_about_is_fine(capsys, base) -> None:
     assert check(capsys, base) == (0, "")
 
@@ -331,6 +332,7 @@ def test_a_tokenizer_that_fails_is_refused_with_the_row(chat, capsys, base) -> N
     assert "data.jsonl:" in said and "tokenizer" in said and "'<' not supported" in said or "'>' not supported" in said
 
 
+@pytest.mark.slow
 def test_a_tokenizer_brings_no_code(capsys, base) -> None:
     Path("model/own.py").write_text("open('pwned', 'w')\nclass Own: pass")
     settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
@@ -616,6 +618,7 @@ def test_an_absurd_setting_is_refused(setting, capsys, base) -> None:
     refused(capsys, base, setting)
 
 
+@pytest.mark.slow
 def test_an_audit_of_a_policy_that_races_by_itself(base, capsys, monkeypatch) -> None:
     def raced(config: SchedulerConfig, seed: int = 0) -> TailBatching:
         return TailBatching(replace(config, eta_responses=1.5), seed)
@@ -685,7 +688,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 def test_files_with_random_damage_are_fine_or_refused(name, capsys, base) -> None:
     Path("my.toml").write_text('[run]\nsteps = 3\n[loss]\nname = "ppo"\n[scheduler]\neta_prompts = 1.5\n')
     original, rng, codes = Path(name).read_bytes(), random.Random(name), []
-    for _ in range(6 if name == "grader.py" else 25):
+    for _ in range(4 if name == "grader.py" else 10):
         Path(name).write_bytes(mutate(original, rng))
         code, said = check(capsys, base, "--config", "my.toml")
         assert code in (0, 2) and said.count("\n") == (code == 2), said

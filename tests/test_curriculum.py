@@ -5,7 +5,7 @@ from copy import copy
 from random import Random
 
 import pytest
-from conftest import steps_of, thorough
+from conftest import steps_of
 
 import train
 from core import Prompt
@@ -96,7 +96,7 @@ def test_a_saved_cursor_goes_on_with_the_same_prompts(mixed, stop):
 
 
 @pytest.mark.parametrize(
-    "mode", [thorough({}), {"overlap__depth": 1, "loss__old_logprobs": "rollout", "scheduler__eta_prompts": 1}]
+    "mode", [{}, {"overlap__depth": 1, "loss__old_logprobs": "rollout", "scheduler__eta_prompts": 1}]
 )
 @pytest.mark.slow
 def test_a_run_draws_other_prompts_and_goes_on_alike_after_a_kill(mode, settings, tmp_path):
@@ -124,8 +124,9 @@ def test_a_run_draws_other_prompts_and_goes_on_alike_after_a_kill(mode, settings
     told = [record["round"]["curriculum"] for record in steps_of(tmp_path / "on")]
     assert max(t["resting"] for t in told) >= 3 and max(t["skipped"] for t in told) >= 1
     assert "curriculum" not in steps_of(tmp_path / "off")[0]["round"]
+    if mode:
+        return  # an endless rollout draws less ahead before its last step
     first = dict(options, run__steps=5)
     assert train.main(settings("cut", **first, data__curriculum="pass_rate")) == 0
     assert train.main([*settings("cut", **options, data__curriculum="pass_rate"), "--resume"]) == 0
-    if not mode:  # an endless rollout draws less ahead before its last step
-        assert drawn("cut") == chosen
+    assert drawn("cut") == chosen

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from conftest import any_shape
+from conftest import any_shape, thorough
 
 import data
 from config import ConfigError
@@ -329,7 +329,7 @@ def texts(prompts: list[Prompt]) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("count", [0, 1, 100, 10**6])
+@pytest.mark.parametrize("count", [0, thorough(1), thorough(100), 10**6])
 def test_a_task_holds_the_same_numbers_out_whatever_is_evaluated(task, count, plain):
     prompts, held_out = load(plain, task, eval_prompts=count)
     numbers = TASKS[task].numbers()

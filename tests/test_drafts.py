@@ -90,7 +90,7 @@ def assert_same(found: Samples, wanted: Samples, tolerance: float = 2e-5) -> Non
 
 @pytest.mark.slow
 @kinds
-@pytest.mark.parametrize("seed", [*range(4), *map(thorough, range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *map(thorough, range(2, 12))])
 def test_no_drafter_changes_a_sample(model, kind: type[Engine], seed: int) -> None:
     """Random drafters, set and taken away between steps that admit, prefill in chunks, preempt, abort and export."""
     rng = Random(seed)
@@ -248,7 +248,7 @@ def test_a_turn_that_a_stop_text_cuts_inside_a_draft_parks_no_more_than_itself(m
 @pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("limits", [{}, {"max_turn_tokens": 5}])
-@pytest.mark.parametrize("right", [1.0, 0.7])
+@pytest.mark.parametrize("right", [thorough(1.0), 0.7])
 def test_turns_are_those_without_drafts(model, kind: type[Engine], right: float, limits: dict) -> None:
     """Drafts reach into the environment's replies, behind ends and limits of turns; parked pages are taken up."""
     plain, engine = make_player(model, kind), make_player(model, kind)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from conftest import thorough
 
 from config import ConfigError, load_config
 from core import SampleId
@@ -189,7 +190,7 @@ def tail(run: Simulation, lengths: list[int]) -> tuple[float, int, int]:
     return sum(lengths) / run.config.cluster.max_running, max(lengths), run.config.cluster.steps
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(20), *map(thorough, range(20, 40))])
 def test_proposition_1_time_of_a_sample(seed: int) -> None:
     """T <= mu / K + L / Q: the tail is paid once for each Q = N samples in rounds, for (alpha + 1) N without rounds."""
     rng = Random(seed)
@@ -204,7 +205,7 @@ def test_proposition_1_time_of_a_sample(seed: int) -> None:
     assert seconds <= each + sum(r["round"]["longest"] for r in rounds.records) + 1e-6
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(20), *map(thorough, range(20, 40))])
 def test_proposition_2_training_beside_the_rollout(seed: int) -> None:
     """A step takes max(tau, N mu / K + (L + tau) / (alpha + 1)), tau the training of a batch, or less.
 

@@ -96,16 +96,26 @@ def test_replies_are_given_and_exactly_the_rest_is_trained(settings, tmp_path: P
 
 
 def test_ranks_change_no_token(settings, run_ranks, tmp_path: Path) -> None:
-    assert train.main(settings("one")) == 0
-    late = dict(overlap__depth=1, overlap__bound=3)
-    assert train.main(settings("late", **late)) == 0
+    train_runs(ALONE, settings("one"))
     slow = settings("two", data__env=SLOW, env__num_workers=1)
-    run_ranks(2, train_runs, slow, settings("tp", rollout__tensor_parallel=2), settings("late two", **late))
-    for name, like in (("two", "one"), ("tp", "one"), ("late two", "late")):
-        assert tokens_of(tmp_path / name) == tokens_of(tmp_path / like)
-        for mine, theirs in zip(losses(tmp_path / name), losses(tmp_path / like), strict=True):
+    run_ranks(2, train_runs, slow, settings("tp", rollout__tensor_parallel=2))
+    check_alike(tmp_path, {"two": "one", "tp": "one"})
+
+
+def check_alike(folder: Path, pairs: dict[str, str]) -> None:
+    for name, like in pairs.items():
+        assert tokens_of(folder / name) == tokens_of(folder / like)
+        for mine, theirs in zip(losses(folder / name), losses(folder / like), strict=True):
             assert mine == pytest.approx(theirs, abs=1e-5)
-        assert max(record["train"]["logprob_diff_max"] for record in steps_of(tmp_path / name)) < 1e-4
+        assert max(record["train"]["logprob_diff_max"] for record in steps_of(folder / name)) < 1e-4
+
+
+@pytest.mark.thorough
+def test_ranks_change_no_token_where_updates_interrupt_episodes(settings, run_ranks, tmp_path: Path) -> None:
+    late = dict(overlap__depth=1, overlap__bound=3)
+    train_runs(ALONE, settings("late", **late))
+    run_ranks(2, train_runs, settings("late two", **late))
+    check_alike(tmp_path, {"late two": "late"})
     check_transcripts(tmp_path / "late two")
     versions = [len({s["version"] for s in x["spans"]}) for step in trained(tmp_path / "late") for row in step
                 for x in row["samples"]]  # fmt: skip
@@ -151,13 +161,15 @@ def test_neither_speed_nor_place_of_environments_changes_a_token(settings, run_r
 
 def test_episodes_go_on_from_a_checkpoint_and_lose_surplus_ones(settings, run_ranks, tmp_path: Path) -> None:
     surplus = dict(scheduler__eta_responses=1.5, scheduler__eta_prompts=1.5, scheduler__policy="tail_batching")
-    make = partial(settings, run__steps=6, run__checkpoint_every=2, overlap__depth=1, overlap__bound=3, **surplus)
+    make = partial(settings, run__steps=4, run__checkpoint_every=2, overlap__depth=1, overlap__bound=3, **surplus)
     run_ranks(2, train_runs, make("straight"))
     with pytest.raises((ProcessError, ProcessException)):
         run_ranks(2, train_and_be_killed, make("killed"))
     run_ranks(2, partial(train_runs, resume=True), make("killed"))
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
     check_transcripts(tmp_path / "killed")
+    spans = [s["spans"] for step in trained(tmp_path / "killed") for row in step for s in row["samples"]]
+    assert max(len({span["version"] for span in of_sample}) for of_sample in spans) > 1, "an update interrupts episodes"
 
 
 @pytest.mark.slow
@@ -230,7 +242,9 @@ GRADER = f"{ROOT}/tests/graders.py:share_of_digits"
 ways = pytest.mark.parametrize("way", [SURPLUS, dict(overlap__depth=1, overlap__bound=3)], ids=["race", "endless"])
 
 
-@ways
+@pytest.mark.parametrize(
+    "way", [pytest.param(SURPLUS, id="race"), thorough(dict(overlap__depth=1, overlap__bound=3), id="endless")]
+)
 def test_failed_episodes_win_no_race_and_graders_see_whole_ones_only(settings, tmp_path: Path, way: dict) -> None:
     graded = dict(data__task=GRADER, reward__also="env=0.5", env__max_failures=1000)
     assert train.main(settings("graded", **UNRELIABLE, **way, **graded)) == 0

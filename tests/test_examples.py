@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from itertools import count
 
-import matplotlib
 import pytest
 from conftest import ROOT, steps_of
 from graders import share_of_digits
@@ -150,6 +149,8 @@ def test_the_notebook_runs_and_keeps_no_outputs(settings, tmp_path, monkeypatch)
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(ROOT)
+    import matplotlib
+
     matplotlib.use("Agg")
     own = settings(run__steps=2, run__eval_every=1, rollout__max_prompt_tokens=64)
     run = runpy.run_path(str(ROOT / "docs" / "run_notebook.py"))["run"]

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
+from conftest import thorough
 
 from policies.admission import Asked, MuxGroup, Prices, admit, alone, placements
 from policies.group import Member, Part, Permits, Worker, cycle, least_periods, load, most_periods, periods, play
@@ -169,7 +170,7 @@ class Watched(Permits):
                 assert any(other != job for other, _ in copy.deepcopy(self).release(job, part)), "given for nothing"
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(16), *map(thorough, range(16, 40))])
 def test_every_request_is_granted_in_the_end_and_each_worker_serves_in_order(seed: int):
     """Random groups, phases in parts or all at once, workers that are given back early, and jobs that die."""
     rng, permits = random.Random(seed), Watched()
@@ -240,7 +241,7 @@ def by_trying(job: Asked, groups: list[MuxGroup], prices: Prices) -> tuple[float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *map(thorough, (1, 2))])
 def test_admission_finds_the_cheapest_place_that_there_is(seed):
     rng, groups = random.Random(f"cheapest {seed}"), list[MuxGroup]()
     shared = 0

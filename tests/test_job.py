@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ALONE, ROOT, steps_of
+from conftest import ALONE, ROOT, steps_of, thorough
 from test_golden import trajectory
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -139,16 +139,18 @@ def train_all(world: World, runs: list[tuple[list[str], bool]]) -> None:
             train.train(config, world, resume=False)
 
 
-def test_releases_change_no_trajectory(settings, run_ranks, tmp_path: Path) -> None:
-    variants = {
-        "elastic": dict(planner__rule="paper", rollout__kv_gib=0.0003, rollout__page_size=8),
-        "sharded": dict(trainer__shard=2, rollout__weights="sharded", planner__rule="paper", rollout__kv_gib=0.0003),
-    }
-    both = [(name, rests) for name in variants for rests in (False, True)]
-    run_ranks(2, train_all, [(settings(f"{name} {rests}", **variants[name]), rests) for name, rests in both])
-    for name in variants:
-        plain, rested = (trajectory(tmp_path / f"{name} {rests}") for rests in (False, True))
-        assert plain == rested and len(set(plain["tokens"])) == 3, name
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(dict(trainer__shard=2, rollout__weights="sharded"), id="sharded"),
+        thorough(dict(rollout__page_size=8), id="whole"),
+    ],
+)
+def test_releases_change_no_trajectory(settings, run_ranks, tmp_path: Path, layout: dict) -> None:
+    elastic = dict(planner__rule="paper", rollout__kv_gib=0.0003, **layout)
+    run_ranks(2, train_all, [(settings(str(rests), **elastic), rests) for rests in (False, True)])
+    plain, rested = (trajectory(tmp_path / str(rests)) for rests in (False, True))
+    assert plain == rested and len(set(plain["tokens"])) == 3
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_verdicts_are_the_logprobs_of_transformers(family, tied, tiny_folder, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("labels", [1, thorough(2), thorough(3)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f if f in ("qwen2", "qwen3_moe") else thorough(f) for f in FAMILIES])
 @torch.no_grad()
 def test_reward_models_score_as_those_of_transformers(family, labels, tiny_folder, tmp_path, make_judge):
     folder = tiny(family, tmp_path / "judge", tiny_folder, labels)
@@ -355,6 +355,7 @@ def test_graders_sends_each_task_to_its_own(writer):
         assert graders.judge is None and graders.take_stats()[1].texts == 0
 
 
+@pytest.mark.slow
 def test_graders_adds_up_what_several_say_of_one_sample(writer):
     config = RewardConfig(also="match=0.5,judge=2", num_workers=1)
     with open_graders(config, config_for(writer), ["code"], CPU, torch.float32) as graders:
@@ -368,6 +369,7 @@ def test_graders_adds_up_what_several_say_of_one_sample(writer):
         assert graders.drain() == [] and graders.num_pending == 0 and not graders._graded
 
 
+@pytest.mark.slow
 def test_an_additional_graders_error_names_the_sample():
     with open_graders(
         RewardConfig(also="code=1", num_workers=1), JudgeConfig(), ["match"], CPU, torch.float32

@@ -169,6 +169,7 @@ def start(folder, how: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("script", ["train.py", "serve.py", "profiler.py", "process/evaluate.py"])
+@pytest.mark.slow
 def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, script: str) -> None:
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
     code = f"import runpy, sys; sys.path[:0] = ['process', {str(tmp_path)!r}, '.']"

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ALONE, ROOT, steps_of, train_runs
-from peft import PeftModel
+from conftest import ALONE, ROOT, steps_of, thorough, train_runs
 from safetensors.torch import load_file, save_file
 from test_golden import trajectory
 from test_job import train_all
@@ -66,8 +65,10 @@ def merged(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def theirs(folder: Path, trainer: Trainer, at: Path, dtype: torch.dtype = torch.float32) -> PeftModel:
+def theirs(folder: Path, trainer: Trainer, at: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Return PEFT's model with adapters that it reads from our files."""
+    from peft import PeftModel
+
     tensors, others = trainer.adapters.files(folder)
     (at / "adapter").mkdir()
     for name, content in others.items():
@@ -199,23 +200,27 @@ def update_share(world: World, folder: Path, result: Path, settings: dict) -> No
 SHARDED = {"shard": 2, "recompute": "on", "offload_optimizer": True, "tokens_per_microbatch": 64}
 
 
-def test_any_number_of_ranks_makes_the_same_update(run_ranks, tiny_folder, tmp_path) -> None:
-    update_share(ALONE, tiny_folder, tmp_path / "alone", {})
-    alone = torch.load(tmp_path / "alone.0")
-    for size, settings in ((2, {}), (2, SHARDED), (4, SHARDED | {"keeps_model": False, "lora": FEW}), (4, SHARDED)):
-        run_ranks(size, update_share, tiny_folder, tmp_path / "rank", settings)
-        ranks = [torch.load(tmp_path / f"rank.{i}") for i in range(size)]
-        expected = alone
-        if "lora" in settings:
-            update_share(ALONE, tiny_folder, tmp_path / "few", {"lora": FEW})
-            expected = torch.load(tmp_path / "few.0")
-        for gradients, adapters, weights, stats in ranks:
-            for mine, wanted in zip(sum(gradients, []), sum(expected[0], []), strict=True):
-                torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
-            assert all(map(torch.equal, adapters, ranks[0][1])) and all(map(torch.equal, weights, ranks[0][2]))
-            for mine, wanted in zip([*adapters, *weights], [*expected[1], *expected[2]], strict=True):
-                torch.testing.assert_close(mine, wanted, rtol=0, atol=2e-4)
-            assert [s["grad_norm"] for s in stats] == pytest.approx([s["grad_norm"] for s in expected[3]], rel=1e-4)
+@pytest.mark.parametrize(
+    "size, settings",
+    [
+        (2, {}),
+        (4, SHARDED | {"keeps_model": False, "lora": FEW}),
+        thorough(2, SHARDED),
+        thorough(4, SHARDED),
+    ],
+)
+def test_any_number_of_ranks_makes_the_same_update(run_ranks, tiny_folder, tmp_path, size: int, settings: dict) -> None:
+    update_share(ALONE, tiny_folder, tmp_path / "alone", {name: settings[name] for name in settings if name == "lora"})
+    expected = torch.load(tmp_path / "alone.0")
+    run_ranks(size, update_share, tiny_folder, tmp_path / "rank", settings)
+    ranks = [torch.load(tmp_path / f"rank.{i}") for i in range(size)]
+    for gradients, adapters, weights, stats in ranks:
+        for mine, wanted in zip(sum(gradients, []), sum(expected[0], []), strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+        assert all(map(torch.equal, adapters, ranks[0][1])) and all(map(torch.equal, weights, ranks[0][2]))
+        for mine, wanted in zip([*adapters, *weights], [*expected[1], *expected[2]], strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=2e-4)
+        assert [s["grad_norm"] for s in stats] == pytest.approx([s["grad_norm"] for s in expected[3]], rel=1e-4)
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------
@@ -285,6 +290,8 @@ def test_a_run_resumes_to_the_same_trajectory_and_is_read_by_others(settings, ru
         assert ours.read_bytes() == expected.read_bytes()
     folder = straight / "checkpoints" / "step_000004"
     whole, base = AutoModelForCausalLM.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(tiny_folder)
+    from peft import PeftModel
+
     with_adapters, ids = PeftModel.from_pretrained(base, folder / "adapter"), torch.arange(2, 40)[None]
     torch.testing.assert_close(with_adapters(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
     assert not torch.equal(whole.lm_head(torch.ones(32)), whole(ids).logits[0, -1])

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, train_runs
+from conftest import ROOT, thorough, train_runs
 from groups import until
 from test_updates import tokens_of
 
@@ -94,7 +94,7 @@ def test_a_job_that_ends_badly_is_named_and_the_others_go_on(files, capsys, name
         assert steps_of("a") == steps_of(name) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("name", ["dies_with_a_part", "dies_in_the_tail_of_a_part"])
+@pytest.mark.parametrize("name", ["dies_with_a_part", thorough("dies_in_the_tail_of_a_part")])
 @pytest.mark.slow
 def test_a_job_that_dies_with_a_part_of_its_workers_holds_up_nobody(files, capsys, name: str) -> None:
     """It waits for the rest of them, or has given it back."""

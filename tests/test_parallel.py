@@ -16,7 +16,7 @@ from random import Random
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import ALONE
+from conftest import ALONE, thorough
 from torch import Tensor
 
 import parallel
@@ -132,7 +132,7 @@ def check_subsets(world: World) -> None:
             make(mine)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [thorough(2), 4])
 def test_sums_and_exchanges_among_ranks(run_ranks, size: int) -> None:
     run_ranks(size, check_collectives)
 

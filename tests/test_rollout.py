@@ -475,7 +475,7 @@ def test_a_late_sibling_takes_the_prompt_over_and_prefills_nothing(model, oracle
 def test_a_late_response_is_not_stopped_by_what_its_row_held_before(model, tiny_folder) -> None:
     prompt, texts = tuple(range(20, 27)), (*map(chr, range(33, 127)), "\0", "\ufffd")
     sizes = {"max_prompt_tokens": 7, "max_response_tokens": 12, "max_running": 8}
-    for pages in range(10, 30, 2):  # some are so few that a step is settled before the late one has drawn anything
+    for pages in range(10, 30, 4):  # some are so few that a step is settled before the late one has drawn anything
         for delay in range(2, 9):
             engine = make_engine(model, kind=FusedEngine, num_pages=pages, **sizes)
             engine.tokenizer = engine.flights.tokenizer = load_tokenizer(tiny_folder)

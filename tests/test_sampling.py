@@ -110,7 +110,7 @@ def test_ties_at_a_threshold_are_kept_whatever_their_order():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99, 0.9999])
-@pytest.mark.parametrize("scale, is_narrow", [(0.1, False), (2.0, False), (6.0, True), (9.0, True)])
+@pytest.mark.parametrize("scale, is_narrow", [thorough(0.1, False), (2.0, False), (6.0, True), thorough(9.0, True)])
 def test_top_p_sorts_a_large_vocabulary_only_where_it_must(scale, is_narrow, top_p, monkeypatch):
     """The same tokens are drawn as from the sorted vocabulary."""
     generator = torch.Generator().manual_seed(5)

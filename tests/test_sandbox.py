@@ -217,6 +217,7 @@ def test_programs_with_assertions(how, clean, program, test, passes):
     assert bool(outcome.cause) != passes
 
 
+@by_the_first
 def test_sets_have_the_same_order_every_time(how, clean):
     line = "print(*{'b', 'a', 'c', 'd'}, hash('a'))"
     seeded = subprocess.run([how.python, "-S", "-c", line], env=box.ENVIRONMENT, capture_output=True, text=True)
@@ -313,6 +314,7 @@ def test_what_a_program_raises_cannot_end_the_tests_own_iteration():
         assert "no answer" in run(program, {"test": HELD + "held"}, LIMITS).cause, name
 
 
+@by_the_first
 def test_the_cause_is_told(how):
     assert run("x = 1 / 0", stdin_case("", ""), LIMITS, how).cause == "exit code 1: ZeroDivisionError: division by zero"
     cause = run("def f(): return {}['k']", {"test": "assert f() == 1"}, LIMITS, how).cause
@@ -386,7 +388,7 @@ def test_hostile_programs_score_nothing_and_leave_nothing(how, clean, bait):
         return name, run(program, case, tight, how)
 
     def do_good() -> None:
-        while not busy.is_set():
+        while not good or not busy.wait(0.5):  # now and then: the attacks need the cores
             good.append(run(hostile.GOOD, stdin, LIMITS, how))
             good.append(run(hostile.GOOD_FUNCTION, test, LIMITS, how))
 
@@ -509,6 +511,7 @@ sandbox.run({program!r}, {{"stdin": "", "stdout": ""}}, sandbox.Limits(seconds=1
     assert wait_for(lambda: not list(clean.iterdir()))
 
 
+@by_the_first
 def test_a_keeper_is_found_in_a_folder_of_any_name(how, tmp_path):
     home = tmp_path / "a'b\"{home}\n\u00e9"
     shutil.copytree(Path(sandbox.__file__).parent, home / "rewards", ignore=shutil.ignore_patterns("__pycache__"))
@@ -523,6 +526,7 @@ print(sandbox.run("print(input())", {{"stdin": "7", "stdout": "7"}}, sandbox.Lim
     assert ran.stdout == f"True {home / 'rewards/sandbox.py'}\n", ran.stderr
 
 
+@by_the_first
 def test_a_keeper_that_cannot_start_is_no_fault_of_the_program(how, monkeypatch):
     monkeypatch.setattr(sandbox, "KEEPER", "import nonsense")
     with pytest.raises(sandbox.SandboxError, match="cannot start a program: .*No module named 'nonsense'"):

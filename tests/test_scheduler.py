@@ -125,7 +125,7 @@ def random_case(seed: int, **changes) -> tuple[SchedulerConfig, int, Toy, int]:
 # ---- every prompt exactly once -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(30), *map(thorough, range(30, 60))])
 def test_every_drawn_prompt_is_trained_exactly_once_by_the_end(seed: int) -> None:
     config, steps, toy, num_prompts = random_case(seed)
     story, policy, cursor = run(config, steps, toy, num_prompts)
@@ -390,7 +390,7 @@ def test_dynamic_sampling_stops_at_its_bound_and_fills_up() -> None:
 # ---- audit -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(10), *map(thorough, range(10, 20))])
 def test_an_audit_trains_the_same_samples_and_aborts_nothing(seed: int) -> None:
     config, steps, toy, num_prompts = random_case(seed, dynamic_sampling=seed % 2 == 0)
     toy.flat = 0.3 if config.dynamic_sampling else 0.0

@@ -148,7 +148,8 @@ def trained(folder: Path) -> list[list[tuple]]:
 @pytest.mark.parametrize(
     "ranks, losses, variants",
     [
-        (2, list(LOSSES), [{}]),
+        (2, ["gspo", "decoupled", "sft"], [{}]),
+        thorough(2, list(LOSSES), [{}]),
         thorough(
             4,
             ["gspo"],

@@ -325,6 +325,7 @@ def test_bad_settings_are_refused_in_one_line(settings, capsys, given: dict, par
     assert text.startswith("error: ") and text.count("\n") == 1 and all(part in text for part in parts), text
 
 
+@pytest.mark.slow
 def test_other_tokens_are_refused(settings, tiny_folder, folder, tmp_path, capsys) -> None:
     swapped = shutil.copytree(folder, tmp_path / "swapped")
     tokens = json.loads((folder / "tokenizer.json").read_text())
@@ -342,6 +343,7 @@ def test_other_tokens_are_refused(settings, tiny_folder, folder, tmp_path, capsy
     assert "distill.teacher" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_plan_counts_the_teacher(settings, capsys) -> None:
     gpu = dict(run__device="cuda", run__device_gib=8, rollout__page_size=16)
     assert train.main([*settings("run", **gpu), "--check"]) == 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ALONE, ROOT, any_shape, steps_of, train_runs
+from conftest import ALONE, ROOT, any_shape, steps_of, thorough, train_runs
 from test_scheduler import HalfWins, NeverAgain
 from torch.multiprocessing.spawn import ProcessException
 
@@ -142,6 +142,7 @@ def test_migration_placement_and_the_number_of_ranks_change_no_trajectory(settin
     assert sum(record["round"]["migrated"] for record in records) > 0
 
 
+@pytest.mark.thorough
 def test_tail_batching_with_eta_one_is_the_synchronous_run(settings, tmp_path):
     overrides = RACE | dict(run__steps=3, scheduler__eta_prompts=1, scheduler__eta_responses=1)
     assert train.main(settings("eta", **overrides)) == 0
@@ -412,6 +413,7 @@ def test_a_run_cannot_be_cut_below_its_queue(settings, tmp_path, capsys):
     assert steps_of(tmp_path / "run")[-1]["round"]["queue"] == 0
 
 
+@pytest.mark.thorough
 def test_a_policy_with_a_plan_only_trains_and_resumes(settings, tmp_path, monkeypatch):
     monkeypatch.setitem(POLICIES, "synchronous", HalfWins)
     whole = dict(scheduler__policy="synchronous", run__steps=4, run__eval_every=0)
@@ -480,6 +482,7 @@ def test_several_graders_of_one_sample_add_up_and_are_recorded(settings, tmp_pat
     assert trajectory(tmp_path / "replayed") == trajectory(tmp_path / "recorded")
 
 
+@pytest.mark.thorough
 def test_a_replayed_run_trains_the_same(settings, tmp_path):
     assert train.main(settings("recorded", run__dump_rollouts="true")) == 0
     line = json.loads((tmp_path / "recorded" / "rollouts" / "step_000001.jsonl").read_text().splitlines()[0])
@@ -491,8 +494,16 @@ def test_a_replayed_run_trains_the_same(settings, tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        dict(loss__name="gspo", loss__normalisation="sequence", loss__clip_low=3e-4, loss__clip_high=4e-4),
-        dict(loss__name="cispo", loss__advantage="rloo", loss__clip_low=1, loss__clip_high=4, loss__entropy_coef=0.01),
+        thorough(dict(loss__name="gspo", loss__normalisation="sequence", loss__clip_low=3e-4, loss__clip_high=4e-4)),
+        thorough(
+            dict(
+                loss__name="cispo",
+                loss__advantage="rloo",
+                loss__clip_low=1,
+                loss__clip_high=4,
+                loss__entropy_coef=0.01,
+            )
+        ),
         dict(
             loss__advantage="grpo",
             loss__normalisation="constant",
@@ -502,9 +513,9 @@ def test_a_replayed_run_trains_the_same(settings, tmp_path):
         dict(loss__advantage="reinforce_baseline", trainer__updates_per_step=3, loss__kl_coef=0.1),
         dict(loss__name="decoupled", loss__tis_cap=2, trainer__updates_per_step=2, model__dtype="bfloat16"),
         dict(sampling__top_p=0.9, sampling__top_k=50, sampling__temperature=0.8, reward__overlong_buffer=8),
-        dict(rollout__kv_gib=0.00005, rollout__max_running=7),
-        dict(scheduler__eta_prompts=3, scheduler__eta_responses=2, rollout__max_running=7),
-        dict(scheduler__window_iterations=1, scheduler__migrate="true"),
+        thorough(dict(rollout__kv_gib=0.00005, rollout__max_running=7)),
+        thorough(dict(scheduler__eta_prompts=3, scheduler__eta_responses=2, rollout__max_running=7)),
+        thorough(dict(scheduler__window_iterations=1, scheduler__migrate="true")),
     ],
     ids=lambda overrides: ",".join(f"{k.split('__')[1]}={v}" for k, v in overrides.items())[:60],
 )

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import FusedEngine
+from conftest import FusedEngine, thorough
 from test_rollout import full_logits, make_engine, make_sequences
 from test_trainer import assert_same_gradient, gradient, make_trainer
 
@@ -491,8 +491,14 @@ def test_the_trainer_scores_sampled_tokens_as_the_engine_did(model: Model, kind:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_turn", [False, True])
-@pytest.mark.parametrize("name", LOSSES)
+# Without, all turns have one advantage.
+@pytest.mark.parametrize(
+    "name, by_turn",
+    [
+        *((name, True) for name in LOSSES),
+        *((name, False) if name in ("ppo", "gspo") else thorough(name, False) for name in LOSSES),
+    ],
+)
 def test_a_sample_of_many_turns_is_the_sum_of_its_turns(model: Model, name: str, by_turn: bool) -> None:
     """Each turn as a sample of its own, with all before it as its prompt; but for losses of the whole sequence."""
     episodes = make_episodes(5)

@@ -286,15 +286,15 @@ def stop_after_three(world: World, settings: list[str]) -> None:
 
 CHOICES = {
     "late groups dropped": dict(overlap__late="drop", overlap__bound=1),
+    "several updates a step": dict(trainer__updates_per_step=2, loss__name="decoupled"),
+    "sharded": dict(trainer__shard=2, rollout__weights="sharded", rollout__tensor_parallel=2),
+}
+MORE_CHOICES = {
     "late groups kept": dict(overlap__late="keep", overlap__bound=1),
     "nothing under way at updates": dict(overlap__flight="finish"),
     "surplus responses and prompts": dict(
         scheduler__policy="tail_batching", scheduler__eta_prompts=1.5, scheduler__eta_responses=1.5
     ),
-    "several updates a step": dict(trainer__updates_per_step=2, loss__name="decoupled"),
-    "sharded": dict(trainer__shard=2, rollout__weights="sharded", rollout__tensor_parallel=2),
-}
-MORE_CHOICES = {
     "kv kept": dict(overlap__flight="keep"),
     "measured time": dict(overlap__clock="time"),
     "half a batch ahead": dict(overlap__depth=0.5, overlap__bound=0),
@@ -307,17 +307,10 @@ def test_every_choice_trains_each_prompt_once(settings, run_ranks, tmp_path: Pat
     run_ranks(2, train_runs, *(make(name, **choice) for name, choice in CHOICES.items()))
     for name in CHOICES:
         check_each_once(tmp_path / name, 4)
-    records = {name: [r["round"] for r in steps_of(tmp_path / name)] for name in CHOICES}
-    assert max(ages(tmp_path / "late groups dropped")) == 1 and any(
-        r["dropped"] and r["wasted_tokens"] for r in records["late groups dropped"]
-    )
-    assert max(ages(tmp_path / "late groups kept")) > 1 and any(r["late"] for r in records["late groups kept"])
-    for name, key in (("late groups dropped", "dropped"), ("late groups kept", "late")):
-        assert all(("mean" in r[f"{key}_length"]) == bool(r[key]) for r in records[name]), "none: no length"
-    whole = [s["spans"] for step in trained(tmp_path / "nothing under way at updates") for row in step
-             for s in row["samples"]]  # fmt: skip
-    assert all(len(spans) == 1 for spans in whole)
-    assert any(r["wasted_tokens"] for r in records["surplus responses and prompts"])
+    records = [r["round"] for r in steps_of(tmp_path / "late groups dropped")]
+    assert max(ages(tmp_path / "late groups dropped")) == 1
+    assert any(r["dropped"] and r["wasted_tokens"] for r in records)
+    assert all(("mean" in r["dropped_length"]) == bool(r["dropped"]) for r in records), "none: no length"
     like = tokens_of(tmp_path / "several updates a step")
     assert len(like[0]) == 8
     # The weights' layout changes nothing, and nor does their owner.
@@ -330,8 +323,17 @@ def test_every_other_choice_trains_each_prompt_once(settings, run_ranks, tmp_pat
     run_ranks(2, train_runs, *(settings(name, run__steps=4, **choice) for name, choice in MORE_CHOICES.items()))
     for name in MORE_CHOICES:
         check_each_once(tmp_path / name, 4)
+    records = {name: [r["round"] for r in steps_of(tmp_path / name)] for name in MORE_CHOICES}
+    late = records["late groups kept"]
+    assert max(ages(tmp_path / "late groups kept")) > 1 and any(r["late"] for r in late)
+    assert all(("mean" in r["late_length"]) == bool(r["late"]) for r in late), "none: no length"
+    whole = [s["spans"] for step in trained(tmp_path / "nothing under way at updates") for row in step
+             for s in row["samples"]]  # fmt: skip
+    assert all(len(spans) == 1 for spans in whole)
+    assert any(r["wasted_tokens"] for r in records["surplus responses and prompts"])
 
 
+@pytest.mark.thorough
 def test_kept_kv_moves_the_trajectory_and_computes_nothing_again(settings, run_ranks, tmp_path: Path) -> None:
     run_ranks(1, train_runs, settings("kept", overlap__flight="keep"), settings("again"))
     kept, again = (steps_of(tmp_path / name) for name in ("kept", "again"))
@@ -341,7 +343,8 @@ def test_kept_kv_moves_the_trajectory_and_computes_nothing_again(settings, run_r
 
 @pytest.mark.slow
 def test_a_released_job_goes_on(settings, tmp_path: Path, monkeypatch) -> None:
-    assert train.main(settings("straight")) == 0
+    make = partial(settings, run__steps=4)
+    train_runs(ALONE, make("straight"))
     take_step = train.take_step
 
     def between(job):
@@ -351,7 +354,7 @@ def test_a_released_job_goes_on(settings, tmp_path: Path, monkeypatch) -> None:
         return record
 
     monkeypatch.setattr(train, "take_step", between)
-    assert train.main(settings("shared")) == 0
+    train_runs(ALONE, make("shared"))
     assert tokens_of(tmp_path / "shared") == tokens_of(tmp_path / "straight")
     assert losses(tmp_path / "shared") == losses(tmp_path / "straight")
 
@@ -632,11 +635,11 @@ def test_a_run_cannot_be_cut_below_what_is_under_way(settings, run_ranks, tmp_pa
     write_settings(load_config(Config, None, make("cut")), tmp_path / "cut")
     assert train.main([*make("cut", run__steps=3), "--resume"]) == 2
     assert "take run.steps = " in (said := capsys.readouterr()).out + said.err
-    run_ranks(2, stop_after_three, make("apart", **APART))
-    run_ranks(2, is_refused, make("apart", **APART | dict(run__steps=3)))
+    run_ranks(2, stop_and_be_refused, make("apart", **APART), make("apart", **APART | dict(run__steps=3)))
 
 
-def is_refused(world: World, settings: list[str]) -> None:
+def stop_and_be_refused(world: World, settings: list[str], shorter: list[str]) -> None:
     """Ranks that only train are told too: each rank ends by itself."""
+    stop_after_three(world, settings)
     with pytest.raises(ConfigError, match=r"run.steps = 3 leaves prompts untrained .* take run.steps = "):
-        train_runs(world, settings, resume=True)
+        train_runs(world, shorter, resume=True)

@@ -65,6 +65,7 @@ def test_what_the_filter_refuses(machine, monkeypatch):
         assert decide(code, machine, walls.X32 | 319) == walls.KILL
 
 
+@pytest.mark.slow
 def test_the_filter_keeps_a_program_off_others_of_its_user():
     """As in a box of limits without root, where nothing else does."""
     tried = f"""
@@ -126,6 +127,7 @@ def test_a_machine_without_a_filter_is_an_error(monkeypatch):
 
 
 @pytest.mark.skipif(not walls.landlock_version(), reason="the kernel has no Landlock")
+@pytest.mark.slow
 def test_landlock_shows_only_what_it_is_told(tmp_path):
     for name in ("own", "shown", "hidden"):
         (tmp_path / name).mkdir()
