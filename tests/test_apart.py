@@ -166,7 +166,10 @@ def test_a_job_leaves_the_device_between_its_phases(settings, group: Group, tmp_
 
 @pytest.mark.parametrize("way", ["races", thorough("episodes")])
 def test_pools_that_others_use_too_train_as_alone(settings, run_ranks, group: Group, tmp_path: Path, way: str) -> None:
-    """New weights arrive while the decoding ranks have none on the device. A killed job goes on in its group."""
+    """New weights arrive while the decoding ranks have none on the device.
+
+    A killed job goes on in its group: one of episodes here, one of single responses in tests/test_mux.py.
+    """
     given, over = RUNS[way], threading.Event()
     in_group = partial(settings, **APART, group__server=group.server, group__job="a")
     others = [
