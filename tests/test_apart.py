@@ -189,7 +189,7 @@ def test_pools_that_others_use_too_train_as_alone(settings, run_ranks, group: Gr
         for other in others:
             other.join(LONGEST)
     assert train.main(settings("alone", **given)) == 0
-    for name in ("shared", "killed")[: 1 + (way == "episodes")]:
+    for name in ("shared", "killed") if way == "episodes" else ("shared",):
         folders = [tmp_path / "alone", tmp_path / name]
         assert losses(folders[1]) == losses(folders[0]) and len(losses(folders[0])) == 4
         assert tokens_of(folders[1]) == tokens_of(folders[0])
