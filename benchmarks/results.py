@@ -157,9 +157,9 @@ BENCHMARKS = {
         + ("benchmarks/taking_turns.py",),
         "seconds until the default task is learnt, to a held-out accuracy of {score:.2f}, medians of the seeds that "
         "have run: our best, {best}, is {seconds_ratio_best_over_sync:.2f} x as fast as our synchronous training (by "
-        "seed {best_by_seed}); on the CPU with runs of TRL's "
-        "GRPOTrainer {trl_best} is {trl_reached:|at least }{seconds_ratio_trl_over_best:.1f} x as fast, synchronous "
-        "training {seconds_ratio_trl_over_sync:.1f} x, one seed ([leaderboard](#time-to-a-score))",
+        "seed {best_by_seed}); TRL's GRPOTrainer (seeds: {trl_seeds}) takes {trl_reached:|at least }"
+        "{seconds_ratio_trl_over_best:.1f} times the seconds of {trl_best}, and "
+        "{seconds_ratio_trl_over_sync:.1f} times those of synchronous training ([leaderboard](#time-to-a-score))",
         keeps=True,
     ),
     "drafts": Benchmark(
@@ -651,6 +651,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - {*BENCHMARKS, "all"}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    if arguments.what != "run" and (arguments.names or arguments.quick):
+        parser.error(f"{arguments.what} is about all results: leave out names and --quick")
     failed = []
     if arguments.what == "list":
         show()

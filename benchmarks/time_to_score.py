@@ -22,8 +22,8 @@ what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many
 the best of our entries is on the first task, by medians; `best_by_seed`: with each seed, whose start both have.
 `seconds_ratio_trl_over_best`: how many times as fast as TRL, `seconds_ratio_trl_over_sync`: and synchronous training;
 at least that, if `trl_reached` is false: then TRL was ended before it had the score. Runs on another CPU have rows of
-their own. Ratios are of runs on the same CPU, of those that took turns where there are such: each of the CPU with most
-runs, of those that have it.
+their own. Ratios are of runs on the same CPU, of those that took turns where there are such: of the CPU with most runs,
+to TRL of that with most runs of TRL, `trl_seeds` of them.
 `window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
 windows. `idle`: the share of the steps that the rank that waits most has nothing to decode.
 """
@@ -86,7 +86,7 @@ class Task:
     seconds: float  # or by then
 
 
-TASKS = {  # of relay and guess scores that minutes reach: what the games were made for, 0.95 and 1, takes hours
+TASKS = {  # of relay and guess scores that minutes reach: no run has reached what the games were made for, 0.95 and 1
     "hailstone": Task("configs/tiny.toml", 0.80, 300, 2400.0),
     "relay": Task("configs/relay.toml", 0.70, 200, 1200.0),
     "guess": Task("configs/guess.toml", 0.50, 300, 1200.0),
@@ -500,12 +500,13 @@ def board(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> li
         mine, base = ([row for row in here if row["entry"] == each] for each in (name, BASE))
         seconds, reached = seconds_of(mine), [row for row in mine if row["reached"]]
         slow = base_of(mine, seconds_of(base))
-        middle = statistics.median(seconds.values())
+        middle, least = statistics.median(seconds.values()), statistics.median(spent(mine).values())
         waits = {wait: [row[wait] for row in mine if row.get(wait) is not None] for wait in ("window_wait", "idle")}
         table.append(
             {
                 **{"task": task, "entry": name, "title": entries[name].title, "score": TASKS[task].score},
                 **{"median": finite(middle), "least": finite(min(seconds.values()))},
+                "seconds": f"{middle:.1f}" if math.isfinite(middle) else f"> {least:.1f}",
                 **{"most": finite(max(seconds.values())), "reached": len(reached), "seeds": len(mine)},
                 "samples": round(statistics.median(r["samples"] for r in reached)) if math.isfinite(middle) else None,
                 "faster": ratio(slow, seconds),
@@ -530,19 +531,24 @@ def most_first(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], task: str) -> dict[str, Any]:
-    """Return the best of our entries with the most seeds, and its ratios: each of the CPU with most runs."""
+    """Return the best of our entries with the most seeds, and its ratios: to synchronous training of the CPU with most
+    runs, to TRL of that with most runs of TRL.
+    """
     rows = [row for row in rows if row["task"] == task]
-    found = [_best_of([row for row in rows if row["cpu"] == cpu], entries) for cpu in most_first(rows)] or [{}]
+    trls = [row for row in rows if entries[row["entry"]].program == "trl"]
     ratios = {
-        "seconds_ratio_best_over_sync": {"best", "best_by_seed", "cpu"},
-        "seconds_ratio_trl_over_best": {"trl_best", "trl_reached", "seconds_ratio_trl_over_sync"},
+        "seconds_ratio_best_over_sync": (most_first(rows), {"best", "best_by_seed", "cpu"}),
+        "seconds_ratio_trl_over_best": (
+            most_first(trls),
+            {"trl_best", "trl_cpu", "trl_seeds", "trl_reached", "seconds_ratio_trl_over_sync"},
+        ),
     }
-    return {
-        key: of.get(key)
-        for ratio, others in ratios.items()
-        for of in [next((each for each in found if each.get(ratio)), found[0])]
-        for key in (ratio, *sorted(others))
-    }
+    result = dict[str, Any]()
+    for ratio, (cpus, others) in ratios.items():
+        found = [_best_of([row for row in rows if row["cpu"] == cpu], entries) for cpu in cpus]
+        of = next((each for each in found if each.get(ratio)), {})
+        result |= {key: of.get(key) for key in (ratio, *sorted(others))}
+    return result
 
 
 def _best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> dict[str, Any]:
@@ -559,7 +565,7 @@ def _best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) ->
     trls = [row for row in rows if entries[row["entry"]].program == "trl"]
     title = entries[best].title if best else None
     return {
-        **{"cpu": rows[0]["cpu"], "best": title, "trl_best": title},
+        **{"cpu": rows[0]["cpu"], "best": title, "trl_cpu": rows[0]["cpu"], "trl_best": title, "trl_seeds": len(trls)},
         "seconds_ratio_best_over_sync": ratio(slow, runs.get(best, {})),
         "best_by_seed": by_seed(slow, runs.get(best, {})),
         "seconds_ratio_trl_over_best": ratio(spent(trls), runs.get(best, {})),
@@ -592,9 +598,9 @@ def show(result: Mapping[str, Any], now: str) -> None:
     for row in result["board"]:
         if row["cpu"] != cpu:
             print(f"{row['task']} on cores of {(cpu := row['cpu'])}")
-        shown = {k: "-" if row[k] is None else row[k] for k in ("median", "least", "most", "samples", "faster")}
+        shown = {k: "-" if row[k] is None else row[k] for k in ("seconds", "least", "most", "samples", "faster")}
         print(
-            f"{row['task']:12}{row['title']:32}{shown['median']:>12}{shown['least']:>15} .. {shown['most']:<10}"
+            f"{row['task']:12}{row['title']:32}{shown['seconds']:>12}{shown['least']:>15} .. {shown['most']:<10}"
             f"{shown['samples']:>8}{row['reached']:>7} of {row['seeds']}{shown['faster']:>10}"
         )
     other = sum(row.get("code", now) != now for row in result["runs"])
@@ -628,7 +634,7 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
         minutes = [sum(expected(run, rows, entries) for run in each) / 60 for each in contests[i:]]
         print(f"{contest[0].task}, seed {contest[0].seed}, {len(contest)} runs in turns: about {minutes[0]:.0f} min, "
               f"all that is left {sum(minutes):.0f} min", flush=True)  # fmt: skip
-        if arguments.limit_minutes and (time.time() - begin) / 60 + minutes[0] > arguments.limit_minutes:
+        if arguments.limit_minutes is not None and (time.time() - begin) / 60 + minutes[0] > arguments.limit_minutes:
             print(f"that is over --limit-minutes; {sum(map(len, contests[i:]))} runs are left")
             break
         measured, task = fingerprints(NAME), TASKS[contest[0].task]
@@ -654,6 +660,29 @@ def play_quick(entries: dict[str, Entry]) -> dict[str, Any]:
     return summary([row | {"commit": "quick", "date": today()} for row in played], entries)
 
 
+def parsed(entries: Mapping[str, Entry]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", nargs="+", choices=TASKS, help="default: all")
+    parser.add_argument("--entry", nargs="+", choices=entries, help="default: all; with --quick a few")
+    parser.add_argument("--seed", nargs="+", type=int, choices=range(SEEDS), help="default: all")
+    parser.add_argument("--limit-minutes", type=float, help="begin no run that would probably end later")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--again", action="store_true", help="run what is there too")
+    modes.add_argument("--forget-old", action="store_true", help="run nothing; forget the runs of other code")
+    modes.add_argument("--list", action="store_true", help="run nothing; name the runs that are missing")
+    modes.add_argument("--quick", action="store_true", help="under 2 minutes: two steps of an entry, without TRL")
+    arguments = parser.parse_args()
+    if arguments.quick and ((arguments.task, arguments.seed, arguments.limit_minutes) != (None,) * 3):
+        parser.error("--quick plays seed 0 of the first task: leave out --task, --seed and --limit-minutes")
+    if arguments.quick and "trl" in {entries[name].program for name in arguments.entry or ()}:
+        parser.error("--quick plays our own entries only: leave out TRL's")
+    if arguments.forget_old and (arguments.task or arguments.entry or arguments.seed or arguments.limit_minutes):
+        parser.error("--forget-old is about all runs: leave out the other options")
+    arguments.entry = arguments.entry or [*(QUICK_ENTRIES if arguments.quick else entries)]
+    arguments.task, arguments.seed = arguments.task or [*TASKS], arguments.seed or [*range(SEEDS)]
+    return arguments
+
+
 def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -661,17 +690,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=[*TASKS])
-    parser.add_argument("--entry", nargs="+", choices=entries, help="default: all; with --quick a few")
-    parser.add_argument("--seed", nargs="+", type=int, choices=range(SEEDS), default=[*range(SEEDS)])
-    parser.add_argument("--again", action="store_true", help="run what is there too")
-    parser.add_argument("--forget-old", action="store_true", help="run nothing; forget the runs of other code")
-    parser.add_argument("--limit-minutes", type=float, help="begin no run that would probably end later")
-    parser.add_argument("--list", action="store_true", help="run nothing")
-    parser.add_argument("--quick", action="store_true", help="under 2 minutes: two steps of an entry, without TRL")
-    arguments = parser.parse_args()
-    arguments.entry = arguments.entry or [*(QUICK_ENTRIES if arguments.quick else entries)]
+    arguments = parsed(entries)
     now = code_of(fingerprints(NAME))
     try:
         if arguments.quick:
@@ -690,10 +709,13 @@ def main() -> int:
         print(f"\nstopped: {kept}", file=sys.stderr)
         return 130
     show(result, now)
-    if STORE.exists() and not arguments.quick:
+    if STORE.exists() and not (arguments.quick or arguments.list):
         subprocess.run([sys.executable, ROOT / "figures" / f"{NAME}.py"], check=True)
     if arguments.list:
-        print(*result["missing"], sep="\n")
+        asked = [
+            str(run) for run in all_runs(map(entries.__getitem__, arguments.entry), arguments.task, arguments.seed)
+        ]
+        print(*(run for run in result["missing"] if run in asked), sep="\n")
     print(json.dumps({k: len(v) if k in ("missing", "runs") else v for k, v in result.items() if k != "board"}))
     return 0
 

@@ -304,21 +304,38 @@ def test_as_many_runs_take_turns_as_memory_holds(time_to_score: ModuleType) -> N
     assert len(alone) == 5, "one at a time where there is less"
 
 
-def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "options, remedy",
+    [
+        (["--quick", "--seed", "1"], "leave out --task, --seed"),
+        (["--quick", "--limit-minutes", "0"], "leave out --task, --seed"),
+        (["--quick", "--entry", "trl"], "leave out TRL's"),
+        (["--forget-old", "--entry", "sync"], "leave out the other options"),
+        (["--list", "--again"], "not allowed with"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    time_to_score: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, options, remedy
+) -> None:
+    monkeypatch.setattr("sys.argv", ["time_to_score.py", *options])
+    with pytest.raises(SystemExit):
+        time_to_score.main()
+    assert remedy in capsys.readouterr().err
+
+
+def test_what_is_missing_is_listed_of_what_is_asked_for(
+    time_to_score: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    asked = ["--task", "guess", "--seed", "2", "--entry", "sync", "async"]
+    monkeypatch.setattr("sys.argv", ["time_to_score.py", "--list", *asked])
+    assert time_to_score.main() == 0
+    listed = [line for line in capsys.readouterr().out.splitlines() if ", seed " in line]
+    assert listed == ["guess, synchronous, seed 2", "guess, asynchronous, depth 1, seed 2"]
+
+
+def test_ratios_are_of_runs_on_one_cpu(time_to_score: ModuleType) -> None:
     made = {name: time_to_score.Entry(name, name, (), ("hailstone",), "plainroll") for name in ("sync", "fast", "lame")}
     made["trl"] = time_to_score.Entry("trl", "TRL", (), ("hailstone",), "trl")
-    runs = [("sync", 0, 100.0), ("sync", 1, 150.0), ("sync", 2, 120.0), ("fast", 0, 50.0), ("fast", 1, 60.0)]
-    for name, seed, seconds in [*runs, ("fast", 2, 40.0), ("trl", 0, 500.0)]:
-        time_to_score.keep(scored(name, seed, seconds), "abc", {"a.py": "1"}, made)
-    time_to_score.keep(scored("lame", 0, 10.0, reached=False), "abc", {"a.py": "2"}, made)
-    data = json.loads(time_to_score.STORE.read_text())
-    result = data["result"]
-    assert data["measured"] == {"a.py": "several"} and data == time_to_score.sealed(data)
-    assert [row["entry"] for row in result["board"]] == ["fast", "sync", "trl", "lame"]
-    assert result["best"] == "fast" and result["seconds_ratio_best_over_sync"] == 2.4
-    assert result["seconds_ratio_trl_over_best"] == 10.0, "of the seed that both have"
-    assert result["board"][3] | {"median": None, "reached": 0, "samples": None} == result["board"][3]
-    assert result["seconds_ratio_trl_over_sync"] == 5.0 and result["trl_reached"]
     row = scored("trl", 0, 90.0, reached=False)
     early = time_to_score.best_of([row, scored("fast", 0, 5.0)], made, "hailstone")
     assert early["seconds_ratio_trl_over_best"] == 18.0 and early["trl_reached"] is False, "at least"
@@ -337,6 +354,28 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     more = [row | {"seed": seed} for row in later for seed in (1, 2)]
     found = time_to_score.best_of([*lucky, *later, *more, scored("trl", 0, 50.0)], made, "hailstone")
     assert found["best"] == "lame" and found["trl_best"] == "fast", "each of a CPU that has it"
+    more = [*lucky, *(scored("trl", seed, 70.0) | {"cpu": "c"} for seed in range(2)), scored("trl", 0, 50.0)]
+    found = time_to_score.best_of([*more, *later], made, "hailstone")
+    assert (found["cpu"], found["trl_cpu"], found["trl_seeds"]) == ("c", "c", 2), "of that with most of TRL's"
+    assert found["seconds_ratio_trl_over_best"] == 14.0
+
+
+def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    made = {name: time_to_score.Entry(name, name, (), ("hailstone",), "plainroll") for name in ("sync", "fast", "lame")}
+    made["trl"] = time_to_score.Entry("trl", "TRL", (), ("hailstone",), "trl")
+    runs = [("sync", 0, 100.0), ("sync", 1, 150.0), ("sync", 2, 120.0), ("fast", 0, 50.0), ("fast", 1, 60.0)]
+    for name, seed, seconds in [*runs, ("fast", 2, 40.0), ("trl", 0, 500.0)]:
+        time_to_score.keep(scored(name, seed, seconds), "abc", {"a.py": "1"}, made)
+    time_to_score.keep(scored("lame", 0, 10.0, reached=False), "abc", {"a.py": "2"}, made)
+    data = json.loads(time_to_score.STORE.read_text())
+    result = data["result"]
+    assert data["measured"] == {"a.py": "several"} and data == time_to_score.sealed(data)
+    assert [row["entry"] for row in result["board"]] == ["fast", "sync", "trl", "lame"]
+    assert result["best"] == "fast" and result["seconds_ratio_best_over_sync"] == 2.4
+    assert result["seconds_ratio_trl_over_best"] == 10.0, "of the seed that both have"
+    assert result["board"][3] | {"median": None, "reached": 0, "samples": None} == result["board"][3]
+    assert [row["seconds"] for row in result["board"]] == ["50.0", "120.0", "500.0", "> 10.0"], "at least as long"
+    assert result["seconds_ratio_trl_over_sync"] == 5.0 and result["trl_reached"]
     assert len(result["missing"]) == 4 and "hailstone, TRL, seed 1" in result["missing"]
     time_to_score.keep(scored("lame", 0, 10.0), "abc", {"a.py": "1"}, made)
     data = json.loads(time_to_score.STORE.read_text())
