@@ -157,7 +157,7 @@ BENCHMARKS = {
         + ("benchmarks/taking_turns.py",),
         "seconds until the default task is learnt, to a held-out accuracy of {score:.2f}, medians of the seeds that "
         "have run: our best, {best}, is {seconds_ratio_best_over_sync:.2f} x as fast as our synchronous training (by "
-        "seed {best_by_seed}); TRL's GRPOTrainer (seeds: {trl_seeds}) takes {trl_reached:|at least }"
+        "seed {best_by_seed}); TRL's GRPOTrainer (seeds: {trl_seeds}, {trl_cpu}) takes {trl_reached:|at least }"
         "{seconds_ratio_trl_over_best:.1f} times the seconds of {trl_best}, and "
         "{seconds_ratio_trl_over_sync:.1f} times those of synchronous training ([leaderboard](#time-to-a-score))",
         keeps=True,

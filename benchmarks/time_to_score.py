@@ -676,6 +676,8 @@ def parsed(entries: Mapping[str, Entry]) -> argparse.Namespace:
         parser.error("--quick plays seed 0 of the first task: leave out --task, --seed and --limit-minutes")
     if arguments.quick and "trl" in {entries[name].program for name in arguments.entry or ()}:
         parser.error("--quick plays our own entries only: leave out TRL's")
+    if arguments.list and arguments.limit_minutes is not None:
+        parser.error("--list runs nothing: leave out --limit-minutes")
     if arguments.forget_old and (arguments.task or arguments.entry or arguments.seed or arguments.limit_minutes):
         parser.error("--forget-old is about all runs: leave out the other options")
     arguments.entry = arguments.entry or [*(QUICK_ENTRIES if arguments.quick else entries)]

@@ -312,6 +312,7 @@ def test_as_many_runs_take_turns_as_memory_holds(time_to_score: ModuleType) -> N
         (["--quick", "--entry", "trl"], "leave out TRL's"),
         (["--forget-old", "--entry", "sync"], "leave out the other options"),
         (["--list", "--again"], "not allowed with"),
+        (["--list", "--limit-minutes", "9"], "leave out --limit-minutes"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(
