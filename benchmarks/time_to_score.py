@@ -260,7 +260,7 @@ def is_over(curve: Sequence[Mapping[str, Any]], task: Task) -> bool:
 
 
 def say(run: Asked, point: Mapping[str, Any]) -> None:
-    print(f"    {run!s:52}step {point['step']:4}{point['seconds']:9.1f} s   score {point['score']:.3f}", flush=True)
+    print(f"    {run!s:66} step {point['step']:4}{point['seconds']:9.1f} s   score {point['score']:.3f}", flush=True)
 
 
 def play_ours(run: Asked, task: Task, folder: Path, more: Sequence[str]) -> Generator[None, None, list[dict[str, Any]]]:
@@ -593,15 +593,15 @@ def summary(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> 
 
 
 def show(result: Mapping[str, Any], now: str) -> None:
-    print(f"\n{'':12}{'':32}seconds to the score      range        samples   reached   times as fast")
-    cpu = ""
+    print(f"\n{'seconds to the score':>67}{'range':>15}{'samples':>9}  reached  faster")
+    part = None
     for row in result["board"]:
-        if row["cpu"] != cpu:
-            print(f"{row['task']} on cores of {(cpu := row['cpu'])}")
+        if (row["task"], row["cpu"]) != part:
+            print("{} on cores of {}".format(*(part := (row["task"], row["cpu"]))))
         shown = {k: "-" if row[k] is None else row[k] for k in ("seconds", "least", "most", "samples", "faster")}
         print(
-            f"{row['task']:12}{row['title']:32}{shown['seconds']:>12}{shown['least']:>15} .. {shown['most']:<10}"
-            f"{shown['samples']:>8}{row['reached']:>7} of {row['seeds']}{shown['faster']:>10}"
+            f"{row['task']:10}{row['title']:48}{shown['seconds']:>9}{shown['least']:>9} .. {shown['most']:<8}"
+            f"{shown['samples']:>5}{row['reached']:>4} of {row['seeds']}{shown['faster']:>8}"
         )
     other = sum(row.get("code", now) != now for row in result["runs"])
     print(f"missing: {len(result['missing'])} runs (--list names them)" if result["missing"] else "all runs are there")
