@@ -414,10 +414,21 @@ def sealed(data: dict[str, Any]) -> dict[str, Any]:
     return rest | {"checksum": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]}
 
 
+def load(path: Path) -> dict[str, Any]:
+    """Read a result; end the program with one line if the file is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if {"measured", "result", "seconds"} <= data.keys():
+            return data
+    except (ValueError, AttributeError):
+        pass
+    sys.exit(f"error: {path} is damaged; take it from git again, or run its benchmark")
+
+
 def outdated(name: str) -> list[str]:
     """Return the measured files that have changed since the result was taken; all of them where there is none."""
     path, now = ROOT / RESULTS / f"{name}.json", fingerprints(name)
-    then = json.loads(path.read_text(encoding="utf-8"))["measured"] if path.exists() else {}
+    then = load(path)["measured"] if path.exists() else {}
     return [file for file in now if now[file] != then.get(file)]
 
 
@@ -519,12 +530,10 @@ def fields(name: str) -> dict[str, Any]:
     """Return what a template may name: the fields of a result, or of any JSON file, or all claims as `rows`."""
     if name == "all":
         return {"rows": [fields(n) | {"claim": fill(n, BENCHMARKS[n].claim)} for n in claimed()]}
-    path = ROOT / (name if name.endswith(".json") else RESULTS / f"{name}.json")
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(data, list):
-        return {"rows": data}
-    if "result" not in data:
-        return data
+    if name.endswith(".json"):
+        values = json.loads((ROOT / name).read_text(encoding="utf-8"))
+        return {"rows": values} if isinstance(values, list) else values
+    data = load(ROOT / RESULTS / f"{name}.json")
     known = data["machine"] | data["result"] | {key: data[key] for key in ("command", "date")}
     minutes = data["seconds"] and data["seconds"] / 60
     return known | {"commit": data["commit"][:7], "minutes": minutes, "output": "\n".join(data["output"])}
@@ -615,7 +624,7 @@ def problems() -> list[str]:
     """Return what is not up to date, with the remedy."""
     found, old = simulated_problems(), reasons()
     for path in sorted((ROOT / RESULTS).glob("*.json")):
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = load(path)
         if data != sealed(data) and ("checksum" in data or path.stem not in old):  # the first ones had none
             found.append(f"{path.relative_to(ROOT)} was edited by hand: run it again")
     for name in sorted({path.stem for path in (ROOT / RESULTS).glob("*.json")} | old.keys()):
@@ -636,7 +645,7 @@ def problems() -> list[str]:
 def show() -> None:
     for name, benchmark in BENCHMARKS.items():
         path = ROOT / RESULTS / f"{name}.json"
-        took = json.loads(path.read_text(encoding="utf-8"))["seconds"] if path.exists() else None
+        took = load(path)["seconds"] if path.exists() else None
         minutes = f"{took / 60:5.1f} min" if took else "    ? min"
         changed = outdated(name)
         state = "current" if not changed else f"older than {', '.join(changed)}" if path.exists() else "never run"

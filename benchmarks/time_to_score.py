@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import trl
-from results import RESULTS, committed, fingerprints, machine, sealed
+from results import RESULTS, committed, fingerprints, load, machine, sealed
 from taking_turns import GIVER, go_on
 
 from checkpoint import load_tokenizer
@@ -134,6 +134,8 @@ def read_entry(path: Path) -> Entry:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); remove it") from None
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     told: dict[str, Any] = {"tasks": [*TASKS], "program": "plainroll", "seconds": math.inf}
     told |= {n: v for n, v in values.items() if n not in sections}
@@ -143,8 +145,8 @@ def read_entry(path: Path) -> Entry:
         )
     if type(told["seconds"]) not in (int, float) or not told["seconds"] > 0:
         raise ConfigError(f"{path}: seconds = {told['seconds']!r}; give a number over 0, as seconds = 600")
-    if not isinstance(told.get("title"), str) or not told["title"]:
-        raise ConfigError(f'{path}: an entry needs a title, as title = "eta on both"')
+    if not isinstance(told.get("title"), str) or not told["title"] or {*"|\n"} & {*told["title"]}:
+        raise ConfigError(f'{path}: an entry needs a title of one line without |, as title = "eta on both"')
     if told["program"] not in [*FIRST_GUESS]:
         raise ConfigError(f"{path}: program = {told['program']!r}; possible: {', '.join(FIRST_GUESS)}")
     if not isinstance(told["tasks"], list) or any(task not in [*TASKS] for task in told["tasks"]):
@@ -152,7 +154,7 @@ def read_entry(path: Path) -> Entry:
     if fixed := sections.keys() & FIXED:
         raise ConfigError(f"{path}: section {min(fixed)} is the same for all entries; leave it out")
     keys = (
-        f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
+        f"{section}.{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
         for section, inner in sections.items()
         for key, value in inner.items()
     )
@@ -166,7 +168,11 @@ def read_entry(path: Path) -> Entry:
 
 
 def read_entries() -> dict[str, Entry]:
-    return {path.stem: read_entry(path) for path in sorted(ENTRIES.glob("*.toml"))}
+    entries, titles = {path.stem: read_entry(path) for path in sorted(ENTRIES.glob("*.toml"))}, dict[str, str]()
+    for name, entry in entries.items():
+        if name != (first := titles.setdefault(entry.title, name)):
+            raise ConfigError(f"{ENTRIES / name}.toml: {first}.toml has this title, too; take another")
+    return entries
 
 
 def all_runs(
@@ -378,7 +384,7 @@ def play_in_turns(runs: Mapping[Asked, Generator[None, None, dict[str, Any]]]) -
 
 def load_store() -> dict[str, Any]:
     empty: dict[str, Any] = {"seconds": 0, "codes": {}, "result": {"runs": []}}
-    return json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else empty
+    return load(STORE) if STORE.exists() else empty
 
 
 def is_current(row: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
@@ -660,12 +666,18 @@ def play_quick(entries: dict[str, Entry]) -> dict[str, Any]:
     return summary([row | {"commit": "quick", "date": today()} for row in played], entries)
 
 
+def limit(text: str) -> float:
+    if not 0 <= (minutes := float(text)) < math.inf:
+        raise ValueError
+    return minutes
+
+
 def parsed(entries: Mapping[str, Entry]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=TASKS, help="default: all")
-    parser.add_argument("--entry", nargs="+", choices=entries, help="default: all; with --quick a few")
+    parser.add_argument("--entry", nargs="+", choices=entries, help="default: all; with --quick a few", metavar="NAME")
     parser.add_argument("--seed", nargs="+", type=int, choices=range(SEEDS), help="default: all")
-    parser.add_argument("--limit-minutes", type=float, help="begin no run that would probably end later")
+    parser.add_argument("--limit-minutes", type=limit, help="begin no run that would probably end later")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--again", action="store_true", help="run what is there too")
     modes.add_argument("--forget-old", action="store_true", help="run nothing; forget the runs of other code")

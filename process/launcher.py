@@ -27,6 +27,7 @@ OPTIONS = {  # torchrun's own: a pattern for each, and its meaning
     **dict.fromkeys(("redirects", "tee"), STREAMS),
     **dict.fromkeys("rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr local_addr log_dir".split(), TEXT),
 }
+LAUNCHER = "PLAINROLL_LAUNCHER"  # in the environment of a rank: the process that has started it
 CORES = "PLAINROLL_CORES"  # in the environment: cores of each rank of this machine, such as 0,1;2,3 (mux.py)
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # in the environment: seconds between SIGTERM and SIGKILL to ranks
 TORCHS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # signals that its launcher handles
@@ -91,6 +92,8 @@ def settle() -> None:
     """Be the rank that a launcher wants: on the cores that it gives, and no longer than itself. (Linux)"""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.environ.pop(LAUNCHER, str(parent := os.getppid())) != str(parent):
+            sys.exit("error: the launcher has ended before its rank began")  # and so sends no signal
         if cores := os.environ.get(CORES):
             own = cores.split(";")[int(os.environ["LOCAL_RANK"])]
             os.sched_setaffinity(0, map(int, own.split(",")))  # for threads and processes that start later, too
@@ -110,6 +113,7 @@ def launch(script: str, flags: argparse.Namespace, arguments: list[str]) -> int:
     divide_cores(ranks)
     # A signal waits for the step and its checkpoint. An option of this name came with torch 2.12.
     os.environ.setdefault(SHUTDOWN, "600")
+    os.environ[LAUNCHER] = str(os.getpid())
     # With restarts, only torch's lines tell why a rank was started again.
     logging.disable(logging.WARNING if int(flags.max_restarts or 0) else logging.ERROR)
     try:

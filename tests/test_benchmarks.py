@@ -446,6 +446,8 @@ def test_entries_are_files(time_to_score: ModuleType, tmp_path: Path) -> None:
         "title = 'a'\ntasks = 'relay'": "a list of some of hailstone",
         "title = 'a'\nprogram = ['trl']": "possible: plainroll, trl",
         "title = ''": "needs a title",
+        "title = 'a | b'": "needs a title of one line",
+        "title = 'a'\n[trainer]\nlr = 2026-01-01": "trainer.lr",
         "title = 'a'\nseconds = 'few'": "seconds = 'few'; give a number",
         "title = 'a'\nseconds = nan": "seconds = nan; give a number",
         "title = 'a'\n[data]\neval_prompts = 1": "section data is the same for all entries",
@@ -454,6 +456,18 @@ def test_entries_are_files(time_to_score: ModuleType, tmp_path: Path) -> None:
         (tmp_path / "own.toml").write_text(text)
         with pytest.raises(time_to_score.ConfigError, match=problem):
             time_to_score.read_entry(tmp_path / "own.toml")
+    with pytest.raises(time_to_score.ConfigError, match="cannot be read"):
+        time_to_score.read_entry(tmp_path)
+
+
+def test_two_entries_of_one_title_are_refused(
+    time_to_score: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_to_score, "ENTRIES", tmp_path)
+    for name in "ab":
+        (tmp_path / f"{name}.toml").write_text("title = 'same'")
+    with pytest.raises(time_to_score.ConfigError, match=r"b\.toml: a\.toml has this title, too"):
+        time_to_score.read_entries()
 
 
 @pytest.mark.slow
@@ -608,6 +622,14 @@ def test_a_result_is_kept_and_printed(house: ModuleType, tmp_path: Path) -> None
     text = (tmp_path / "README.md").read_text()
     assert "-->1.52<!-- end -->" in text and "-->\n| a | 1 | 1.52 |\n| b | 2 | 1.52 |\n<!-- end -->" in text
     assert "\npython one.py: 1.5 x, 25 % of it\n" in text and not house.problems()
+
+
+@pytest.mark.parametrize("text", ['{"result": ', "[]", "{}"])
+def test_a_damaged_result_is_one_error(house: ModuleType, tmp_path: Path, text: str) -> None:
+    (tmp_path / house.RESULTS / "one.json").write_text(text)
+    for use in (house.problems, house.show, house.write):
+        with pytest.raises(SystemExit, match="^error: .*one.json is damaged; take it from git"):
+            use()
 
 
 def test_code_makes_a_result_old_and_comments_do_not(house: ModuleType, tmp_path: Path) -> None:

@@ -197,3 +197,14 @@ def test_an_interrupt_reaches_the_ranks_and_leaves_no_traceback(tmp_path) -> Non
     process.send_signal(signal.SIGINT)
     out, said = process.communicate(timeout=120)
     assert (process.returncode, out, said) == (130, "saved\nsaved\n", "")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_that_begins_after_its_launchers_end_ends_too(alone, is_late: bool) -> None:
+    """No signal tells it: the one at a parent's death comes to those that asked for it before."""
+    alone.setenv("TORCHELASTIC_RUN_ID", "a")
+    alone.setenv(launcher.LAUNCHER, str(os.getpid() + is_late))
+    code = "from process.launcher import settle; settle(); settle(); print('goes on')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == ((1, "") if is_late else (0, "goes on\n"))
+    assert ("launcher has ended" in done.stderr) == is_late
