@@ -5,9 +5,11 @@
     python benchmarks/results.py run all --quick        each with --quick; keeps nothing
     python benchmarks/results.py write                  fill the blocks of README.md and docs/
     python benchmarks/results.py check                  exit code 1 when a block or a result is not up to date
+    python benchmarks/results.py spare NAME... --why "…"   keep results current whose runs a change left as they were
 
 `results/NAME.json` holds a run. A result is old when a file that it measures has changed since; comments, docstrings
-and layout do not count. An old result needs a reason in `old_results.json`. Until the next run the reason stands
+and layout do not count, nor does what `spared_results.json` says, with the reason, to be nothing that this result ran:
+a branch for another CPU, say. An old result needs a reason in `old_results.json`. Until the next run the reason stands
 behind its numbers or, where a page has a block `<!-- results:notes NAMES -->`, once there for sentences and cells.
 
 A block is `<!-- results:NAME TEMPLATE -->text<!-- end -->`; NAME may also be the path of any JSON file, or `all`,
@@ -38,6 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, OLD = Path("benchmarks/results"), Path("benchmarks/old_results.json")
+SPARED = Path("benchmarks/spared_results.json")
 BLOCK = re.compile(r"<!-- results:(\S+)(.*?)-->(.*?)<!-- end -->", re.DOTALL)
 
 ENGINE = (
@@ -427,9 +430,39 @@ def load(path: Path) -> dict[str, Any]:
 
 def outdated(name: str) -> list[str]:
     """Return the measured files that have changed since the result was taken; all of them where there is none."""
+    return [*changes(name)]
+
+
+def changes(name: str) -> dict[str, list[str | None]]:
+    """Return the fingerprints of measured files that have changed since the result was taken: then and now."""
     path, now = ROOT / RESULTS / f"{name}.json", fingerprints(name)
     then = load(path)["measured"] if path.exists() else {}
-    return [file for file in now if now[file] != then.get(file)]
+    for change in spared():  # in their order: each begins where others ended
+        if name in change["results"]:
+            then |= {file: after for file, (before, after) in change["files"].items() if then.get(file) == before}
+    return {file: [then.get(file), now[file]] for file in now if now[file] != then.get(file)}
+
+
+def spared() -> list[dict[str, Any]]:
+    """Return changes that left alone what some results ran, with the fingerprints of files before and after."""
+    path = ROOT / SPARED
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def spare(names: Sequence[str], why: str) -> list[str]:
+    """Write down that what has changed since these results is nothing that they ran; return what cannot be."""
+    files: dict[str, list[str | None]] = {}
+    for name in names:
+        for file, change in changes(name).items():
+            if None in change or files.setdefault(file, change) != change:
+                return [
+                    f"{name}: {file} has changed otherwise than for the others: spare it by itself, or run it again"
+                ]
+    if not files:
+        return ["nothing has changed since these results"]
+    kept = [*spared(), {"why": why, "results": [*names], "files": files}]
+    (ROOT / SPARED).write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return []
 
 
 def reasons() -> dict[str, str]:
@@ -654,15 +687,20 @@ def show() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("list", "run", "write", "check"))
+    parser.add_argument("what", choices=("list", "run", "write", "check", "spare"))
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*BENCHMARKS, "all")))
     parser.add_argument("--quick", action="store_true", help="smallest runs, to see that all work; keeps nothing")
+    parser.add_argument("--why", help="of spare: the reason, as a reader of the file would want it")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - {*BENCHMARKS, "all"}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
-    if arguments.what != "run" and (arguments.names or arguments.quick):
+    if (arguments.what == "spare") != bool(arguments.why) or (arguments.what == "spare" and not arguments.names):
+        parser.error("spare, and nothing else, takes names and --why: `spare training --why 'a branch for GPUs'`")
+    if arguments.what not in ("run", "spare") and (arguments.names or arguments.quick):
         parser.error(f"{arguments.what} is about all results: leave out names and --quick")
     failed = []
+    if arguments.what == "spare":
+        failed = spare(arguments.names, arguments.why)
     if arguments.what == "list":
         show()
     if arguments.what == "run":

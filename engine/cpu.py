@@ -12,10 +12,10 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from engine.sequence import Parked
 
 LOG2_E = math.log2(math.e)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+LITTLE = 2**24  # multiplications of a step: some 0.7 ms of one core
 
 
 # ---- pages as a batch --------------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ class Packed:
     """
 
     MIN_WORK = 3 * 2**18  # multiplications in float32, below which a call costs more than the layout gains
-    SMALL = 2**18  # numbers of a weight, below which MKL's own products are faster on Intel's CPUs
+    SMALL = 2**18  # numbers of a weight, below which MKL's own products are faster on some CPUs (`packed`)
     MIN_ROWS = 4  # oneDNN's products of fewer rows take longer than of these
 
     def __init__(self, weight: Tensor):
@@ -352,25 +353,31 @@ def can_pack(dtype: torch.dtype) -> bool:
     return is_here and dtype == torch.float32
 
 
-@cache
-def cpu_maker() -> str:
-    """Return "GenuineIntel", "AuthenticAMD" or what else the system calls the maker of its CPU."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "unknown")
-
-
 def packed(weight: Tensor) -> "Tensor | Packed":
     """Return a weight in that layout, where that can be and pays; else as it is."""
     is_matrix = weight.device.type == "cpu" and weight.numel() > 0 and weight.dim() == 2
     is_small = weight.dtype == torch.float32 and weight.numel() < Packed.SMALL
-    has_mkl = torch.backends.mkl.is_available() and cpu_maker() == "GenuineIntel"
-    if not is_matrix or (is_small and has_mkl):
+    is_mkls = native.CAPABILITY == "AVX512" or native.cpu_maker() == "GenuineIntel"
+    if not is_matrix or (is_small and is_mkls and torch.backends.mkl.is_available()):
         return weight
     return Packed(weight) if can_pack(weight.dtype) or native.most_rows(weight) == native.ALL_ROWS else weight
 
 
 # ---- the process -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def threads_for(multiplications: int) -> Iterator[None]:
+    """Have this thread do little work alone: waking the others, who sleep (process/threads.py), takes longer."""
+    threads = torch.get_num_threads()
+    is_alone = threads > 1 and multiplications < LITTLE
+    if is_alone:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if is_alone:
+            torch.set_num_threads(threads)
 
 
 def keep_memory() -> None:

@@ -31,15 +31,26 @@ HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = torch.float32, torch.bfloat16
 CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the last two on ARM
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
+
+
+def cpu_maker() -> str:
+    """Return "GenuineIntel", "AuthenticAMD" or what else the system calls the maker of its CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "unknown")
+
+
 # Rows that `multiply` takes, at most, without tiles: on an Intel Xeon with AVX-512, and on an AMD EPYC with AVX2 only,
-# oneDNN's products of more are as fast. Of a weight of fewer numbers than LARGE, which stays in the cache, it takes
-# FEW_ROWS. In bfloat16 AVX2 has ALL_ROWS: torch's products take up to 6 times as long. Where the CPU multiplies tiles
-# (AMX), and a row is whole ones of TILE numbers, bfloat16 has TILED_ROWS, and FEW_TILED_ROWS. In float32 ALL_ROWS are
-# multiplied by a LARGE weight, unless it is NARROW or less: x would be split for few products.
+# oneDNN's products of more than 48 are as fast; on an AMD EPYC with AVX-512, of more than 8. Of a weight of fewer
+# numbers than LARGE, which stays in the cache, it takes FEW_ROWS. In bfloat16 AVX2 has ALL_ROWS: torch's products take
+# up to 6 times as long. Where the CPU multiplies tiles (AMX), and a row is whole ones of TILE numbers, bfloat16 has
+# TILED_ROWS, and FEW_TILED_ROWS. In float32 ALL_ROWS are multiplied by a LARGE weight, unless it is NARROW or less: x
+# would be split for few products.
 FEW_ROWS, LARGE, NARROW = 48 if CAPABILITY == "AVX2" else 8, 2**19, 256
 TILED_ROWS, FEW_TILED_ROWS, ALL_ROWS, TILE = 96, 32, 2**31, 32
+FLOAT_ROWS = {"AVX2": 48, "AVX512": 8 if cpu_maker() == "AuthenticAMD" else 48}
 MOST_ROWS = {
-    torch.float32: 48 if CAPABILITY in ("AVX2", "AVX512") else 2,
+    torch.float32: FLOAT_ROWS.get(CAPABILITY, 2),
     torch.bfloat16: ALL_ROWS if CAPABILITY == "AVX2" else 3,
 }
 MANY, MUCH = 512, 2**25  # rows of x, and numbers of x times those of a weight, for tiles in a training step

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine import native
 from engine.batcher import Batcher, Removed, Started
-from engine.cpu import BatchedPages, PageAttention, few_sizes
+from engine.cpu import BatchedPages, PageAttention, few_sizes, threads_for
 from engine.drafts import Drafts
 from engine.experts import record, record_rows, waits
 from engine.graphs import DecodeGraphs
@@ -97,8 +97,13 @@ class Runner:
 
         `decodes`: False where the rows stand still.
         """
+        n = 0 if self.graphs or not decodes else len(batcher.running)  # rows that decode in this forward
+        num_tokens = (drafts.num_tokens if n and drafts else n) + sum(end - start for _, start, end in chunks)
+        with threads_for(num_tokens * self.weights.num_elements):
+            self._forward(batcher, chunks, drafts, n)
+
+    def _forward(self, batcher: Batcher, chunks: list[Chunk], drafts: Drafts | None, n: int) -> None:
         rows, kv, num_running = self.rows, self.memory.kv, len(batcher.running)
-        n = 0 if self.graphs or not decodes else num_running  # rows that decode in this forward
         hidden = self._compute(batcher, chunks, drafts, n)
         if n and drafts:
             own = drafts.num_tokens if chunks else len(hidden)

@@ -83,6 +83,8 @@ class Shard:
         plain = [(t.plain, True) if isinstance(t, Packed) else (t, _start(t) not in views) for t in everything]
         #: Bytes that are not views of the model's weights: what making or refreshing this shard copies.
         self.copied_bytes = sum({t.data_ptr(): t.nbytes for t, is_copy in plain if is_copy}.values())
+        #: Of all weights: about as many multiplications as a token takes.
+        self.num_elements = sum({t.data_ptr(): t.numel() for t, _ in plain}.values())
 
     def _make(self) -> None:
         copies = None if self.memory is None else Copies(self.memory)

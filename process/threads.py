@@ -11,8 +11,8 @@ def before_torch() -> None:
     """Set what torch and its OpenMP read when they load, unless the user has.
 
     Threads that wait give up their core soon: beside another process that wants a core, a thread that spins keeps the
-    late one waiting, and a step takes far longer. Alone, models whose operations take a few microseconds lose: decode
-    steps of a small one take half as long again. benchmarks/waiting.py measures both.
+    late one waiting, and a step takes far longer. Alone, operations of a few microseconds lose, so decode steps of
+    little work are one thread's (`engine.cpu.threads_for`). benchmarks/waiting.py measures both.
 
     Tensors of 2 MiB and more lie in huge pages where Linux gives them on request: a CPU that reads all weights at each
     step then looks up fewer addresses.

@@ -624,6 +624,25 @@ def test_a_result_is_kept_and_printed(house: ModuleType, tmp_path: Path) -> None
     assert "\npython one.py: 1.5 x, 25 % of it\n" in text and not house.problems()
 
 
+def test_a_change_that_a_result_did_not_run_is_spared(house: ModuleType, tmp_path: Path) -> None:
+    house.run("one", quick=False)
+    house.write()
+    room = tmp_path / "room.py"
+    for other in ("CUDA = 1", "CUDA = 2"):
+        room.write_text(f"RATIO = 1.52\n{other}\n")
+        assert house.outdated("one") == ["room.py"]
+        assert house.spare(["one"], "it has no GPU") == [] and not house.problems()
+    assert [change["why"] for change in house.spared()] == ["it has no GPU"] * 2
+    assert house.spare(["one"], "again") == ["nothing has changed since these results"]
+    room.write_text("RATIO = 1.53\n")
+    assert house.outdated("one") == ["room.py"], "which nobody has spared"
+    (tmp_path / "new.py").write_text("")
+    house.BENCHMARKS["one"] = house.Benchmark("one.py", ("room.py", "a.toml", "new.py"), "")
+    assert "one: new.py has changed otherwise" in house.spare(["one"], "a new file")[0], (
+        "it may have run it, had it been"
+    )
+
+
 @pytest.mark.parametrize("text", ['{"result": ', "[]", "{}"])
 def test_a_damaged_result_is_one_error(house: ModuleType, tmp_path: Path, text: str) -> None:
     (tmp_path / house.RESULTS / "one.json").write_text(text)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import ROOT, steps_of, train_runs
 
-from engine.cpu import cpu_maker
+from engine.native import cpu_maker
 from job import Job
 from parallel import World
 

@@ -87,6 +87,25 @@ def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monke
 
 
 @needs_compiler
+@pytest.mark.parametrize(("little", "num_threads"), [(0, 3), (cpu.LITTLE, 1)])
+def test_a_little_step_is_one_threads(model: Model, little: int, num_threads: int, monkeypatch) -> None:
+    """And the others are back after it, though it fails."""
+    seen, decode, threads = set[int](), Shard.decode, torch.get_num_threads()
+    monkeypatch.setattr(cpu, "LITTLE", little)
+    monkeypatch.setattr(Shard, "decode", lambda *args: (seen.add(torch.get_num_threads()), decode(*args))[1])
+    torch.set_num_threads(3)
+    try:
+        generate(model)
+        assert seen == {num_threads} and torch.get_num_threads() == 3
+        with pytest.raises(ZeroDivisionError), cpu.threads_for(0):
+            assert torch.get_num_threads() == num_threads
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
 @pytest.mark.parametrize("right", [1.0, 0.8])
 def test_steps_with_drafts_are_compiled_too_and_change_nothing(model: Model, right: float, monkeypatch) -> None:
     with torch.no_grad():
@@ -454,11 +473,15 @@ def test_a_rank_that_compiles_in_vain_takes_what_another_has_made(tmp_path: Path
 
 
 @pytest.mark.skipif(not (can_pack(torch.float32) and torch.backends.mkl.is_available()), reason="another CPU")
-@pytest.mark.parametrize(("maker", "size", "is_packed"), [
-    ("GenuineIntel", 511, False), ("GenuineIntel", 512, True), ("AuthenticAMD", 32, True), ("unknown", 32, True),
+@pytest.mark.parametrize(("maker", "capability", "size", "is_packed"), [
+    ("GenuineIntel", "AVX2", 511, False), ("GenuineIntel", "AVX2", 512, True), ("AuthenticAMD", "AVX2", 32, True),
+    ("AuthenticAMD", "AVX512", 511, False), ("AuthenticAMD", "AVX512", 512, True), ("unknown", "DEFAULT", 32, True),
 ])  # fmt: skip
-def test_small_weights_are_left_to_mkl_on_its_makers_cpus(maker: str, size: int, is_packed: bool, monkeypatch) -> None:
-    monkeypatch.setattr(cpu, "cpu_maker", lambda: maker)
+def test_small_weights_are_left_to_mkl_where_it_is_faster(
+    maker: str, capability: str, size: int, is_packed: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(native, "cpu_maker", lambda: maker)
+    monkeypatch.setattr(native, "CAPABILITY", capability)
     assert isinstance(cpu.packed(torch.ones(size, 512)), Packed) == is_packed
 
 
