@@ -69,9 +69,11 @@ class JobRun:
                 self.process.terminate()
             code = await self.process.wait()
             deadline = time.monotonic() + LEFT_SECONDS
-            while self._processes():  # ranks may outlive their launcher, and be on their devices
-                if self.why or time.monotonic() > deadline:  # killed: they may have started others meanwhile
-                    self._kill()
+            looks = 0  # that found none: twice, as a process that is just becoming another program shows no environment
+            while looks < 2:  # ranks may outlive their launcher, and be on their devices
+                looks = 0 if self._processes() else looks + 1
+                if not looks and (self.why or time.monotonic() > deadline):
+                    self._kill()  # again, if it was: they may have started others meanwhile
                 await asyncio.sleep(0.05)
             return code
         finally:
