@@ -438,8 +438,9 @@ def changes(name: str) -> dict[str, list[str | None]]:
     path, now = ROOT / RESULTS / f"{name}.json", fingerprints(name)
     then = load(path)["measured"] if path.exists() else {}
     for change in spared():  # in their order: each begins where others ended
-        if name in change["results"]:
-            then |= {file: after for file, (before, after) in change["files"].items() if then.get(file) == before}
+        for file, (before, after) in change["files"].items() if name in change["results"] else ():
+            if then.get(file) == before != now.get(file):  # not where it was taken back
+                then[file] = after
     return {file: [then.get(file), now[file]] for file in now if now[file] != then.get(file)}
 
 
@@ -454,14 +455,15 @@ def spare(names: Sequence[str], why: str) -> list[str]:
     files: dict[str, list[str | None]] = {}
     for name in names:
         for file, change in changes(name).items():
-            if None in change or files.setdefault(file, change) != change:
-                return [
-                    f"{name}: {file} has changed otherwise than for the others: spare it by itself, or run it again"
-                ]
+            if None in change:
+                return [f"{name} has not measured {file}: run it"]
+            if files.setdefault(file, change) != change:
+                return [f"{file} has changed more since {name} than since the others: spare it by itself"]
     if not files:
         return ["nothing has changed since these results"]
     kept = [*spared(), {"why": why, "results": [*names], "files": files}]
     (ROOT / SPARED).write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"{SPARED}: {', '.join(files)} did not change what {', '.join(names)} ran")
     return []
 
 
@@ -666,6 +668,8 @@ def problems() -> list[str]:
         elif (changed := outdated(name)) and name not in old:
             remedy = f"run `python benchmarks/results.py run {name}`, or say in {OLD} before what it was measured"
             found.append(f"{name} is older than {', '.join(changed)}: {remedy}")
+    for name in {name for change in spared() for name in change["results"]} - {*BENCHMARKS}:
+        found.append(f"{SPARED}: {name} is no benchmark of benchmarks/results.py")
     for path in documents():
         try:
             if filled(path) != path.read_text(encoding="utf-8"):
@@ -694,12 +698,13 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - {*BENCHMARKS, "all"}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
-    if (arguments.what == "spare") != bool(arguments.why) or (arguments.what == "spare" and not arguments.names):
-        parser.error("spare, and nothing else, takes names and --why: `spare training --why 'a branch for GPUs'`")
+    spares = arguments.what == "spare"
+    if spares != bool(arguments.why) or spares and (arguments.quick or "all" in arguments.names or not arguments.names):
+        parser.error("--why goes with spare, and spare needs it and names: spare training --why 'a branch for GPUs'")
     if arguments.what not in ("run", "spare") and (arguments.names or arguments.quick):
         parser.error(f"{arguments.what} is about all results: leave out names and --quick")
     failed = []
-    if arguments.what == "spare":
+    if spares:
         failed = spare(arguments.names, arguments.why)
     if arguments.what == "list":
         show()

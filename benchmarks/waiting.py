@@ -5,7 +5,8 @@
 A thread that is done with its part of an operation waits for the others. libgomp, which torch brings, has it spin for
 milliseconds (`as it is`), or sleep at once (`OMP_WAIT_POLICY=PASSIVE`); ours spins for some microseconds
 (process/threads.py). Each way is a process of its own, they take turns, and seconds are medians. Steps: decode steps of
-4 rows, of the 0.5B shape and of the small one of engine.py, and training steps of the small one.
+the 0.5B shape of engine.py, of its small one, and of the small one with so few rows that one thread takes all of it
+(`engine.cpu.threads_for`); training steps of the small one.
 """
 
 import argparse
@@ -33,10 +34,9 @@ WAYS: dict[str, dict[str, str]] = {
     "PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
     "briefly": {"GOMP_SPINCOUNT": SPINS},
 }
-STEPS = {"decode, 0.5B": 4, "decode, small": 50, "training, small": 2}  # of one turn
-QUICK = {"decode, 0.5B": 2, "decode, small": 20, "training, small": 1}
+STEPS = {"decode, 0.5B": 4, "decode, small": 50, "decode, little": 50, "training, small": 2}  # of one turn
+QUICK = {"decode, 0.5B": 2, "decode, small": 20, "decode, little": 20, "training, small": 1}
 TURNS = 5
-ROWS = 4
 
 
 def work() -> None:
@@ -50,11 +50,11 @@ def work() -> None:
     bench.torch.set_num_threads(int(bench.THREADS))
     bench.torch.set_flush_denormal(True)
 
-    def decoding(shape: str) -> Callable[[int], float]:
+    def decoding(shape: str, rows: int) -> Callable[[int], float]:
         engine = bench.Engine(bench.build(shape)[0], bench.ROLLOUT, bench.GREEDY, [])
 
         def play(steps: int) -> float:
-            for i, ids in enumerate(bench.prompts(ROWS)):
+            for i, ids in enumerate(bench.prompts(rows)):
                 engine.add(bench.Sequence(i, 0, 0, tuple(ids), i, steps + 3, ignore_eos=True))
             for _ in range(2):  # prefill, and what others have driven out of the caches
                 engine.step()
@@ -62,7 +62,7 @@ def work() -> None:
             for _ in range(steps):
                 engine.step()
             seconds = time.perf_counter() - start
-            engine.abort([SampleId(0, i, 0) for i in range(ROWS)])
+            engine.abort([SampleId(0, i, 0) for i in range(rows)])
             return seconds / steps
 
         return play
@@ -77,7 +77,7 @@ def work() -> None:
             step(4096)
         return (time.perf_counter() - start) / steps
 
-    plays = dict(zip(STEPS, (decoding("half"), decoding("tiny"), train), strict=True))
+    plays = dict(zip(STEPS, (decoding("half", 4), decoding("tiny", 32), decoding("tiny", 4), train), strict=True))
     for line in sys.stdin:
         kind, count = json.loads(line)
         print(plays[kind](count), flush=True)

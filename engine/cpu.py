@@ -1,8 +1,8 @@
 """Tricks of the CPU path, each with its gain; who reads for GPUs may skip this file.
 
 Pages as a batch: decoding rows attend to all pages in use without a gather. Shared memory: ranks of one machine
-exchange tensors without gloo. Packed weights: matrix products in oneDNN's layout. Kept memory: freed memory stays for
-the next tensors.
+exchange tensors without gloo. Packed weights: matrix products in oneDNN's layout. Threads: little steps are one
+thread's. Kept memory: freed memory stays for the next tensors.
 
 Shapes: n decoding rows, P pages in use, K key/value heads, H query heads, G = H / K, D head size.
 """
@@ -12,10 +12,11 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -356,9 +357,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 def packed(weight: Tensor) -> "Tensor | Packed":
     """Return a weight in that layout, where that can be and pays; else as it is."""
     is_matrix = weight.device.type == "cpu" and weight.numel() > 0 and weight.dim() == 2
-    is_small = weight.dtype == torch.float32 and weight.numel() < Packed.SMALL
-    is_mkls = native.CAPABILITY == "AVX512" or native.cpu_maker() == "GenuineIntel"
-    if not is_matrix or (is_small and is_mkls and torch.backends.mkl.is_available()):
+    is_small = weight.dtype == torch.float32 and weight.numel() < Packed.SMALL and torch.backends.mkl.is_available()
+    if not is_matrix or is_small and (native.CAPABILITY == "AVX512" or native.cpu_maker() == "GenuineIntel"):
         return weight
     return Packed(weight) if can_pack(weight.dtype) or native.most_rows(weight) == native.ALL_ROWS else weight
 
@@ -368,16 +368,35 @@ def packed(weight: Tensor) -> "Tensor | Packed":
 
 @contextmanager
 def threads_for(multiplications: int) -> Iterator[None]:
-    """Have this thread do little work alone: waking the others, who sleep (process/threads.py), takes longer."""
-    threads = torch.get_num_threads()
-    is_alone = threads > 1 and multiplications < LITTLE
-    if is_alone:
-        torch.set_num_threads(1)
+    """Have this thread do little work alone: to wake others that sleep (process/threads.py) takes longer.
+
+    Other threads keep the number that they have, unlike with `torch.set_num_threads`.
+    """
+    threads, setters = torch.get_num_threads(), thread_setters()
+    if threads == 1 or multiplications >= LITTLE or setters is None:
+        yield
+        return
+    of_openmp, of_mkl = setters
+    mkls = of_mkl(1)
+    of_openmp(1)
     try:
         yield
     finally:
-        if is_alone:
-            torch.set_num_threads(threads)
+        of_openmp(threads)
+        of_mkl(mkls)
+
+
+@cache
+def thread_setters() -> tuple[Callable[[int], None], Callable[[int], int]] | None:
+    """Return what sets the calling thread's number of threads, OpenMP's and MKL's; None in builds of torch without.
+
+    The second returns the number before.
+    """
+    try:
+        torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so"))
+        return torchs.omp_set_num_threads, torchs.MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return None
 
 
 def keep_memory() -> None:

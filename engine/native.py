@@ -33,6 +33,7 @@ CPU = "model name", "flags", "Features", "CPU "  # lines of /proc/cpuinfo; the l
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
+@cache
 def cpu_maker() -> str:
     """Return "GenuineIntel", "AuthenticAMD" or what else the system calls the maker of its CPU."""
     info = Path("/proc/cpuinfo")

@@ -99,7 +99,10 @@ class Runner:
         """
         n = 0 if self.graphs or not decodes else len(batcher.running)  # rows that decode in this forward
         num_tokens = (drafts.num_tokens if n and drafts else n) + sum(end - start for _, start, end in chunks)
-        with threads_for(num_tokens * self.weights.num_elements):
+        length = (
+            self.pages.used * self.pages.page_size // max(len(batcher.running) + len(chunks), 1)
+        )  # mean of sequences
+        with threads_for(num_tokens * self.weights.multiplications(length)):
             self._forward(batcher, chunks, drafts, n)
 
     def _forward(self, batcher: Batcher, chunks: list[Chunk], drafts: Drafts | None, n: int) -> None:

@@ -83,8 +83,10 @@ class Shard:
         plain = [(t.plain, True) if isinstance(t, Packed) else (t, _start(t) not in views) for t in everything]
         #: Bytes that are not views of the model's weights: what making or refreshing this shard copies.
         self.copied_bytes = sum({t.data_ptr(): t.nbytes for t, is_copy in plain if is_copy}.values())
-        #: Of all weights: about as many multiplications as a token takes.
-        self.num_elements = sum({t.data_ptr(): t.numel() for t, _ in plain}.values())
+        shape, shares = self.shape, {3: self.shape.experts_per_token / max(self.shape.num_experts, 1)}
+        used = [t.plain if isinstance(t, Packed) else t for t in everything if t is not self.embedding]
+        self._of_weights = int(sum(t.numel() * shares.get(t.dim(), 1) for t in used))
+        self._of_a_key = 2 * shape.num_layers * shape.num_heads // self.split.size * shape.head_dim
 
     def _make(self) -> None:
         copies = None if self.memory is None else Copies(self.memory)
@@ -104,6 +106,10 @@ class Shard:
             ways = [[way(weight) for weight in weights] for weights in matrices]
             others = [{name: getattr(w, name) for name in native.VECTORS} for w in self.layers]
             self.fused = native.Layers(self.shape, ways, others, self.norm)
+
+    def multiplications(self, length: int) -> int:
+        """Return about how many a token takes in a sequence of such a length: with weights, and in attention."""
+        return self._of_weights + length * self._of_a_key
 
     def kv_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
         """Return the shape of this rank's keys and values: [layers, 2, pages, K, page, D]."""

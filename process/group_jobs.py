@@ -74,7 +74,8 @@ class JobRun:
                 looks = 0 if self._processes() else looks + 1
                 if not looks and (self.why or time.monotonic() > deadline):
                     self._kill()  # again, if it was: they may have started others meanwhile
-                await asyncio.sleep(0.05)
+                if looks < 2:
+                    await asyncio.sleep(0.05)
             return code
         finally:
             self.runs = False
@@ -107,7 +108,10 @@ class JobRun:
                 os.kill(pid, signal.SIGKILL)
 
     def _processes(self) -> list[int]:
-        """Return the numbers of its processes that are there; those that have ended have no environment any more."""
+        """Return the numbers of its processes that are there, by their environments.
+
+        Those that have ended have none any more, and one that becomes another program has none for a moment.
+        """
         found = []
         for pid in filter(str.isdecimal, os.listdir("/proc")):
             with suppress(OSError):  # it has just ended, or is another user's

@@ -12,7 +12,7 @@ def before_torch() -> None:
 
     Threads that wait give up their core soon: beside another process that wants a core, a thread that spins keeps the
     late one waiting, and a step takes far longer. Alone, operations of a few microseconds lose, so decode steps of
-    little work are one thread's (`engine.cpu.threads_for`). benchmarks/waiting.py measures both.
+    little work are one thread's (`engine.cpu.threads_for`). benchmarks/waiting.py measures the ways to wait.
 
     Tensors of 2 MiB and more lie in huge pages where Linux gives them on request: a CPU that reads all weights at each
     step then looks up fewer addresses.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ def test_an_engine_draws_the_same_tokens_by_compiled_kernels(model: Model, monke
 
 
 @needs_compiler
+@pytest.mark.skipif(cpu.thread_setters() is None, reason="a build of torch without MKL or OpenMP")
 @pytest.mark.parametrize(("little", "num_threads"), [(0, 3), (cpu.LITTLE, 1)])
 def test_a_little_step_is_one_threads(model: Model, little: int, num_threads: int, monkeypatch) -> None:
     """And the others are back after it, though it fails."""
@@ -103,6 +105,28 @@ def test_a_little_step_is_one_threads(model: Model, little: int, num_threads: in
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(cpu.thread_setters() is None, reason="a build of torch without MKL or OpenMP")
+def test_others_keep_their_threads_while_one_is_alone() -> None:
+    threads, others = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        with cpu.threads_for(0):
+            other = Thread(target=lambda: others.append(torch.get_num_threads()))  # its first look
+            other.start()
+            other.join()
+        assert others == [3]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_step_counts_its_weights_and_what_it_attends_to(model: Model) -> None:
+    shape, shard = model.shape, Shard(model, make_tp_groups(World(0, 1, torch.device("cpu")), [1])[1], prepack=False)
+    weights = sum(p.numel() for p in model.parameters()) - (model.embed.weight.numel() if model.head else 0)
+    assert shard.multiplications(0) == weights
+    of_a_key = 2 * shape.num_layers * shape.num_heads * shape.head_dim
+    assert shard.multiplications(100) == weights + 100 * of_a_key
 
 
 @needs_compiler
