@@ -583,8 +583,11 @@ def _checksum(path: Path) -> int:
     return value
 
 
-def damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str:
-    """Return a message if a file of a checkpoint is damaged, else "". Each rank looks at other files."""
+def damage(folder: Path, rank: int = 0, num_ranks: int = 1, of_model: bool = False) -> str:
+    """Return a message if a file of a checkpoint is damaged, else "". Each rank looks at other files.
+
+    `of_model`: of its model alone; what a run resumes from may have been left out of a copy.
+    """
     if (folder / "state.pt").exists():
         return f"{folder}: an earlier version has written it; this one can start a new run with model.path={folder}"
     remedy = ""
@@ -598,7 +601,8 @@ def damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str:
             wrong = f"{folder / CHECKSUMS}: has no checksum of {min(unknown)}"
             remedy = "move that file away if it is yours, or "
         else:
-            own = sorted(known.items())[rank::num_ranks]
+            looked_at = {name: known[name] for name in known if not of_model or "/" not in name and name != STATE}
+            own = sorted(looked_at.items())[rank::num_ranks]
             changed = (folder / name for name, value in own if _checksum(folder / name) != value)
             wrong = next((f"{path}: damaged since it was written" for path in changed), "")
     except (OSError, ValueError, AttributeError) as error:

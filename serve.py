@@ -102,7 +102,7 @@ class Weights:
         """
         with self.lock:
             try:
-                if (folder / checkpoint.CHECKSUMS).exists() and (wrong := checkpoint.damage(folder)):
+                if (folder / checkpoint.CHECKSUMS).exists() and (wrong := checkpoint.damage(folder, of_model=True)):
                     raise ConfigError(wrong)
                 shape, _ = checkpoint.check_model(folder, "folder")
                 if shape != self.shape:
