@@ -452,6 +452,8 @@ def spared() -> list[dict[str, Any]]:
 
 def spare(names: Sequence[str], why: str) -> list[str]:
     """Write down that what has changed since these results is nothing that they ran; return what cannot be."""
+    if known := [name for name in names if name in reasons()]:
+        return [f"{', '.join(known)}: old already, as {OLD} says: run it"]
     files: dict[str, list[str | None]] = {}
     for name in names:
         for file, change in changes(name).items():

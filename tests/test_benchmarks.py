@@ -639,8 +639,13 @@ def test_a_change_that_a_result_did_not_run_is_spared(house: ModuleType, tmp_pat
     room.write_text('"""A room."""\nRATIO = 1.52\n')
     house.run("one", quick=False)
     assert not house.outdated("one"), "a change that was taken back, and measured"
+    room.write_text("RATIO = 1.54\n")
+    (tmp_path / house.OLD).write_text('{"one": "a larger ratio"}')
+    assert "old already" in house.spare(["one"], "all is well")[0] and len(house.spared()) == 2
+    (tmp_path / house.OLD).write_text("{}")
     (tmp_path / "new.py").write_text("")
     house.BENCHMARKS["one"] = house.Benchmark("one.py", ("room.py", "a.toml", "new.py"), "")
+    room.write_text("RATIO = 1.52\n")
     assert house.spare(["one"], "a new file") == ["one has not measured new.py: run it"]
     house.BENCHMARKS.clear()
     assert any("spared_results.json: one is no benchmark" in problem for problem in house.problems())
