@@ -607,7 +607,8 @@ def damage(folder: Path, rank: int = 0, num_ranks: int = 1, of_model: bool = Fal
             wrong = next((f"{path}: damaged since it was written" for path in changed), "")
     except (OSError, ValueError, AttributeError) as error:
         wrong = f"{folder}: cannot be read ({error})"
-    return wrong and f"{wrong}; {remedy}remove {folder} to resume from the checkpoint before it"
+    last = "copy it again" if of_model else f"remove {folder} to resume from the checkpoint before it"
+    return wrong and f"{wrong}; {remedy}{last}"
 
 
 def list_checkpoints(run: Path) -> list[Path]:
