@@ -4,9 +4,10 @@
 
 Rules, placement and replicas of the simulator are those of real runs, so its seconds grow where theirs do. They are
 processor seconds of one core. The exchange is that of `rounds.Round`, over gloo between two processes, each of which
-tells what half of the ranks would: the events and rewards of a simulated round window by window, the headers of its
-samples at the end, and one rank's share of tokens. Both do what every rank does with all of it. The hops of a
-collective between more processes are not in it.
+tells what half of the ranks would, in as many bytes: the events and rewards of a simulated round window by window, the
+headers of its samples at the end, and one rank's share of tokens. Both do what every rank does with all of it, and read
+a message of each rank. The hops of a collective between more processes are not in it. `share`: seconds of all of this
+in a round over the simulated seconds of its rollout.
 """
 
 import argparse
@@ -135,15 +136,20 @@ def exchange(rank: int, ranks: int, path: Path, port: int) -> None:
     """Exchange the windows and the samples of a round as one of two processes; the first writes what it took."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES), "MASTER_PORT": str(port)}
     os.environ["MASTER_ADDR"] = "localhost"
+    each = parallel.HEAD_BYTES + parallel.FIRST_BYTES  # bytes that a rank sends at least
+    parallel.FIRST_BYTES = ranks // PROCESSES * each - parallel.HEAD_BYTES
     world, (windows, rewards) = parallel.start("cpu", 600.0), pickle.loads(path.read_bytes())
     played, seconds, sizes = Replayed(world, opened(ranks), rewards), list[float](), list[int]()
     for finished in windows:
         here = played.ended_here(finished)
         told = here, played._rewards_of(played.decision.grade), None
         sizes.append(PROCESSES * len(pickle.dumps(told)))  # as parallel.gather_objects
+        messages = [pickle.dumps(([e for e in finished if e.id.prompt % ranks == r], {}, None)) for r in range(ranks)]
         parallel.barrier(world)
         start = time.perf_counter()
         played.exchange(here, None)
+        for message in messages[PROCESSES:]:  # `exchange` has read its own
+            pickle.loads(message)
         seconds.append(time.perf_counter() - start)
     assert played.decision.done, "the replayed round went another way than the simulated one"
     parallel.barrier(world)
@@ -160,6 +166,7 @@ def exchange(rank: int, ranks: int, path: Path, port: int) -> None:
         "kib": statistics.mean(sizes) / 1024,
         "milliseconds": 1e3 * statistics.median(seconds),
         "slowest_milliseconds": 1e3 * max(seconds),
+        "windows_seconds": sum(seconds),
         "collect_seconds": collected - start,
         "tokens_seconds": time.perf_counter() - collected,
         "token_bytes": 8 * sum(len(sample.token_ids) for sample in share),
@@ -177,7 +184,8 @@ def exchanged(ranks: int) -> dict[str, float]:
         window = record(ranks, path)
         mp.start_processes(exchange, (ranks, path, port), nprocs=PROCESSES, start_method="spawn")
         found = json.loads(path.read_text())
-    share = found["milliseconds"] / 1e3 / window
+    spent = found["windows_seconds"] + found["collect_seconds"] + found["tokens_seconds"]
+    share = spent / (found["windows"] * window)
     return {"ranks": ranks, "simulated_window_seconds": window, **found, "share": share}
 
 
@@ -206,8 +214,8 @@ def main() -> None:
     for row in told:
         print(
             f"exchange, {row['ranks']:>4} ranks: {row['events']:5.1f} events a window, {row['kib']:6.1f} KiB, "
-            f"{row['milliseconds']:5.2f} ms, {row['share']:.2%} of a window; "
-            f"samples {row['collect_seconds']:.3f} s, tokens {row['tokens_seconds']:.3f} s"
+            f"{row['milliseconds']:5.2f} ms; samples {row['collect_seconds']:.3f} s, "
+            f"tokens {row['tokens_seconds']:.3f} s; {row['share']:.2%} of the rollout"
         )
     growth = simulated[-1]["microseconds"] / simulated[0]["microseconds"]
     metrics = {"name": "control_path", "largest": gpus[-1], "growth": round(growth, 2), "steps": steps, "batch": BATCH}

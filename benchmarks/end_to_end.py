@@ -18,8 +18,9 @@ the expression task, 5 % of which never end (limits 0.1 to 1 s, for steps take s
 prompts, and equally many samples. A step's time includes the wait for programs that run on though nobody wants their
 result any more: in a run of its own they would take time from the next step. `speedup_all` is step time of
 `synchronous` over that with all that can be combined (`+ drafts`), all steps together, and `speedup_all_paper` that of
-`graded at the end`. The model is random and hardly changes, so its drafts are right more often than those of a model
-that learns. Sharded weights are no part: they save memory, and here there is enough.
+`graded at the end`; races keep shorter responses, so `speedup_all_tokens` compares trained tokens a second. The model
+is random and hardly changes, so its drafts are right more often than those of a model that learns. Sharded weights are
+no part: they save memory, and here there is enough.
 
 Before them TRL's GRPOTrainer takes the first period's steps: same model, prompts, lengths, texts, graders and cores,
 with the micro-batch and the number of processes that were fastest of several in the first step. `ratio_trl` is its step
@@ -271,7 +272,7 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
         print(f"{side.name}: rounds that replicas left to train: {scaled}")
     drafts = [r["drafts"] for side in sides for r in side.records if r.get("drafts")]
     print(f"drafted: {sum(d['drafted'] for d in drafts)} tokens, accepted: {sum(d['accepted'] for d in drafts)}")
-    [whole] = [row for row in rows if row["part"] == ALL]
+    [whole], [own] = ([row for row in rows if row["part"] == part] for part in (ALL, OURS))
     records = named[ALL].records
     waited = sum(r["round"]["window_wait"] for r in records) / sum(r["seconds"]["rollout"] for r in records)
     print(f"{ALL}: {waited:.1%} of the rollout is wait at the ends of windows, a mean over ranks")
@@ -281,6 +282,7 @@ def report(sides: list[Side], title: str) -> dict[str, Any]:
         "ranks": sides[0].job.world.size,
         "steps": steps,
         "speedup_all": whole["over_ours"],
+        "speedup_all_tokens": round(whole["over_ours"] * whole["tokens"] / own["tokens"], 3),
         "speedup_all_paper": whole["faster"],
         "window_wait_fraction": round(waited, 4),
         **{f"speedup_{name}": row["over_before"] for name, row in zip(names, rows[2:])},

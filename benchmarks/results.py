@@ -31,7 +31,7 @@ import sys
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -523,6 +523,10 @@ def run(name: str, quick: bool) -> None:
         raise RuntimeError(f"exit code {process.returncode}, nothing is kept")
     if fingerprints(name) != before:
         raise RuntimeError("what it measures changed while it ran, nothing is kept")
+    try:
+        result = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        raise RuntimeError("its last line is no JSON, nothing is kept") from None
     kept = {
         "command": f"python {command}",
         "commit": commit,
@@ -530,17 +534,28 @@ def run(name: str, quick: bool) -> None:
         "seconds": round(time.time() - start),
         "machine": here,
         "measured": before,
-        "result": json.loads(lines[-1]),
+        "result": result,
         "output": lines[:-1],
     }
     if quick:
         return
+    path = ROOT / RESULTS / f"{name}.json"
     if not BENCHMARKS[name].keeps:
-        (ROOT / RESULTS / f"{name}.json").write_text(json.dumps(sealed(kept), indent=1) + "\n", encoding="utf-8")
+        gone = lacking(result, load(path)["result"]) if path.exists() else []
+        path.with_suffix(".new").write_text(json.dumps(sealed(kept), indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".new").replace(path)
+        if gone:
+            what = f"kept, but without {', '.join(gone)}, which the result before has"
+            raise RuntimeError(f"{what}: look whether that may go")
     elif outdated(name):
         return  # some of its runs are of other code
     left = {other: reason for other, reason in reasons().items() if other != name}
     (ROOT / OLD).write_text(json.dumps(left, indent=1) + "\n", encoding="utf-8")
+
+
+def lacking(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Return the numbers that the old result has and the new one could not measure, because a peer was not there."""
+    return [key for key, value in new.items() if value is None and old.get(key) is not None]
 
 
 # ---- documents -----------------------------------------------------------------------------------------------------

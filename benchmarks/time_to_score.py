@@ -15,15 +15,17 @@ what the task's config says; `seconds` ends its runs earlier than those of other
 A run has 2 ranks of one thread and is evaluated every 10 steps. Its seconds are those of its steps: rollout, rewards,
 training and new weights; start, warm start and evaluations do not count. It ends at the first evaluation with the
 score, or at a limit. All runs of a seed begin with one model, and the held-out responses are drawn alike. They take
-turns, 10 steps each, because the speed of a shared machine changes; as many at once as its memory holds.
+turns, 10 steps each, because the speed of a shared machine changes; as many at once as its memory holds, each time with
+a synchronous run. A run that fails is named, and the others go on.
 
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
-the best of our entries is on the first task, by medians; `best_by_seed`: with each seed, whose start both have.
-`seconds_ratio_trl_over_best`: how many times as fast as TRL, `seconds_ratio_trl_over_sync`: and synchronous training;
-at least that, if `trl_reached` is false: then TRL was ended before it had the score. Runs on another CPU have rows of
-their own. Ratios are of runs on the same CPU, of those that took turns where there are such: of the CPU with most runs,
-to TRL of that with most runs of TRL, `trl_seeds` of them.
+the best of our entries is on the first task, the median of `best_by_seed`, of the seeds that both have; `compared`: how
+many entries it is the best of, by the same seeds, which flatters it. `seconds_ratio_trl_over_best`: how many times as
+fast as TRL, `seconds_ratio_trl_over_sync`: and synchronous training; at least that, if `trl_reached` is false: then TRL
+was ended before it had the score. Runs on another CPU have rows of their own. Ratios are of runs on the same CPU, of
+those that took turns where there are such: of the CPU with most runs, to TRL of that with most runs of TRL, `trl_seeds`
+of them.
 `window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
 windows. `idle`: the share of the steps that the rank that waits most has nothing to decode.
 """
@@ -42,7 +44,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -59,6 +61,7 @@ from checkpoint import load_tokenizer
 from config import ConfigError, load_config
 from data import PromptCursor, load_prompts
 from metrics import read_records
+from process.run_folder import locked
 from settings import Config, model_source
 
 NAME = "time_to_score"
@@ -186,11 +189,13 @@ def all_runs(
     return sorted(runs, key=lambda run: (order.index(run.task), run.seed, *place[run]))
 
 
-def contests_of(runs: Iterable[Asked], gib: float) -> list[list[Asked]]:
-    """Return the runs of each task and seed that take turns, as many at once as a memory holds."""
-    most = max(1, int(gib / RUN_GIB))
-    of_seeds = ([*of] for _, of in groupby(runs, key=lambda run: (run.task, run.seed)))
-    return [each[i : i + most] for each in of_seeds for i in range(0, len(each), most)]
+def contests_of(runs: Iterable[Asked], gib: float, base: Entry) -> list[list[Asked]]:
+    """Return the runs of each task and seed that take turns, as many at once as a memory holds, `base` always there."""
+    most, contests = max(1, int(gib / RUN_GIB) - 1), list[list[Asked]]()
+    for (task, seed), of in groupby(runs, key=lambda run: (run.task, run.seed)):
+        others, own = [run for run in of if run.entry.name != base.name], Asked(task, base, seed)
+        contests += [[own, *others[i : i + most]] for i in range(0, max(len(others), 1), most)]
+    return contests
 
 
 # ---- one run -----------------------------------------------------------------------------------------------------
@@ -361,8 +366,11 @@ def play(run: Asked, task: Task, more: Sequence[str] = ()) -> Generator[None, No
 
 
 def play_in_turns(runs: Mapping[Asked, Generator[None, None, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Give what is kept of each run as it ends, and its seconds. All share what the machine does to their speed."""
-    walls = dict.fromkeys(runs, 0.0)
+    """Give what is kept of each run as it ends, and its seconds. All share what the machine does to their speed.
+
+    Raises RuntimeError at the end if some have failed.
+    """
+    walls, failed = dict.fromkeys(runs, 0.0), list[str]()
     try:
         while walls:
             for run in [*walls]:
@@ -371,12 +379,19 @@ def play_in_turns(runs: Mapping[Asked, Generator[None, None, dict[str, Any]]]) -
                     next(runs[run])
                 except StopIteration as end:
                     row = end.value
+                except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                    print(f"    {run} failed: {error}", file=sys.stderr, flush=True)
+                    failed.append(str(run))
+                    del walls[run]
+                    continue
                 walls[run] += time.time() - begin
                 if row is not None:
                     yield row | {"wall": round(walls.pop(run))}
     finally:
         for playing in runs.values():
             playing.close()
+    if failed:
+        raise RuntimeError(f"these have failed: {'; '.join(failed)}")
 
 
 # ---- what is kept ------------------------------------------------------------------------------------------------
@@ -479,11 +494,10 @@ def spent(rows: Iterable[Mapping[str, Any]]) -> dict[Start, float]:
 
 
 def ratio(slow: Mapping[Start, float], fast: Mapping[Start, float]) -> float | None:
-    """Return the ratio of the medians over the seeds that both have on the same CPU; None where there is none."""
-    if not (starts := slow.keys() & fast.keys()):
-        return None
-    above, below = (statistics.median(side[start] for start in starts) for side in (slow, fast))
-    return finite(above / below, 2) if math.isfinite(below) else None
+    """Return the median of the ratios of each seed that both have on the same CPU; None where there is none."""
+    starts = [start for start in slow.keys() & fast.keys() if math.isfinite(min(slow[start], fast[start]))]
+    found = statistics.median(slow[start] / fast[start] for start in starts) if starts else 0.0
+    return finite(found, 2) if found else None  # 0: most of the fast side did not reach the score
 
 
 def base_of(rows: Iterable[Mapping[str, Any]], base: Mapping[Start, float]) -> dict[Start, float]:
@@ -543,7 +557,7 @@ def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], tas
     rows = [row for row in rows if row["task"] == task]
     trls = [row for row in rows if entries[row["entry"]].program == "trl"]
     ratios = {
-        "seconds_ratio_best_over_sync": (most_first(rows), {"best", "best_by_seed", "cpu"}),
+        "seconds_ratio_best_over_sync": (most_first(rows), {"best", "best_by_seed", "compared", "cpu"}),
         "seconds_ratio_trl_over_best": (
             most_first(trls),
             {"trl_best", "trl_cpu", "trl_seeds", "trl_reached", "seconds_ratio_trl_over_sync"},
@@ -565,13 +579,19 @@ def _best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) ->
             runs[name] = seconds_of(found)
     ours = {name: seconds for name, seconds in runs.items() if entries[name].program == "plainroll"}
     most = max(map(len, ours.values()), default=0)
-    middle = {name: statistics.median(seconds.values()) for name, seconds in ours.items() if len(seconds) == most}
-    best = min(middle, key=middle.__getitem__, default="")
-    slow = base_of((row for row in rows if row["entry"] == best), runs.get(BASE, {}))
+    slow_of = {n: base_of((row for row in rows if row["entry"] == n), runs.get(BASE, {})) for n in ours}
+    places = {  # the largest ratio, else the least seconds
+        name: (ratio(slow_of[name], seconds) or 0.0, -statistics.median(seconds.values()))
+        for name, seconds in ours.items()
+        if len(seconds) == most
+    }
+    best = max(places, key=places.__getitem__, default="")
+    slow = slow_of.get(best, {})
     trls = [row for row in rows if entries[row["entry"]].program == "trl"]
     title = entries[best].title if best else None
     return {
         **{"cpu": rows[0]["cpu"], "best": title, "trl_cpu": rows[0]["cpu"], "trl_best": title, "trl_seeds": len(trls)},
+        "compared": len(places),
         "seconds_ratio_best_over_sync": ratio(slow, runs.get(best, {})),
         "best_by_seed": by_seed(slow, runs.get(best, {})),
         "seconds_ratio_trl_over_best": ratio(spent(trls), runs.get(best, {})),
@@ -610,7 +630,8 @@ def show(result: Mapping[str, Any], now: str) -> None:
             f"{shown['samples']:>5}{row['reached']:>4} of {row['seeds']}{shown['faster']:>8}"
         )
     other = sum(row.get("code", now) != now for row in result["runs"])
-    print(f"missing: {len(result['missing'])} runs (--list names them)" if result["missing"] else "all runs are there")
+    if (missing := result.get("missing")) is not None:
+        print(f"missing: {len(missing)} runs (--list names them)" if missing else "all runs are there")
     if other:
         print(f"{other} of {len(result['runs'])} runs are of other code: --again runs them once more")
 
@@ -634,7 +655,7 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
     there = {(r["task"], r["entry"], r["seed"]) for r in load_store()["result"]["runs"] if is_current(r, entries)}
     todo = [run for run in asked if arguments.again or run.key not in there]
     print(f"{len(todo)} runs to do, {len(asked) - len(todo)} of {len(asked)} are there")
-    contests = contests_of(todo, machine()["memory_gib"])
+    contests = contests_of(todo, machine()["memory_gib"], entries[BASE])
     for i, contest in enumerate(contests):
         rows = load_store()["result"]["runs"]
         minutes = [sum(expected(run, rows, entries) for run in each) / 60 for each in contests[i:]]
@@ -647,23 +668,27 @@ def play_all(arguments: argparse.Namespace, entries: dict[str, Entry]) -> None:
         commit = committed([*measured, *(str(path.relative_to(ROOT)) for path in ENTRIES.glob("*.toml"))])
         playing = {run: play(run, limited(task, run.entry)) for run in contest}
         ended = list[dict[str, Any]]()
-        for row in play_in_turns(playing):
-            if fingerprints(NAME) != measured:
-                raise RuntimeError("what it measures changed while it ran, nothing is kept of this run")
-            keep(row, commit, measured, entries)
-            ended.append(row)
-            end = "reached" if row["reached"] else "not reached"
-            print(f"    {entries[row['entry']].title}: {end}, {row['seconds']:.1f} s of steps, {row['wall']} s in all")
-        keep_beside(ended, entries)
+        try:
+            for row in play_in_turns(playing):
+                if fingerprints(NAME) != measured:
+                    raise RuntimeError("what it measures changed while it ran, nothing is kept of this run")
+                keep(row, commit, measured, entries)
+                ended.append(row)
+                end = "reached" if row["reached"] else "not reached"
+                what = f"{entries[row['entry']].title}: {end}, {row['seconds']:.1f} s of steps, {row['wall']} s in all"
+                print(f"    {what}", flush=True)
+        finally:
+            keep_beside(ended, entries)
 
 
 def play_quick(entries: dict[str, Entry]) -> dict[str, Any]:
     """Play two steps of each of our entries on the first task, with a score that any model has."""
     task = Task(TASKS[FIRST].config, 0.0, 2, 60.0)
     runs = all_runs((e for e in entries.values() if e.program == "plainroll"), [FIRST], [0])
-    contests = contests_of(runs, machine()["memory_gib"])
+    contests = contests_of(runs, machine()["memory_gib"], entries.get(BASE, next(iter(entries.values()))))
     played = (row for contest in contests for row in play_in_turns({run: play(run, task, QUICK) for run in contest}))
-    return summary([row | {"commit": "quick", "date": today()} for row in played], entries)
+    result = summary([row | {"commit": "quick", "date": today()} for row in played], entries)
+    return {key: value for key, value in result.items() if key != "missing"}  # it is about what is kept
 
 
 def limit(text: str) -> float:
@@ -707,15 +732,16 @@ def main() -> int:
     arguments = parsed(entries)
     now = code_of(fingerprints(NAME))
     try:
-        if arguments.quick:
-            result = play_quick({name: entries[name] for name in arguments.entry})
-        else:
-            if arguments.forget_old:
+        with nullcontext() if arguments.list else locked(ROOT / "runs" / NAME):
+            if arguments.quick:
+                result = play_quick({name: entries[name] for name in arguments.entry})
+            elif arguments.forget_old:
                 forget(now, entries)
             elif not arguments.list:
                 play_all(arguments, entries)
+        if not arguments.quick:
             result = summary([r for r in load_store()["result"]["runs"] if is_current(r, entries)], entries)
-    except RuntimeError as error:
+    except (RuntimeError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -6,8 +6,9 @@ Two models with random weights: `tiny` (4 layers x 128), and `half`, the shape o
 that it runs in minutes. Long-tailed lengths, as in engine.py. Both sides have the same weights, samples, loss (PPO's,
 on log-probs of the sampled tokens), clipping, AdamW, fp32 and threads; each runs in a process of its own. Each takes
 the best of several budgets of tokens in a micro-batch (--quick: one). transformers also runs under torch.compile,
-where that works, but not in --quick. Contenders take turns; a speed is that of the median turn. Tokens are prompts and
-responses, without padding.
+but not in --quick; where that fails there is no ratio. Its threads wait for each other as libgomp's do by default,
+which is faster alone, ours as in a run (benchmarks/waiting.py). Contenders take turns; a speed is that of the median
+turn. Tokens are prompts and responses, without padding.
 
 Attention in one long sequence, which these samples do not have, is compared with torch's own on its own.
 
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from torch import Tensor
 from tqdm import tqdm
 from training_sides import make_ours, make_transformers, samples_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from waiting import OWN, WAYS
 
 from attention import PackedAttention
 from benchmarks import engine as bench
@@ -112,16 +115,19 @@ class Contender:
 
     def __init__(self, side: str, name: str, quick: bool):
         self.command = [sys.executable, __file__, "--worker", side, "--shape", name, *["--quick"] * quick]
+        self.environment = OWN | WAYS["briefly" if side == "ours" else "as it is"]
         self.budget, self.seconds = 0, list[float]()
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(self.command, env=self.environment, **pipes)
 
     def step(self, budget: int = 0) -> dict[str, float]:
         """Raises RuntimeError when the process has failed."""
         assert self.process.stdin and self.process.stdout
-        print(budget or self.budget, file=self.process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # it has ended: there will be no line
+            print(budget or self.budget, file=self.process.stdin, flush=True)
         if not (line := self.process.stdout.readline()):
             raise RuntimeError(f"a contender ended with exit code {self.process.wait()}")
         return json.loads(line)
@@ -162,6 +168,8 @@ def race(name: str, quick: bool) -> dict[str, Any]:
         try:
             first[side] = contenders[side].choose(budgets_of(name, kind, quick))
         except RuntimeError as error:
+            if side != "compiled":
+                raise SystemExit(f"error: {name} {side}: {error}") from None
             tqdm.write(f"{name} {side}: {error}")
             contenders.pop(side).stop()
     rates, alone = list[float](), dict[str, float]()
@@ -181,11 +189,11 @@ def race(name: str, quick: bool) -> dict[str, Any]:
         )
         contender.stop()
     norms = [step["norm"] for step in first.values()]
-    others = [seconds for side, seconds in alone.items() if side != "ours"]
+    others, are_all = [seconds for side, seconds in alone.items() if side != "ours"], len(alone) == len(sides)
     return {
         "tokens_per_s": round(tokens / alone["ours"]),
         "tokens_per_s_hf": round(tokens / min(others)),
-        "training_ratio_hf": round(min(others) / alone["ours"], 2),
+        "training_ratio_hf": round(min(others) / alone["ours"], 2) if are_all else None,
         "training_ratio_hf_compiled": round(alone["compiled"] / alone["ours"], 2) if "compiled" in alone else None,
         "training_roofline_fraction": round(least / max(rates) / alone["ours"], 3),
         "peak_gib": round(peaks["ours"], 2),

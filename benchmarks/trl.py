@@ -163,6 +163,8 @@ def trl_worker(spec_path: Path) -> None:
                 ContinuousBatchingManager.add_request = add_request  # type: ignore[assignment]  # it is always named
             return super()._generate_and_score_completions(inputs)
 
+    giver = Path("/proc", os.environ.get("TURNS_GIVEN_BY", "self"))  # as benchmarks/taking_turns.py
+
     class Stopwatch(transformers.TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.start = time.perf_counter()
@@ -176,6 +178,8 @@ def trl_worker(spec_path: Path) -> None:
             trainer.accelerator.wait_for_everyone()
             (folder / "ready").touch()
             while not (answer := folder / "answer").exists():
+                if not giver.exists():
+                    raise TimeoutError("the process that lets this run go on has ended")
                 time.sleep(0.2)
             control.should_training_stop = answer.read_text(encoding="utf-8") == "stop"
 

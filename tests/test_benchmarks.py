@@ -297,11 +297,35 @@ def test_a_run_ends_at_the_first_evaluation_with_the_score(time_to_score: Module
 def test_as_many_runs_take_turns_as_memory_holds(time_to_score: ModuleType) -> None:
     made = [time_to_score.Entry(n, n, (), ("hailstone",), "trl" if n == "a" else "plainroll") for n in "abcd"]
     made.append(time_to_score.Entry("sync", "sync", (), ("hailstone",), "plainroll"))
-    contests = time_to_score.contests_of(time_to_score.all_runs(made, seeds=(0, 1)), 2.5 * time_to_score.RUN_GIB)
+    runs, sync = time_to_score.all_runs(made, seeds=(0, 1)), made[-1]
+    contests = time_to_score.contests_of(runs, 3.5 * time_to_score.RUN_GIB, sync)
     names = [[run.entry.name for run in each] for each in contests]
-    assert names == [["sync", "b"], ["c", "d"], ["a"]] * 2 and [each[0].seed for each in contests] == [0] * 3 + [1] * 3
-    alone = time_to_score.contests_of(time_to_score.all_runs(made, seeds=(0,)), 1.0)
-    assert len(alone) == 5, "one at a time where there is less"
+    assert names == [["sync", "b", "c"], ["sync", "d", "a"]] * 2, "each time with a synchronous run"
+    assert [each[0].seed for each in contests] == [0, 0, 1, 1]
+    assert [len(each) for each in time_to_score.contests_of(runs[:5], 1.0, sync)] == [2] * 4, "two where there is less"
+    [[first, other]] = time_to_score.contests_of([run for run in runs[:5] if run.entry.name == "c"], 99.0, sync)
+    assert first.entry is sync and other.entry.name == "c", "also with what is missing alone"
+    [[only]] = time_to_score.contests_of(runs[:1], 99.0, sync)
+    assert only.entry is sync
+
+
+def test_the_others_go_on_without_a_run_that_fails(time_to_score: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    entry = time_to_score.Entry("sync", "sync", (), ("hailstone",), "plainroll")
+
+    def playing(error: Exception | None) -> Iterator[None]:
+        yield
+        if error:
+            raise error
+        return {"it": "ended"}
+
+    errors = None, RuntimeError("no room"), subprocess.CalledProcessError(1, ["pip"])
+    runs = {time_to_score.Asked("hailstone", entry, seed): playing(error) for seed, error in enumerate(errors)}
+    rows = time_to_score.play_in_turns(runs)
+    assert next(rows)["it"] == "ended"
+    with pytest.raises(RuntimeError, match="these have failed: hailstone, sync, seed 1; hailstone, sync, seed 2"):
+        next(rows)
+    said = capsys.readouterr().err
+    assert "seed 1 failed: no room" in said and "seed 2 failed: Command '['pip']'" in said
 
 
 @pytest.mark.parametrize(
@@ -372,7 +396,8 @@ def test_the_leaderboard_is_of_what_is_kept(time_to_score: ModuleType, capsys: p
     result = data["result"]
     assert data["measured"] == {"a.py": "several"} and data == time_to_score.sealed(data)
     assert [row["entry"] for row in result["board"]] == ["fast", "sync", "trl", "lame"]
-    assert result["best"] == "fast" and result["seconds_ratio_best_over_sync"] == 2.4
+    assert result["best"] == "fast" and result["seconds_ratio_best_over_sync"] == 2.5, "the median of 2, 2.5 and 3"
+    assert result["compared"] == 2
     assert result["seconds_ratio_trl_over_best"] == 10.0, "of the seed that both have"
     assert result["board"][3] | {"median": None, "reached": 0, "samples": None} == result["board"][3]
     assert [row["seconds"] for row in result["board"]] == ["50.0", "120.0", "500.0", "> 10.0"], "at least as long"
@@ -572,9 +597,8 @@ def test_benchmarks_that_a_script_imports_are_measured_with_it(results: ModuleTy
         script: {*results.companions(f"benchmarks/{script}.py")} for script in ("end_to_end", "training", "engine")
     }
     assert found["end_to_end"] == {f"benchmarks/{name}.py" for name in ("trl", "tail_batching", "texts")}
-    assert found["training"] == {"benchmarks/training_sides.py", "benchmarks/engine.py"} and not found["engine"], (
-        "rooms have names of benchmarks, too"
-    )
+    sides = {f"benchmarks/{name}.py" for name in ("training_sides", "engine", "waiting")}
+    assert found["training"] == sides and not found["engine"], "rooms have names of benchmarks, too"
 
 
 @pytest.mark.slow
@@ -622,6 +646,16 @@ def test_a_result_is_kept_and_printed(house: ModuleType, tmp_path: Path) -> None
     text = (tmp_path / "README.md").read_text()
     assert "-->1.52<!-- end -->" in text and "-->\n| a | 1 | 1.52 |\n| b | 2 | 1.52 |\n<!-- end -->" in text
     assert "\npython one.py: 1.5 x, 25 % of it\n" in text and not house.problems()
+
+
+def test_a_result_that_lacks_a_number_is_told(house: ModuleType, tmp_path: Path) -> None:
+    house.run("one", quick=False)
+    (tmp_path / "room.py").write_text("RATIO = None\n")
+    with pytest.raises(RuntimeError, match="kept, but without ratio, which the result before has"):
+        house.run("one", quick=False)
+    (tmp_path / "one.py").write_text("print('no numbers')\n")
+    with pytest.raises(RuntimeError, match="its last line is no JSON, nothing is kept"):
+        house.run("one", quick=False)
 
 
 def test_a_change_that_a_result_did_not_run_is_spared(house: ModuleType, tmp_path: Path) -> None:
