@@ -175,6 +175,8 @@ class Round:
             ended = [*self._step(), *(self.engine.land() if self.prefills_first and self.episodes.names else ())]
             events += self.finish(ended, steps)
             self.rewards.update(self.graders.poll())
+        if not steps:  # a replica that ran dry has grades that others wait for
+            self.rewards.update(self.graders.poll())
         if lands or may_leave or self.config.migrate:
             events += self.finish(self.engine.land(), steps + 1)  # the step that would have returned them
         if self.waits_for_replies or self.config.migrate or self.sizes:

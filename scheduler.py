@@ -167,6 +167,9 @@ class RoundPolicy(ABC):
         plan = self.plan(take, steps_left)
         if wrong := self._wrong(plan):
             raise ValueError(f"{type(self).__name__}.plan: {wrong}")
+        launched = {visit.id for visit in plan.prompts}
+        self.queue = [w for id, w in self._queued.items() if id not in launched] + self.queue  # taken in vain
+        self._queued = {id: w for id, w in self._queued.items() if id in launched}
         max_prompts = max(int(c.max_draws * c.num_prompts), len(plan.prompts))
         self._race = Race(plan, take if c.dynamic_sampling else None, max_prompts)
         self.rounds += 1

@@ -258,8 +258,8 @@ class Trainer:
                 if not batch:
                     take_part(self.learner, self.world.device)
                     continue
-                # In the batches and by the operations of the gradient's forward, since others may round otherwise: the
-                # ratio of the first update is 1.
+                # In the batches of the gradient's forward, and by its operations but for matrix products, which may
+                # round otherwise: the ratio of the first update is 1, but for rounding.
                 logprobs, _ = self._score(self.learner, batch)
                 parts = [array("f", part.tolist()) for part in logprobs.split([e.num_sampled for e in batch])]
                 done += [replace(e, old_logprobs=part) for e, part in zip(batch, parts, strict=True)]

@@ -63,7 +63,10 @@ class OverlapConfig:
         choices=("at_once", "with_batch"),
     )
     update_iterations: int = option(
-        64, "with train_ranks, clock = steps, sync = at_once: engine steps that the others take during an update", min=1
+        64,
+        "with train_ranks, clock = steps, sync = at_once: engine steps that the others take during an update, in whole "
+        "windows (scheduler.window_iterations)",
+        min=1,
     )
 
     @property
@@ -241,8 +244,9 @@ class Flow:
         self.again += [replace(group.visit, launch=group.visit.launch + 1) for group in late]
         self.dropped += len(late)
         self.dropped_length += [tokens for group in late for tokens in group.kept.values()]
-        self.stopped += sorted(id for group in late for id in group.live)
-        return self.stopped
+        stopped = sorted(id for group in late for id in group.live)
+        self.stopped += stopped  # which has others already behind a checkpoint, launched again since
+        return stopped
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
 

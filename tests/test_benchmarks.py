@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -312,7 +312,7 @@ def test_as_many_runs_take_turns_as_memory_holds(time_to_score: ModuleType) -> N
 def test_the_others_go_on_without_a_run_that_fails(time_to_score: ModuleType, capsys: pytest.CaptureFixture) -> None:
     entry = time_to_score.Entry("sync", "sync", (), ("hailstone",), "plainroll")
 
-    def playing(error: Exception | None) -> Iterator[None]:
+    def playing(error: Exception | None) -> Generator[None, None, dict]:
         yield
         if error:
             raise error

@@ -257,6 +257,23 @@ def test_it_goes_on_from_a_checkpoint(overlap: OverlapConfig, scheduler: Schedul
     assert before.trained + after.run().trained == whole.trained
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("late", LATE)
+def test_it_goes_on_from_a_checkpoint_behind_the_next_batch(late: str, seed: int) -> None:
+    """With `sync` = with_batch the next batch is filled before the update, and the checkpoint comes after both."""
+    overlap, scheduler = with_late(SETTINGS[5][0], late), SETTINGS[5][1]
+    whole = toy(overlap, scheduler, seed).run()
+    for steps in range(1, 12):
+        played = toy(overlap, scheduler, seed)
+        for _ in range(steps):
+            played.step()
+        played.flow.fill(played.carry_out, played.play_window)
+        state = json.loads(json.dumps(played.flow.state_dict()))
+        played.flow = Flow(overlap, scheduler, played.flow.take, 12)
+        played.flow.load_state_dict(state, PROMPTS)
+        assert played.run().trained == whole.trained, steps
+
+
 def test_a_bound_that_the_depth_breaks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"overlap.bound = 1 .* take overlap.bound = 2"):
         check_overlap(OverlapConfig(depth=2, bound=1), TailBatching(SETTINGS[0][1]), "off", "fixed")

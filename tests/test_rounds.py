@@ -61,6 +61,15 @@ def test_a_dry_replica_counts_iterations_on_so_that_they_mean_the_same_everywher
     assert late.iteration == 3 * 8 + late.num_tokens  # three windows, two of them dry; the prefill draws a token
 
 
+def test_a_dry_replica_collects_grades_that_others_wait_for(job: Job, monkeypatch) -> None:
+    first, second = job.cursor.take(2)
+    referee, poll, polled = Patient(second), job.graders.poll, set()
+    monkeypatch.setattr(job.graders, "poll", lambda: (polled.add(referee.windows), poll())[1])
+    with job.graders:
+        job.play(RoundPlan("short", (first,), 1, 1, 1), referee, Clock())
+    assert polled == {0, 1, 2, 3}, "in windows 1 and 2 it decodes nothing"
+
+
 def test_whoever_plays_the_windows_the_groups_are_the_same_and_a_note_goes_along(job: Job) -> None:
     plan = RoundPlan("long", tuple(job.cursor.take(2)), 2, 2, 2)
     with job.graders:

@@ -436,6 +436,26 @@ def test_a_policy_needs_a_plan_only(monkeypatch, kill: float) -> None:
     assert all(bool(stats.aborted) == (stats.kind == "short") for stats in story.stats)
 
 
+class Choosy(HalfWins):
+    """Looks at all that waits and launches two of them, once so many wait."""
+
+    def plan(self, take, steps_left: int) -> RoundPlan:
+        c, waiting = self.config, self.requeued(len(self.queue))
+        prompts = [w.visit for w in waiting[1:3]] if len(waiting) >= 4 else take(c.num_prompts + 1)
+        kept = min(len(prompts), c.num_prompts)
+        kind = "long" if kept == len(prompts) else "short"
+        return RoundPlan(kind, tuple(prompts), c.num_responses, kept, c.num_responses)
+
+
+def test_what_a_plan_takes_from_the_queue_and_leaves_waits_on(monkeypatch) -> None:
+    monkeypatch.setitem(POLICIES, "choosy", Choosy)
+    story, policy, cursor = run(SchedulerConfig("choosy", num_prompts=4, num_responses=3), 9, Toy(1))
+    assert [plan.kind for plan in story.plans[:6]] == ["short"] * 4 + ["long", "short"]
+    trained, drawn = story.prompts(), [id for plan in story.plans if plan.kind == "short" for id in ids_of(plan)]
+    assert {w.visit.id for w in policy.queue} == {id.visit for id in drawn} - trained.keys(), "none is lost"
+    assert [stats.queue for stats in story.stats[:6]] == [1, 2, 3, 4, 2, 3]
+
+
 class NeverAgain(HalfWins):
     """Leaves in the queue what lost."""
 
