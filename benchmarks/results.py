@@ -158,11 +158,12 @@ BENCHMARKS = {
         (*ROUND, *TRAINING, *STREAM, *RUN, "policies/*.py", "overlap/*.py", "environments.py", "envs/*.py")
         + ("configs/tiny.toml", "configs/guess.toml", "configs/relay.toml", "warm_start.py", "benchmarks/trl.py")
         + ("benchmarks/taking_turns.py",),
-        "seconds until the default task is learnt, to a held-out accuracy of {score:.2f}, medians of the seeds that "
-        "have run: our best, {best}, is {seconds_ratio_best_over_sync:.2f} x as fast as our synchronous training (by "
-        "seed {best_by_seed}); TRL's GRPOTrainer (seeds: {trl_seeds}, {trl_cpu}) takes {trl_reached:|at least }"
-        "{seconds_ratio_trl_over_best:.1f} times the seconds of {trl_best}, and "
-        "{seconds_ratio_trl_over_sync:.1f} times those of synchronous training ([leaderboard](#time-to-a-score))",
+        "seconds until the default task is learnt, to a held-out accuracy of {score:.2f}, medians of each seed's "
+        "ratio: the best of {compared} ways, {best}, is {seconds_ratio_best_over_sync:.2f} x as fast as synchronous "
+        "training (by seed {best_by_seed}, {cpu}); TRL's GRPOTrainer ({trl_cpu}) takes "
+        "{trl_reached:|at least }{seconds_ratio_trl_over_best:.1f} times the seconds of {trl_best} (by seed "
+        "{trl_by_seed}), and {seconds_ratio_trl_over_sync:.1f} times those of synchronous training "
+        "([leaderboard](#time-to-a-score))",
         keeps=True,
     ),
     "drafts": Benchmark(
@@ -227,9 +228,8 @@ BENCHMARKS = {
         "benchmarks/control_path.py",
         ("simulate.py", "policies/placement.py", "policies/replica.py", "scheduler.py", "rounds.py", "parallel.py"),
         "a response of the simulator takes {growth:.1f} x the seconds on {largest:,} GPUs as on 16; {steps} steps of "
-        "{batch} x 8 responses on 1,024 GPUs take {seconds_many_steps:.0f} s of one core; to exchange the events that "
-        "{most_ranks} ranks have in a window takes two processes {exchange_share:.2%} of the window, in the median "
-        "([tables](#the-control-path))",
+        "{batch} x 8 responses on 1,024 GPUs take {seconds_many_steps:.0f} s of one core; to exchange what "
+        "{most_ranks} ranks have to tell takes two processes {exchange_share:.1%} of a rollout ([tables](#the-control-path))",
     ),
     "engine": Benchmark(
         "benchmarks/engine.py",

@@ -21,11 +21,11 @@ a synchronous run. A run that fails is named, and the others go on.
 Each run is kept in results/time_to_score.json as soon as it ends; one that was stopped begins again. The table is of
 what is kept, and says what is missing. `seconds_ratio_best_over_sync`: how many times as fast as synchronous training
 the best of our entries is on the first task, the median of `best_by_seed`, of the seeds that both have; `compared`: how
-many entries it is the best of, by the same seeds, which flatters it. `seconds_ratio_trl_over_best`: how many times as
-fast as TRL, `seconds_ratio_trl_over_sync`: and synchronous training; at least that, if `trl_reached` is false: then TRL
-was ended before it had the score. Runs on another CPU have rows of their own. Ratios are of runs on the same CPU, of
-those that took turns where there are such: of the CPU with most runs, to TRL of that with most runs of TRL, `trl_seeds`
-of them.
+many entries it is the best of, by the same seeds, which flatters it. `seconds_ratio_trl_over_best` (`trl_by_seed`): how
+many times as fast as TRL, `seconds_ratio_trl_over_sync`: and synchronous training; at least that, if `trl_reached` is
+false: then TRL was ended before it had the score. Runs on another CPU have rows of their own. Ratios are of runs on the
+same CPU, of those that took turns where there are such: of the CPU with most runs, to TRL of that with most runs of
+TRL, `trl_seeds` of them.
 `window_wait_fraction`: the largest share of the rollout, of any run on the first task, that ranks wait at the ends of
 windows. `idle`: the share of the steps that the rank that waits most has nothing to decode.
 """
@@ -560,7 +560,7 @@ def best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry], tas
         "seconds_ratio_best_over_sync": (most_first(rows), {"best", "best_by_seed", "compared", "cpu"}),
         "seconds_ratio_trl_over_best": (
             most_first(trls),
-            {"trl_best", "trl_cpu", "trl_seeds", "trl_reached", "seconds_ratio_trl_over_sync"},
+            {"trl_best", "trl_by_seed", "trl_cpu", "trl_seeds", "trl_reached", "seconds_ratio_trl_over_sync"},
         ),
     }
     result = dict[str, Any]()
@@ -595,6 +595,7 @@ def _best_of(rows: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) ->
         "seconds_ratio_best_over_sync": ratio(slow, runs.get(best, {})),
         "best_by_seed": by_seed(slow, runs.get(best, {})),
         "seconds_ratio_trl_over_best": ratio(spent(trls), runs.get(best, {})),
+        "trl_by_seed": by_seed(spent(trls), runs.get(best, {})),
         "seconds_ratio_trl_over_sync": ratio(spent(trls), runs.get(BASE, {})),
         "trl_reached": all(row["reached"] for row in trls) if trls else None,
     }
