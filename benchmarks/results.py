@@ -229,7 +229,8 @@ BENCHMARKS = {
         ("simulate.py", "policies/placement.py", "policies/replica.py", "scheduler.py", "rounds.py", "parallel.py"),
         "a response of the simulator takes {growth:.1f} x the seconds on {largest:,} GPUs as on 16; {steps} steps of "
         "{batch} x 8 responses on 1,024 GPUs take {seconds_many_steps:.0f} s of one core; to exchange what "
-        "{most_ranks} ranks have to tell takes two processes {exchange_share:.1%} of a rollout ([tables](#the-control-path))",
+        "{most_ranks} ranks have to tell takes two processes {exchange_share:.1%} of a rollout "
+        "([tables](#the-control-path))",
     ),
     "engine": Benchmark(
         "benchmarks/engine.py",
