@@ -5,10 +5,10 @@
 Two models with random weights: `tiny` (4 layers x 128), and `half`, the shape of a 0.5B Qwen2 with fewer layers, so
 that it runs in minutes. Long-tailed lengths, as in engine.py. Both sides have the same weights, samples, loss (PPO's,
 on log-probs of the sampled tokens), clipping, AdamW, fp32 and threads; each runs in a process of its own. Each takes
-the best of several budgets of tokens in a micro-batch (--quick: one). transformers also runs under torch.compile,
-but not in --quick; where that fails there is no ratio. Its threads wait for each other as libgomp's do by default,
-which is faster alone, ours as in a run (benchmarks/waiting.py). Contenders take turns; a speed is that of the median
-turn. Tokens are prompts and responses, without padding.
+the best of several budgets of tokens in a micro-batch (--quick: one). transformers also runs under torch.compile, but
+not in --quick; where that fails there is no ratio. Ours waits for its threads as a run does, transformers both so and
+as libgomp does by default (benchmarks/waiting.py; --quick: as ours), and what is faster counts. Contenders take turns;
+a speed is that of the median turn. Tokens are prompts and responses, without padding.
 
 Attention in one long sequence, which these samples do not have, is compared with torch's own on its own.
 
@@ -54,6 +54,15 @@ BUDGETS: dict[str, dict[str, tuple[int, ...]]] = {  # tokens of a micro-batch th
     "tiny": {"ours": (4096, 8192), "transformers": (512, 1024, 2048, 4096)},
     "half": {"ours": (1024, 4096), "transformers": (256, 512, 1024, 2048)},
 }
+OURS = "ours"
+SIDES = {  # kind of the worker, and how its threads wait
+    OURS: ("ours", "briefly"),
+    "transformers": ("transformers", "as it is"),
+    "transformers, briefly": ("transformers", "briefly"),
+    "compiled": ("compiled", "as it is"),
+    "compiled, briefly": ("compiled", "briefly"),
+}
+QUICK_SIDES = OURS, "transformers, briefly"
 LAYERS = {"nano": 1, "tiny": 4, "half": 4}  # in --quick half of them for `half`
 SAMPLES = {"nano": (4, 4), "tiny": (192, 96), "half": (24, 12)}  # and in --quick
 TURNS = {"nano": 1, "tiny": 3, "half": 2}
@@ -113,9 +122,10 @@ def work(side: str, name: str, quick: bool) -> None:
 class Contender:
     """A process that takes steps."""
 
-    def __init__(self, side: str, name: str, quick: bool):
-        self.command = [sys.executable, __file__, "--worker", side, "--shape", name, *["--quick"] * quick]
-        self.environment = OWN | WAYS["briefly" if side == "ours" else "as it is"]
+    def __init__(self, kind: str, way: str, name: str, quick: bool):
+        """`way`: how its threads wait, of waiting.WAYS."""
+        self.command = [sys.executable, __file__, "--worker", kind, "--shape", name, *["--quick"] * quick]
+        self.environment = OWN | WAYS[way]
         self.budget, self.seconds = 0, list[float]()
         self.start()
 
@@ -161,14 +171,15 @@ def race(name: str, quick: bool) -> dict[str, Any]:
         sum(e.num_tokens for e in samples),
         operations(parse_shape(config_of(name, quick).to_dict(), name), samples),
     )
-    sides = {"ours": "ours", "transformers": "transformers"} | ({} if quick else {"compiled": "transformers"})
+    sides = {side: SIDES[side] for side in SIDES if not quick or side in QUICK_SIDES}
     contenders, first, peaks = {}, {}, dict[str, float]()
-    for side, kind in tqdm(sides.items(), desc=f"{name}: budgets", disable=None):
-        contenders[side] = Contender(side, name, quick)
+    for side, (kind, way) in tqdm(sides.items(), desc=f"{name}: budgets", disable=None):
+        contenders[side] = Contender(kind, way, name, quick)
         try:
-            first[side] = contenders[side].choose(budgets_of(name, kind, quick))
+            budgets = budgets_of(name, "ours" if side == OURS else "transformers", quick)
+            first[side] = contenders[side].choose(budgets)
         except RuntimeError as error:
-            if side != "compiled":
+            if kind != "compiled":
                 raise SystemExit(f"error: {name} {side}: {error}") from None
             tqdm.write(f"{name} {side}: {error}")
             contenders.pop(side).stop()
@@ -184,22 +195,27 @@ def race(name: str, quick: bool) -> dict[str, Any]:
     beside = beside_load(contenders, turns)
     for side, contender in contenders.items():
         tqdm.write(
-            f"{name:5} {side:12} budget {contender.budget:5}: {tokens / alone[side]:8,.0f} tokens/s, "
+            f"{name:5} {side:22} budget {contender.budget:5}: {tokens / alone[side]:8,.0f} tokens/s, "
             f"beside a busy core {tokens / beside[side]:8,.0f}, peak {peaks[side]:.2f} GiB"
         )
         contender.stop()
     norms = [step["norm"] for step in first.values()]
-    others, are_all = [seconds for side, seconds in alone.items() if side != "ours"], len(alone) == len(sides)
+    theirs, are_all = [side for side in alone if side != OURS], len(alone) == len(sides)
+    best, compiled = (
+        min(alone[side] for side in theirs),
+        [s for side, s in alone.items() if sides[side][0] == "compiled"],
+    )
     return {
-        "tokens_per_s": round(tokens / alone["ours"]),
-        "tokens_per_s_hf": round(tokens / min(others)),
-        "training_ratio_hf": round(min(others) / alone["ours"], 2) if are_all else None,
-        "training_ratio_hf_compiled": round(alone["compiled"] / alone["ours"], 2) if "compiled" in alone else None,
-        "training_roofline_fraction": round(least / max(rates) / alone["ours"], 3),
-        "peak_gib": round(peaks["ours"], 2),
-        "peak_gib_hf": round(peaks["transformers"], 2),
-        "busy_slowdown": round(beside["ours"] / alone["ours"], 2),
-        "busy_ratio_hf": round(min(beside[s] for s in beside if s != "ours") / beside["ours"], 2),
+        "tokens_per_s": round(tokens / alone[OURS]),
+        "tokens_per_s_hf": round(tokens / best),
+        "training_ratio_hf": round(best / alone[OURS], 2) if are_all else None,
+        "training_ratio_hf_compiled": round(min(compiled) / alone[OURS], 2) if compiled else None,
+        "training_roofline_fraction": round(least / max(rates) / alone[OURS], 3),
+        "peak_gib": round(peaks[OURS], 2),
+        "peak_gib_hf": round(min(peak for side, peak in peaks.items() if sides[side][0] == "transformers"), 2),
+        "busy_slowdown": round(beside[OURS] / alone[OURS], 2),
+        "busy_ratio_hf": round(min(beside[side] for side in theirs) / beside[OURS], 2),
+        "fastest_hf": min(theirs, key=alone.__getitem__),
         "gradient_norms_differ": max(abs(norm / norms[0] - 1) for norm in norms),
     }
 

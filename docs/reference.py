@@ -22,10 +22,10 @@ Made from the code by `python docs/reference.py`; `tests/test_readme.py` fails w
 wins over the file.
 A wrong key, type or value is refused before work starts, in one line that names the limit and a remedy.
 
-`--resume` refuses settings that would change the trajectory of a run. It accepts other values of: {free}; and of all of
-`log`, `planner`, `stream`, `group` and `drafts`. `run.steps` must stay where the learning rate follows a schedule,
-`run.eval_every` and `run.checkpoint_every` with `overlap.flight = keep`. `distill.teacher` may name another folder
-with the same weights.
+`--resume` refuses settings that would change the trajectory of a run. It accepts other values of: {free} (another
+`run.steps` changes the last batches of a rollout that runs ahead); and of all of `log`, `planner`, `stream`, `group`
+and `drafts`. `run.steps` must stay where the learning rate follows a schedule, `run.eval_every` and
+`run.checkpoint_every` with `overlap.flight = keep`. `distill.teacher` may name another folder with the same weights.
 
 Sections: {sections}
 """
