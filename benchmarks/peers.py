@@ -18,6 +18,7 @@ import json
 import math
 import os
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -127,6 +128,9 @@ def trained_setting(quick: bool, environments: Path) -> Setting:
     contest = Contest("trained", [len(texts[id]) for id in ids], [it.prompts[id.prompt] for id in ids])
     assert len(ids) == RESPONSES * len(it.prompts)
     return Setting(ensure_model(WarmStartConfig(), TASK, MODELS, ALONE.world), 1.0, [contest])
+
+
+SETTINGS = {"random": random_setting, "trained": trained_setting}
 
 
 # ---- what has to be there --------------------------------------------------------------------------------------------
@@ -340,18 +344,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few tokens: under 2 minutes once all is there")
     parser.add_argument("--peers", nargs="*", default=[*PEERS], choices=[*PEERS], help="these, instead of all")
-    parser.add_argument("--models", nargs="+", default=["random", "trained"], choices=["random", "trained"])
-    parser.add_argument("--dtypes", nargs="+", default=[*DTYPES], choices=[*DTYPES], help="in turn")
+    parser.add_argument("--models", nargs="+", choices=[*SETTINGS], help="default: both; with --quick random")
+    parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], help="default: both; with --quick float32")
     parser.add_argument("--environments", type=Path, default=ROOT / "runs" / "peers", help="runs/peers unless told")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no contender computes on
     environments = arguments.environments.expanduser().absolute()
     environments.mkdir(parents=True, exist_ok=True)
     versions: dict[str, str] = {}
-    chosen = {"random": random_setting, "trained": trained_setting}
+    models, dtypes = ([*all][: 1 if arguments.quick else 2] for all in (SETTINGS, DTYPES))
     rows = []
-    for make in (chosen[name] for name in arguments.models):
-        setting = make(arguments.quick, environments)
-        for dtype in arguments.dtypes:
+    for name in arguments.models or models:
+        setting = SETTINGS[name](arguments.quick, environments)
+        for dtype in arguments.dtypes or dtypes:
             rows += measure(dtype, arguments.peers, arguments.quick, setting, environments, versions)
     report(rows, versions)
 
