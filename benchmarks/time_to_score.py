@@ -379,7 +379,7 @@ def play_in_turns(runs: Mapping[Asked, Generator[None, None, dict[str, Any]]]) -
                     next(runs[run])
                 except StopIteration as end:
                     row = end.value
-                except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                except (ConfigError, RuntimeError, OSError, subprocess.SubprocessError) as error:
                     print(f"    {run} failed: {error}", file=sys.stderr, flush=True)
                     failed.append(str(run))
                     del walls[run]
@@ -442,6 +442,8 @@ def keep(row: dict[str, Any], commit: str, measured: dict[str, str], entries: Ma
 
 def keep_beside(contest: Sequence[Mapping[str, Any]], entries: Mapping[str, Entry]) -> None:
     """Write to the runs of a contest how long synchronous training took in turns with them: it may be run once more."""
+    if not contest:
+        return
     base = {(r["task"], *start_of(r)): r["seconds"] for r in contest if r["entry"] == BASE and r["reached"]}
     ran, data = {(r["entry"], r["task"], *start_of(r)) for r in contest}, load_store()
     rows = [

@@ -318,7 +318,7 @@ def test_the_others_go_on_without_a_run_that_fails(time_to_score: ModuleType, ca
             raise error
         return {"it": "ended"}
 
-    errors = None, RuntimeError("no room"), subprocess.CalledProcessError(1, ["pip"])
+    errors = None, time_to_score.ConfigError("no room"), subprocess.CalledProcessError(1, ["pip"])
     runs = {time_to_score.Asked("hailstone", entry, seed): playing(error) for seed, error in enumerate(errors)}
     rows = time_to_score.play_in_turns(runs)
     assert next(rows)["it"] == "ended"
@@ -439,6 +439,12 @@ def test_each_seed_has_a_ratio(time_to_score: ModuleType) -> None:
     for row in rows:
         time_to_score.keep(row, "abc", {"a.py": "1"}, made)
     time_to_score.keep_beside(rows, made)
+    kept = time_to_score.STORE.read_bytes()
+    time_to_score.keep_beside([], made)  # of a contest that was stopped before a run had ended
+    assert time_to_score.STORE.read_bytes() == kept
+    time_to_score.STORE.unlink()
+    time_to_score.keep_beside([], made)
+    time_to_score.STORE.write_bytes(kept)
     time_to_score.keep(scored("sync", 0, 300.0), "abc", {"a.py": "1"}, made)
     again = json.loads(time_to_score.STORE.read_text())["result"]
     assert again["best_by_seed"] == [2.0, 2.5, None], "of what ran in turns"
