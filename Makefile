@@ -2,7 +2,8 @@
 # CONFIG: what is faster to a score than synchronous training with each seed, see docs/results.md; configs/tiny.toml is
 # on-policy.
 PYTHON ?= python3
-RANKS ?= 2
+# A GPU for each rank, on a machine that has one.
+RANKS ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),1,2)
 CONFIG ?= configs/rollflash.toml
 VENV := .venv
 unexport PYTHONDONTWRITEBYTECODE  # else ranks and tests' workers compile all of our modules each time that they start
@@ -50,6 +51,8 @@ results-quick: $(VENV)/ready
 	$(VENV)/bin/python benchmarks/results.py run --quick $(or $(NAMES),all)
 
 $(VENV)/ready: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11; give a newer one: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet -r requirements.txt
 	touch $@

@@ -31,6 +31,7 @@ from engine.host import data_of
 from model import Model, empty_model, parse_shape, stored_name
 from parallel import World
 from policies.placement import assign_by_load
+from policies.step_times import PROFILE_NAME
 from weights import sharding
 from weights.lora import Adapters
 
@@ -562,8 +563,9 @@ def _remove_leftovers(checkpoints: Path) -> None:
 def _remove(folder: Path) -> None:
     """Hide a checkpoint, then delete it: a kill in between leaves nothing half-deleted in the list."""
     hidden = folder.with_name(f".old_{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
-    shutil.rmtree(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)  # a network's file system may keep what another still reads
 
 
 def _sync(path: Path) -> None:
@@ -597,7 +599,7 @@ def damage(folder: Path, rank: int = 0, num_ranks: int = 1, of_model: bool = Fal
             STATE,
             *(str(path.relative_to(folder)) for end in (".json", SUFFIX) for path in folder.rglob(f"*{end}")),
         }
-        if unknown := read - known.keys() - {CHECKSUMS}:
+        if unknown := read - known.keys() - {CHECKSUMS, PROFILE_NAME}:  # profiler.py may put its file here
             wrong = f"{folder / CHECKSUMS}: has no checksum of {min(unknown)}"
             remedy = "move that file away if it is yours, or "
         else:

@@ -199,7 +199,8 @@ def _within(key: str, value: object, old: object, limits: Mapping[str, Any], sou
         return AUTO
     if type(value) is not type(old):
         type_name = f"{type(old).__name__}{' or auto' * limits['auto']}"
-        raise ConfigError(f"{source}{key} = {value!r} has the wrong type: it must be {type_name}, such as {old!r}")
+        such = "true or false" if isinstance(old, bool) else f"such as {toml_text(old)}"
+        raise ConfigError(f"{source}{key} = {value!r} has the wrong type: it must be {type_name}, {such}")
     if isinstance(value, tuple) and not all(isinstance(text, str) and text for text in value):
         raise ConfigError(f'{source}{key} = {list(value)!r} is not a list of texts, such as ["END"]')
     texts = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()

@@ -542,6 +542,11 @@ def converse(
         signal.signal(signal.SIGALRM, before)
 
 
+def checksum(prompts: Iterable[Prompt]) -> int:
+    """A checksum of prompts and answers as the data has them: a chat template may write another date each day."""
+    return zlib.crc32(repr([(prompt.extra.get("prompt"), prompt.answer) for prompt in prompts]).encode())
+
+
 class PromptCursor:
     """The cursor over the training prompts: each epoch is a seeded permutation, every prompt once.
 
@@ -587,8 +592,7 @@ class PromptCursor:
 
     @cached_property
     def rows(self) -> int:
-        """A checksum of prompts and answers as the data has them: a chat template may write another date each day."""
-        return zlib.crc32(repr([(prompt.extra.get("prompt"), prompt.answer) for prompt in self.prompts]).encode())
+        return checksum(self.prompts)
 
     def load_state_dict(self, state: dict) -> None:
         check_prompts(state, self.prompts)

@@ -15,8 +15,8 @@ import checkpoint
 import parallel
 from buffer import SampleBuffer
 from config import Auto, ConfigError, flatten
-from core import Group, RoundPlan, Tokenizer, Visit, VisitId
-from data import dump_groups, load_groups, load_prompts, open_cursor, write_transcripts
+from core import Group, Prompt, RoundPlan, Tokenizer, Visit, VisitId
+from data import checksum, dump_groups, load_groups, load_prompts, open_cursor, write_transcripts
 from envs.episodes import Episodes
 from learning import group_advantages, learn, put_groups, told_advantages, visits_of
 from metrics import Clock, Record, Recorder, peak_memory
@@ -42,7 +42,6 @@ from records import (
     preemptions,
     work_of,
 )
-from rewards import sandbox
 from rewards.gradings import PoolStats
 from rewards.judge import open_graders
 from rewards.teacher import Teacher
@@ -52,6 +51,7 @@ from scheduler import POLICIES, Race, RoundPolicy, races
 from settings import (
     MODELS,
     Config,
+    box_of_programs,
     model_dtype,
     possible_splits,
     rollout_profile,
@@ -117,7 +117,7 @@ class Job:
         laid_out = parallel.broadcast_object(world, laid_out)  # all as rank 0
         weights = saved or self.source, self.source, shape, dtype, laid_out.rollout.layout == "whole"
         self.trainer = build_trainer(config, *weights, own, self.trains)
-        prompts, self.held_out = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
+        prompts, self.held_out = load_data(config, self.tokenizer, self.source, world)
         ends = checkpoint.eos_ids(self.source, self.tokenizer, shape.vocab_size)
         built = build_rollout(laid_out, self.trainer.model, ends, self.tokenizer, world)
         self.tp_groups, self.engine, self.planner = built
@@ -404,12 +404,29 @@ def share_timeouts(job: Job, pools: Iterable[PoolStats]) -> None:
         job.graders.timeouts.merge(pool.anchors)
 
 
+def load_data(config: Config, tokenizer: Tokenizer, source: Path, world: World) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to train and those held out. Collective.
+
+    Raises ConfigError if another machine has other prompts, or other weights in `source`.
+    """
+    prompts, held_out = load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
+    if world.spans_machines:
+        _, weights = checkpoint.check_model(source)
+        seen = {f"the model folder {str(source)!r}": checkpoint.fingerprint(weights)}
+        seen["the data (data.train, data.mix, data.eval)"] = checksum((*prompts, *held_out))
+        parallel.check_alike(world, seen)
+    return prompts, held_out
+
+
 def newest_checkpoint(folder: Path, world: World) -> Path | None:
     """Return the newest checkpoint of a run folder, if there is any. Collective.
 
     Raises ConfigError when it is damaged.
     """
     checkpoints = checkpoint.list_checkpoints(folder)
+    if world.spans_machines:
+        found = checkpoints[-1].name if checkpoints else "none"
+        parallel.check_alike(world, {f"the newest checkpoint of run.dir = {str(folder)!r}": found})
     if not checkpoints:
         return None
     wrong = parallel.gather_objects(world, checkpoint.damage(checkpoints[-1], world.rank, world.size))
@@ -430,8 +447,9 @@ def introduce(job: Job, saved: Path | None, resume: bool) -> None:
     if job.split.is_auto and job.step < job.split.decides:
         first = f"{job.split.now} of {job.world.size} ranks train until step {job.split.decides}"
         say(f"overlap.train_ranks = auto: {first}")
-    if any(p.task == "code" for p in (*job.cursor.prompts, *job.held_out)):
-        say(f"sandbox: {sandbox.isolation()}")
+    every = (*job.cursor.prompts, *job.held_out)
+    if box := box_of_programs(any(p.task == "code" for p in every), {p.env for p in every if p.env}):
+        say(f"sandbox: {box}")
 
 
 def state_of(job: Job) -> Record:
@@ -500,7 +518,7 @@ def open_split(config: Config, num_ranks: int, state: dict) -> tuple[Config, Spl
     config = with_split(config, num_ranks, chosen)
     start = before.get("start", 0) if config.overlap.train_ranks == chosen else state.get("step", 0)
     possible = possible_splits(config, num_ranks)
-    return config, SplitPolicy(num_ranks, config.overlap.depth, possible, config.overlap.train_ranks, is_auto, start)
+    return config, SplitPolicy(num_ranks, config.overlap.spread, possible, config.overlap.train_ranks, is_auto, start)
 
 
 def open_endless(job: Job, state: dict) -> Endless:

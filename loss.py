@@ -159,6 +159,7 @@ LOSSES: dict[str, Callable[[Tokens, "LossConfig"], tuple[Tensor, Tensor]]] = {
     "kimi15": kimi15,
     "sft": sft,
 }
+PROXIMAL = {"decoupled"}  # the ratio is against the trainer's weights; another weight corrects for older samples
 SCALED = {"ppo", "gspo", "decoupled", "cispo", "tis", "topr"}  # a token's loss is a multiple of its advantage
 CLIP = {"clip_low", "clip_high"}
 OWN_OPTIONS = {  # settings that only some losses read; one of a user's own may read any
@@ -257,6 +258,6 @@ class LossConfig:
 
         `are_older`: samples may be of older weights, or of another run, for which the ratio has to correct.
         """
-        recomputed = self.name == "decoupled" or (self.name in RATIOS and dtype == torch.bfloat16 and not are_older)
+        recomputed = self.name in PROXIMAL or (self.name in RATIOS and dtype == torch.bfloat16 and not are_older)
         found = "trainer" if recomputed else "rollout"
         return replace(self, old_logprobs=found) if self.old_logprobs == "auto" else self

@@ -61,6 +61,10 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def spans_machines(self) -> bool:
+        return 0 < self.node_size < self.size
+
 
 def own_place() -> tuple[int, int]:
     """Return this rank and the number of ranks, from torchrun; alone 0 and 1. Raises ConfigError. Not collective."""
@@ -118,7 +122,10 @@ def own_device(device: str) -> torch.device:
     if not num_gpus:
         raise ConfigError("run.device = cuda, but torch sees no GPU; take auto, or install torch with CUDA")
     if own >= num_gpus:
-        raise ConfigError(f"rank {own} of this machine has no GPU: there are {num_gpus}; start that many ranks at most")
+        raise ConfigError(
+            f"rank {own} of this machine has no GPU: there are {num_gpus}; start that many ranks at most "
+            f"(--ranks={num_gpus}; make RANKS={num_gpus}), or take --run.device=cpu"
+        )
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # Pages and training take turns with the same memory: blocks that were freed must join to serve larger tensors.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -218,6 +225,20 @@ def _start_bytes(world: World, data: bytes, size: int) -> Callable[[], list[memo
         return [part.numpy().data for part in parts]
 
     return finish
+
+
+def check_alike(world: World, seen: Mapping[str, object]) -> None:
+    """Raise ConfigError, on all ranks, if a rank sees what has a name here otherwise than rank 0 does. Collective.
+
+    For files that all machines need alike (`spans_machines`); the ranks of one have the same.
+    """
+    first, *others = gather_objects(world, seen)
+    for rank, theirs in enumerate(others, start=1):
+        if differ := [name for name in first if theirs[name] != first[name]]:
+            raise ConfigError(
+                f"{differ[0]} is not on the machine of rank {rank} what it is on that of rank 0; have it in a folder "
+                "that all machines share, or the same files at the same path"
+            )
 
 
 def broadcast_object(world: World, value: T) -> T:

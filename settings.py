@@ -18,13 +18,13 @@ from engine import gradients, native
 from engine.cpu import can_pack
 from engine.graphs import row_counts
 from engine.memory import CPU_KV_BYTES, cache_of, num_pages_for
-from environments import EnvConfig, check_environment
-from envs.chat import Reader, chat_glue
+from environments import ENVIRONMENTS, EnvConfig, check_environment
+from envs.chat import Reader, turn_end
 from envs.latency import Latency
 from envs.player import player_named
 from envs.pool import TRIES, try_environments
 from envs.trial import tried
-from loss import ADVANTAGES, BATCH_WIDE, OF_RATIO, OWN_OPTIONS, LossConfig
+from loss import ADVANTAGES, BATCH_WIDE, OF_RATIO, OWN_OPTIONS, PROXIMAL, LossConfig
 from metrics import LogConfig, check_loggers
 from model import can_split, check_split, parse_shape
 from overlap.phases import GroupConfig
@@ -159,6 +159,21 @@ def trains(config: Config) -> bool:
     return config.run.steps > 0 or config.trainer.shard > 1
 
 
+def check_sharers(c: Config) -> None:
+    """Refuse settings by which KV pages would take memory of a GPU that others need."""
+    if c.group.server and not (c.rollout.kv_gib or c.run.device_gib):
+        raise ConfigError(
+            f"group.server = {c.group.server!r}: KV pages would take the rest of the GPU, but processes of other jobs "
+            "keep some of it (contexts, communicators, rows); give rollout.kv_gib, or run.device_gib less than the GPU "
+            "has"
+        )
+    if c.judge.path and not c.judge.memory_gib and (c.overlap.train_ranks or not trains(c)):
+        raise ConfigError(
+            "judge.memory_gib = 0 has a judge take what training leaves free, but here ranks decode that do not train, "
+            "and KV pages take that; give judge.memory_gib"
+        )
+
+
 def memory_plan(
     config: Config, shape: ModelShape, num_ranks: int, node_size: int, device: torch.device, outside: float = 0.0
 ) -> tuple[Plan, ...]:
@@ -176,12 +191,8 @@ def memory_plan(
     if is_gpu:
         own = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else math.inf
         gpu_bytes = min(own, c.run.device_gib * GIB or math.inf)
-    if is_gpu and c.group.server and not (c.rollout.kv_gib or c.run.device_gib):
-        raise ConfigError(
-            f"group.server = {c.group.server!r}: KV pages would take the rest of the GPU, but processes of other jobs "
-            "keep some of it (contexts, communicators, rows); give rollout.kv_gib, or run.device_gib less than the GPU "
-            "has"
-        )
+    if is_gpu:
+        check_sharers(c)
     possible = rollout_sizes(c, shape, num_ranks, node_size, elastic=True)
     tp_sizes = possible if c.planner.rule != "fixed" else [c.rollout.tensor_parallel]
     training = c.overlap.train_ranks or num_ranks
@@ -289,6 +300,14 @@ def find_remedy(
     return f"{' and '.join(texts)}, which leaves pages for {found[1].sequences:.1f} of the longest sequences"
 
 
+def check_device_gib(config: Config, device: torch.device) -> None:
+    """Refuse memory of GPUs for a run on a CPU; `--check` there plans for GPUs."""
+    if config.run.device_gib and device.type == "cpu":
+        raise ConfigError(
+            f"run.device_gib = {config.run.device_gib} is about GPUs, but the run is on a CPU; leave it out"
+        )
+
+
 def with_kv_memory(config: Config, shape: ModelShape, world: World) -> Config:
     """Return the settings with the KV memory that the plan leaves: the least of those that decode with equal pages.
 
@@ -299,10 +318,7 @@ def with_kv_memory(config: Config, shape: ModelShape, world: World) -> Config:
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         outside = total - free - torch.cuda.memory_reserved(world.device)
-    elif config.run.device_gib:
-        raise ConfigError(
-            f"run.device_gib = {config.run.device_gib} is about GPUs, but the run is on a CPU; leave it out"
-        )
+    check_device_gib(config, world.device)
     given = shape, world.size, world.node_size, world.device
     training, planned = config.overlap.train_ranks, memory_plan(config, *given, outside)
     everyone = gather_objects(world, planned[0 if world.rank < training else -1])
@@ -388,6 +404,8 @@ def check_run(config: Config, world_size: int, resume: bool, is_main: bool, repo
     dtype = model_dtype(config, device.type)
     asked, config = config, with_split(config, world_size)
     check_settings(config, world_size)
+    if not reports:
+        check_device_gib(config, own_device(config.run.device))
     check_loggers(config.log)
     check_run_folder(asked, resume)  # a run saves its settings as they were asked for
     given = shape_of(config), world_size, node_size, device
@@ -521,8 +539,8 @@ def open_end(c: Config, tokenizer: Tokenizer, vocab_size: int) -> str:
     if options is None or not c.model.path:
         return ""
     try:
-        ends, _ = chat_glue(tokenizer, options)
-    except Exception:  # a template that drops or rewrites turns is for one turn only, and may refuse others
+        ends = turn_end(tokenizer, options)
+    except Exception:  # a template may refuse turns of the model
         return ""
     text = tokenizer.decode(ends[:1])
     marks = {*getattr(tokenizer, "all_special_ids", ())}  # a line break is none: responses have many
@@ -578,8 +596,8 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
     if is_main:  # an episode whose first turn is cut off has no rewards of turns
         more: dict[str, dict] = {name: {"turn_rewards": []} if row.env else {} for name, row in first.items()}
         try_graders(c.reward, {name: replace(row, extra=row.extra | more[name]) for name, row in first.items()})
-        if "code" in first:
-            check_hidden(c, everything)
+        if box := box_of_programs("code" in first, environments):
+            check_hidden(c, everything, box)
     if (found := len(prompts)) < c.scheduler.num_prompts:
         every, _ = load_prompts(replace(c.data, eval_prompts=0), tokenizer, c.rollout.max_prompt_tokens)
         left = len(every) - found
@@ -591,9 +609,23 @@ def check_data(c: Config, tokenizer: Tokenizer, dtype: torch.dtype, is_main: boo
         )
 
 
-def check_hidden(c: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError where a program that is graded could read a run's data and responses in its box."""
-    shown = box_paths(sandbox.isolation().prefix)
+def box_of_programs(are_graded: bool, environments: Iterable[str]) -> sandbox.Isolation | None:
+    """Return how programs that the model writes are kept apart; None: there are none.
+
+    `are_graded`: by the grader `code`. An environment of a user's file may run some, if there is a box for them.
+    Raises SandboxError where those that are graded have none.
+    """
+    if are_graded:
+        return sandbox.isolation()
+    if any(name not in ENVIRONMENTS and not is_address(name) for name in environments):
+        with suppress(sandbox.SandboxError):
+            return sandbox.isolation()
+    return None
+
+
+def check_hidden(c: Config, prompts: Sequence[Prompt], box: sandbox.Isolation) -> None:
+    """Raise ConfigError where the model's programs could read a run's data and responses in their box."""
+    shown = box_paths(box.prefix)
     files = {re.sub(r"(:| row )\d+$", "", prompt.where): "the data" for prompt in prompts if prompt.where}
     for path, what in {c.run.dir: "the run (run.dir)", **files}.items():
         real = os.path.realpath(path)
@@ -682,9 +714,10 @@ def check_loss(c: LossConfig, updates: int) -> None:
             f"loss.credit = turn compares within a group, but loss.advantage = {c.advantage} needs the whole batch; "
             "take another advantage, or credit = episode"
         )
-    if c.name == "decoupled" and c.old_logprobs == "rollout":
+    if c.name in PROXIMAL and c.old_logprobs == "rollout":
         raise ConfigError(
-            "loss.name = decoupled with loss.old_logprobs = rollout is ppo; take ppo, or loss.old_logprobs = trainer"
+            f"loss.name = {c.name} with loss.old_logprobs = rollout weighs all samples alike; take ppo, or "
+            "loss.old_logprobs = trainer"
         )
 
     is_weighted = c.name == "topr" and (c.topr_positive, c.topr_negative) != (1.0, 1.0)
@@ -762,7 +795,7 @@ def check_endless(c: Config, world_size: int) -> None:
     policy = POLICIES[c.scheduler.policy](c.scheduler)
     check_overlap(c.overlap, policy, c.stream.policy, c.planner.rule, c.run.replay)
     check_pools(c, world_size)
-    if c.overlap.depth and c.loss.name != "decoupled" and c.loss.old_logprobs == "trainer":
+    if c.overlap.depth and c.loss.name not in PROXIMAL and c.loss.old_logprobs == "trainer":
         raise ConfigError(
             f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "
             "loss.old_logprobs = trainer takes them for samples of the newest; take loss.name = decoupled, or "
@@ -934,6 +967,8 @@ def check_run_folder(config: Config, resume: bool) -> None:
         before = flatten(load_config(Config, str(saved), []))
     except ConfigError as error:
         raise ConfigError(f"--resume: {error}; correct the file, or start another run in a new run.dir") from None
+    if not checkpoint.list_checkpoints(folder):
+        return  # the run begins anew, so it may have other settings: the first ones may have been too large
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream.", "group.", "drafts."))
         is_free |= key.startswith("warm_start.") and bool(config.model.path)  # earlier versions ignored them there

@@ -633,7 +633,7 @@ class EndlessSimulation(Simulation):
             engine_steps=max(r.iteration for r in replicas),
             engine_seconds=max(r.busy for r in replicas),
         )
-        return SplitTimes.of([work], self.config.cluster.gpus, self.config.overlap.depth)
+        return SplitTimes.of([work], self.config.cluster.gpus, self.config.overlap.spread)
 
     def summary(self) -> dict[str, float]:
         """Return the numbers of the whole run."""

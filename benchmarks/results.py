@@ -339,7 +339,7 @@ BENCHMARKS = {
         (*ROUND, *TRAINING, *RUN, "warm_start.py", "configs/tiny.toml", "configs/lora.toml"),
     ),
     "distillation": Benchmark(
-        "figures/distillation.py",
+        "figures/distillation.py --again",  # else it draws what is stored
         (*ROUND, *TRAINING, "rewards/offload.py", "rewards/teacher.py", *RUN, "warm_start.py")
         + ("configs/tiny.toml", "configs/distill.toml"),
     ),

@@ -47,6 +47,7 @@ class Flights:
         self.batcher, self.runner, self.tokenizer = batcher, runner, tokenizer
         self.launched: deque[Flight] = deque()
         self.finished: list[Sample] = []  # for the engine to return
+        self.may_end: dict[tuple[frozenset[str], int], bool] = {}  # as in `stopped_by_text`
 
     def take_off(self, drafts: Drafts | None = None) -> None:
         """Send the flags of the step that was launched to the host."""
@@ -80,7 +81,7 @@ class Flights:
         if asking := [(s, count) for s, count in flight.asking if s.row >= 0]:
             assert self.tokenizer, "`add` refuses stop texts without a tokenizer"
             with self.runner.rows.reading():
-                stopped = stopped_by_text(asking, self.runner.rows.tokens, self.tokenizer)
+                stopped = stopped_by_text(asking, self.runner.rows.tokens, self.tokenizer, self.may_end)
             ended |= {s: 2 * count + 1 for s, count in stopped.items()}
         if not ended:
             return

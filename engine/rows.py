@@ -164,11 +164,18 @@ class Rows:
             self.moved.record()
 
 
-def stopped_by_text(asking: list[tuple[Sequence, int]], drawn: Tensor, tokenizer: Tokenizer) -> dict[Sequence, int]:
+def stopped_by_text(
+    asking: list[tuple[Sequence, int]],
+    drawn: Tensor,
+    tokenizer: Tokenizer,
+    known: dict[tuple[frozenset[str], int], bool],
+) -> dict[Sequence, int]:
     """Return the sequences that have one of their stop texts in the newest tokens of their turn, and where.
 
     asking: sequences with stop texts, and how many tokens each has; of several counts of a sequence, in order, the
     first with a stop text is returned; drawn: the tokens of all rows [rows, limit].
+
+    known: which tokens may end which stop texts, as found so far; the texts of other rows are not decoded.
 
     The text is what graders see, without special tokens; only a stop text that names one finds it.
     """
@@ -180,7 +187,11 @@ def stopped_by_text(asking: list[tuple[Sequence, int]], drawn: Tensor, tokenizer
     tokens = drawn[rows, upload(columns, drawn.device)].tolist()
     stopped: dict[Sequence, int] = {}
     for (s, count), ids, window in zip(asking, tokens, windows, strict=True):
-        if s in stopped or not (own := min(window, count - s.turn_start)):
+        key = frozenset(stop[-1] for stop in s.stop), ids[-1]
+        if key not in known:  # of the second token a decoder keeps the space before it
+            text = tokenizer.decode([ids[-1]] * 2, skip_special_tokens=False)
+            known[key] = not key[0].isdisjoint(text) or "\ufffd" in text  # a part of a character may complete any
+        if s in stopped or not known[key] or not (own := min(window, count - s.turn_start)):
             continue
         kinds = {names_one[stop] for stop in s.stop}
         texts = {kind: tokenizer.decode(ids[-own:], skip_special_tokens=not kind) for kind in kinds}

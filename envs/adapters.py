@@ -6,13 +6,14 @@ Programs that the model wrote run in the sandbox of rewards/sandbox.py: `tools(p
 import inspect
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable
 
 from core import Environment, Reply, Turns
 from rewards import sandbox
 from rewards.graders import Grader, grade
 
-CALL = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
+OPENS, CLOSES = re.compile(r"<(\w+)>"), re.compile(r"</(\w+)>")
 MAX_BAD = 3  # calls that fail in a row
 SILENCE = "(no output)"  # an empty result
 PROGRAM = sandbox.Limits(seconds=5.0, output_bytes=2**16)
@@ -62,9 +63,9 @@ def tools(*functions: Callable, answer: Grader | None = None) -> Environment:
         text, bad = "", 0
         while bad < MAX_BAD:
             action = (yield text).rpartition("</think>")[2]
-            found = list(CALL.finditer(action))
-            known = [call for call in found if call[1] in (*by_name, "tool_call")]
-            final = [call[2] for call in found if call[1] == "answer"]
+            found = calls_in(action)
+            known = [call for call in found if call[0] in (*by_name, "tool_call")]
+            final = [inner for name, inner in found if name == "answer"]
             call = known[0] if known else None if final or not found else found[0]
             if not call:
                 if not answer:
@@ -74,19 +75,37 @@ def tools(*functions: Callable, answer: Grader | None = None) -> Environment:
                     raise RuntimeError(graded.error)
                 return graded.value
             try:
-                text, bad = _result(by_name, *call.groups()) or SILENCE, 0
+                text, bad = _result(by_name, *call) or SILENCE, 0
             except sandbox.SandboxError:
                 raise  # the machine's fault: the model could not mend it
             except Exception as error:
                 text, bad = f"{type(error).__name__}: {error}", bad + 1
             text = text.encode(errors="backslashreplace").decode()  # a model's JSON may spell half a character
-            if call[1] == "tool_call":
+            if call[0] == "tool_call":
                 text = f"<tool_response>\n{text}\n</tool_response>"
         return 0.0
 
     calls = [f"<{name}>..</{name}>: {name}{inspect.signature(f)}: {inspect.getdoc(f)}" for name, f in by_name.items()]
     environment.__doc__ = "\n".join(calls)
     return environment
+
+
+def calls_in(text: str) -> list[tuple[str, str]]:
+    """Return each (name, inner) of <name>inner</name>, from left to right; in the inner text none is looked for.
+
+    Takes time in proportion to the text, which a model may fill with tags that never close.
+    """
+    ends: dict[str, list[int]] = {}
+    for match in CLOSES.finditer(text):
+        ends.setdefault(match[1], []).append(match.start())
+    found, past = [], 0
+    for match in OPENS.finditer(text):
+        own = ends.get(match[1], [])
+        place = bisect_left(own, match.end())
+        if match.start() >= past and place < len(own):
+            found.append((match[1], text[match.end() : own[place]]))
+            past = own[place] + len(f"</{match[1]}>")
+    return found
 
 
 def python(program: str) -> str:

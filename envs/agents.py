@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 
 from core import Environment, Turns
 from server.fields import NEUTRAL, asks_for
@@ -140,7 +141,7 @@ def from_agent(agent: Agent) -> Environment:
         conversation, name = Conversation(row["prompt"]), secrets.token_urlsafe(16)
         server = _server()
         server.conversations[name] = conversation
-        address = f"http://127.0.0.1:{server.server_port}/{name}/v1"
+        address = f"http://127.0.0.1:{server.server_address[1]}/{name}/v1"
         call: Call | float | None = None
         threading.Thread(target=conversation.play, args=(agent, row, seed, address), daemon=True).start()
         try:
@@ -166,6 +167,7 @@ def from_agent(agent: Agent) -> Environment:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 128
+    server_bind = TCPServer.server_bind  # that of HTTPServer asks a name service for its own name
     conversations: dict[str, Conversation]
 
     def handle_error(self, request, client_address) -> None:
@@ -194,7 +196,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         name, _, rest = self.path.removeprefix("/").partition("/v1/")
         kind, conversation = rest.rstrip("/"), self.server.conversations.get(name)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            self.close_connection = True  # where the next request begins is not known
+            return self._reply(411, "the request needs its body's bytes as Content-Length")
+        body = self.rfile.read(int(length))
         if not conversation or kind not in KINDS:
             return self._reply(410 if not conversation else 404, GONE if not conversation else f"no {rest!r:.60} here")
         try:
@@ -227,6 +233,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
 

@@ -45,6 +45,13 @@ class Reader:
         return reply
 
 
+def turn_end(tokenizer: Tokenizer, options: Mapping[str, object]) -> list[int]:
+    """Return the tokens that a chat template writes behind the model's turn. Raises the template's own errors."""
+    text, _ = TURNS[0]
+    whole = converse(tokenizer, [QUESTION, {"role": "assistant", "content": text}], False, options=options)
+    return tokenizer.encode(whole.rpartition(text)[2], add_special_tokens=False)
+
+
 def chat_glue(tokenizer: Tokenizer, options: Mapping[str, object]) -> tuple[list[int], list[int]]:
     """Return the tokens before and after a reply, the reply being a message of the user. `options`: of the template.
 

@@ -374,6 +374,10 @@ class EnvPool:
                 for message in messages:
                     turns = 1 + len(start.actions) if message[1] else 1
                     answer = server.ask(Answer, message, turns * self._config.step_seconds)
+                    if not server.is_running:  # it was good, but took too much memory
+                        held.clear()
+                        if message is not messages[-1]:
+                            answer = Answer(error="to begin the episode takes more memory than reward.worker_gib")
                     if answer.error:
                         break
                 else:
@@ -381,13 +385,15 @@ class EnvPool:
             except Failure as failure:
                 held.clear()
                 answer = Answer(error=str(failure), is_late=isinstance(failure, Late))
-        if not (answer.end or answer.error):
+        if server.is_running and not (answer.end or answer.error):
             held.add(key)
         return answer
 
 
 class _Client:
     """Plays the episodes of services, in the place of a worker."""
+
+    is_running = True
 
     def __init__(self, names: list[str], seconds: float, retries: int, closing: threading.Event):
         self._closing = closing

@@ -5,12 +5,13 @@ from flash import PAPER as SOURCE
 from paper import Table, command, note, plt, save, style
 
 GPUS = (16, 32, 64, 128)
-# Relative to the asynchronous run on 16 GPUs.
+# Relative to the asynchronous run on 16 GPUs. Synchronous with the paper's queue, "Sync-ROLL": as here, a response is a
+# sequence of its own, and graded as it ends. Its "Sync-Naive", which is slower, has no counterpart here.
 PAPER = {
-    "Think": {"async": (1.00, 1.88, 3.86, 7.60), "naive": (1.02, 1.57, 2.31, 3.57)},
-    "Base": {"async": (1.00, 1.47, 2.02, 2.40), "naive": (0.65, 0.82, 0.96, 1.07)},
+    "Think": {"async": (1.00, 1.88, 3.86, 7.60), "sync": (1.08, 1.74, 3.06, 4.10)},
+    "Base": {"async": (1.00, 1.47, 2.02, 2.40), "sync": (0.77, 0.88, 1.02, 1.15)},
 }
-LABELS = {"async": f"asynchronous, ratio {ALPHA}", "naive": "synchronous (the paper's naive one)"}
+LABELS = {"async": f"asynchronous, ratio {ALPHA}", "sync": "synchronous"}
 
 
 def main() -> None:
@@ -18,18 +19,19 @@ def main() -> None:
     found: dict[str, dict[str, list[float]]] = {}
     for model in MODELS:
         times = [step_seconds(endless(model, gpus, gpus // 2)) for gpus in GPUS]
-        naive = [step_seconds(synchronous(model, gpus)) for gpus in GPUS]
-        found[model] = {"async": [times[0] / t for t in times], "naive": [times[0] / t for t in naive]}
+        alone = [step_seconds(synchronous(model, gpus)) for gpus in GPUS]
+        found[model] = {"async": [times[0] / t for t in times], "sync": [times[0] / t for t in alone]}
         for name, values in found[model].items():
             for gpus, paper, value in zip(GPUS, PAPER[model][name], values, strict=True):
                 if (name, gpus) != ("async", GPUS[0]):  # 1 by definition
                     table.add(f"{model}, {LABELS[name]}, {gpus} GPUs", paper, value)
-        over = [rows[model]["async"][-1] / rows[model]["naive"][-1] for rows in (PAPER, found)]
+        over = [rows[model]["async"][-1] / rows[model]["sync"][-1] for rows in (PAPER, found)]
         table.add(f"{model}, asynchronous over synchronous, 128 GPUs", *over)
     note(
         "Predicted: engine and trainer are those of Figure 5, the lengths have only their mean fitted. One choice was "
         "made in view of this figure: half of the GPUs train. Whole nodes of 8 leave nothing else on 16, and that the "
-        "paper's Think grows in proportion to the GPUs says that the share stays the same."
+        "paper's Think grows in proportion to the GPUs says that the share stays the same. Synchronous is the paper's "
+        "with its queue; its naive one is slower: asynchronous is 2.13 (Think) and 2.24 (Base) times as fast there."
     )
     style()
     figure, axes = plt.subplots(1, 2)
@@ -45,7 +47,7 @@ def main() -> None:
     axes[0].set_ylabel("samples/s over asynchronous on 16")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     save(figure, "flash_scaling", "256 x 16 responses a step at every size", SOURCE)
-    faster = {model: round(rows["async"][-1] / rows["naive"][-1], 2) for model, rows in found.items()}
+    faster = {model: round(rows["async"][-1] / rows["sync"][-1], 2) for model, rows in found.items()}
     grows = {model: round(rows["async"][-1], 2) for model, rows in found.items()}
     table.end("flash_scaling", over_synchronous_128=faster, from_16_to_128=grows)
 

@@ -58,8 +58,8 @@ def main() -> None:
         "Not known, and so assumed: jobs are those of Figure 2, in equal shares, on 8 + 8 GPUs (then Solo-D's dollars "
         "are the paper's); several turns have rollouts of 2.5 to 6 times their training, as jobs D and E; jobs come in "
         "working hours. Both ratios are within 15 % if all jobs have several turns. Tail migration is not modelled. "
-        "Dollars are those of all the work, over two weeks. Co-located jobs decode on H800, slower by "
-        "the ratio of the memories' speeds. Of Gavel+ only the name is known: here whole jobs take turns, which fills "
+        "Dollars are those of all the work, over two weeks. Co-located jobs decode on H800, about "
+        "as fast as on H20 (Figure 10). Of Gavel+ only the name is known: here whole jobs take turns, which fills "
         "no bubble, and keeps no SLO below 2. A bubble is the idle share of a pool's hours."
     )
     style()

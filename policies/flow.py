@@ -74,6 +74,11 @@ class OverlapConfig:
         return self.bound or math.ceil(self.depth)
 
     @property
+    def spread(self) -> float:
+        """Batches over which a response may take its time before training waits for it (alpha + 1 in the paper)."""
+        return self.largest_age + 1 if self.late == "wait" else math.inf
+
+    @property
     def lag(self) -> int:
         """Batches that are complete before new weights are taken, and so the age of a group that is trained next."""
         return int(self.sync == "with_batch")

@@ -35,12 +35,15 @@ class SplitTimes:
     tail: float  # seconds of a step that decode nothing but the longest: L_gen / (alpha + 1)
 
     @classmethod
-    def of(cls, steps: Iterable[Work], ranks: int, depth: float) -> "SplitTimes":
-        """Return the means over some steps. A token counts when it is decoded, though a later batch may train it."""
+    def of(cls, steps: Iterable[Work], ranks: int, spread: float) -> "SplitTimes":
+        """Return the means over some steps. A token counts when it is decoded, though a later batch may train it.
+
+        `spread`: as in `OverlapConfig`.
+        """
         w = Work(*map(sum, zip(*map(astuple, steps), strict=True)))
         generate = w.decode_seconds / max(w.decoded, 1) * w.tokens / w.samples
         longest = w.longest / w.batches * w.engine_seconds / max(w.engine_steps, 1)
-        return cls(ranks, w.samples / w.batches, generate, w.train_seconds / w.samples, longest, longest / (depth + 1))
+        return cls(ranks, w.samples / w.batches, generate, w.train_seconds / w.samples, longest, longest / spread)
 
     @property
     def best_share(self) -> float:
@@ -61,9 +64,11 @@ class SplitTimes:
 class SplitPolicy:
     """Measures the steps of an endless rollout, and says how many ranks should train; where it may, it chooses."""
 
-    def __init__(self, ranks: int, depth: float, possible: Sequence[int], now: int, is_auto: bool, start: int = 0):
-        """`now`: the number of ranks that train; `is_auto`: another one may be chosen; `start`: step of the first."""
-        self.ranks, self.depth, self.possible, self.is_auto = ranks, depth, possible, is_auto
+    def __init__(self, ranks: int, spread: float, possible: Sequence[int], now: int, is_auto: bool, start: int = 0):
+        """`spread`: as in `OverlapConfig`; `now`: the number of ranks that train; `is_auto`: another one may be chosen;
+        `start`: step of the first.
+        """
+        self.ranks, self.spread, self.possible, self.is_auto = ranks, spread, possible, is_auto
         self.start, self.decides = start, start + TRIAL  # steps: with so many ranks since, and when it decides
         self.now = self.chosen = now
         self.work = deque[Work](maxlen=RECENT)
@@ -79,11 +84,11 @@ class SplitPolicy:
     def observe(self, work: Work) -> SplitTimes:
         """Take in a step; return the times over the last ones."""
         self.work.append(work)
-        return SplitTimes.of(self.work, self.ranks, self.depth)
+        return SplitTimes.of(self.work, self.ranks, self.spread)
 
     def review(self, step: int) -> str:
         """Return the advice of the last steps, for the console; choose after the first ones."""
-        t = SplitTimes.of(self.work, self.ranks, self.depth)
+        t = SplitTimes.of(self.work, self.ranks, self.spread)
         best = t.best(self.possible)
         if self.is_auto and step == self.decides:
             self.chosen = best

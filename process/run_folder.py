@@ -2,10 +2,12 @@
 
 import fcntl
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import parallel
 from config import ConfigError, Dataclass, dump_toml
 from metrics import Clock
 from parallel import World
@@ -24,6 +26,8 @@ def guarded(config: Dataclass, folder: Path, world: World, clock: Clock) -> Iter
         if world.is_main:
             stack.enter_context(locked(folder))
             write_settings(config, folder)
+        if world.spans_machines:
+            check_shared(folder, world)
         if world.size > 1:
             stack.enter_context(Watchdog(world, clock, folder / "stacks"))
         try:
@@ -33,6 +37,19 @@ def guarded(config: Dataclass, folder: Path, world: World, clock: Clock) -> Iter
                 with suppress(Exception):  # the store's rank may be the first that is gone
                     tell_failure(world)
             raise
+
+
+def check_shared(folder: Path, world: World) -> None:
+    """Raise ConfigError, on all ranks, if a rank of another machine has another folder there. Collective."""
+    mark = folder / f".shared_{uuid.uuid4().hex}"  # no machine has looked for it before
+    if world.is_main:
+        mark.touch()
+    mark = folder / parallel.broadcast_object(world, mark.name)
+    try:
+        parallel.check_alike(world, {f"run.dir = {str(folder)!r}": mark.exists()})
+    finally:
+        if world.is_main:
+            mark.unlink()
 
 
 @contextmanager

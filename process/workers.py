@@ -53,6 +53,10 @@ class Worker:
         self._closing, self._log, self._num_requests = closing, log, 0
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
     def ask(self, make: Callable[..., T], request: Sequence[object], seconds: float) -> T:
         """Return what `make` makes of the reply. Raises Failure, and WorkerError if no worker can be started."""
         # A quiet pipe reads None. Otherwise the process died, or wrote, after its last reply.

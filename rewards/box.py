@@ -45,6 +45,7 @@ def keep_box(handle: int) -> None:
         spec = marshal.load(file)
     os.set_inheritable(spec["report"], False)
     signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a program of the same user may send it to process 1, which hears it
     walls.call("prctl", PARENT_DEATH, signal.SIGTERM)
     walls.call("prctl", SUBREAPER, 1)
     uid = lock = None
@@ -127,7 +128,9 @@ def _leave_channels(spec: dict) -> None:
 
 
 def _become_program(spec: dict, uid: int | None) -> None:
-    """Give up all rights and become the program."""
+    """Give up all rights and become the program, in a process group of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.setsid()
     if spec["isolation"] != "namespaces":
         os.chmod(spec["folder"], 0o711)
         os.mkdir(home(spec["folder"]), 0o700)

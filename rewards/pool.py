@@ -26,6 +26,7 @@ from rewards.gradings import Grading, GradingQueue, PoolStats
 from rewards.timeouts import AdaptiveTimeouts, CasePlan
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
+CLOSE_SECONDS = 1.0  # for requests over HTTP, at the end: they have a limit of their own
 Result = tuple[Grading, CasePlan | None, Reward, bool]  # True: the worker or service failed
 
 
@@ -59,6 +60,7 @@ class RewardPool:
             servers.append((self._remote_queue, _Client(config, self._closing)))
         # The thread of a worker feeds it and watches the time while the trainer computes.
         self._threads = [threading.Thread(target=self._serve, args=server, daemon=True) for server in servers]
+        self._asks_services = [isinstance(server, _Client) for _, server in servers]
         for thread in self._threads:
             thread.start()
 
@@ -131,8 +133,9 @@ class RewardPool:
         self._closing.set()
         self._queue.close()
         self._remote_queue.close()
-        for thread in self._threads:
-            thread.join()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread, asks_services in zip(self._threads, self._asks_services, strict=True):
+            thread.join(max(deadline - time.monotonic(), 0.0) if asks_services else None)
         self._pending.clear()
 
     def _collect(self, must_wait: Callable[[], bool]) -> list[Graded]:

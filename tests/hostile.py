@@ -212,10 +212,12 @@ for _ in range(10**5):
     except OSError: time.sleep(0.01)""",
     "signals to its parents": """
 import os, signal
-for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
+for number in (signal.SIGINT, signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
     for pid in (os.getppid(), 1, 2, -1):
         try: os.kill(pid, number)
         except OSError: pass""",
+    "interrupts its group": "import os, signal; os.killpg(0, signal.SIGINT)",
+    "stops its group": "import os, signal; os.killpg(0, signal.SIGSTOP)",
     "signals to its group": "import os, signal; os.killpg(0, signal.SIGKILL)",
     "stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
     "busy threads": """

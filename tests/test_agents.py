@@ -174,6 +174,17 @@ def test_an_agent_ends_with_its_episode() -> None:
     assert connection.getresponse().status == 410
 
 
+def test_a_body_of_unknown_length_is_refused() -> None:
+    """In chunks it would be read as further requests."""
+    server = _server()
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    connection.putrequest("POST", "/any/v1/completions")
+    connection.putheader("Transfer-Encoding", "chunked")
+    connection.endheaders()
+    response = connection.getresponse()
+    assert (response.status, response.headers["Connection"]) == (411, "close") and b"Content-Length" in response.read()
+
+
 def test_what_an_agent_raises_ends_the_episode() -> None:
     def agent(row, seed, address):
         complete(address, row["prompt"])

@@ -18,9 +18,11 @@ import data
 import profiler
 import train
 from checkpoint import INDEX, WEIGHTS, eos_ids, load_tokenizer
+from config import load_config
 from model import Model, parse_shape
 from process import run_folder
 from scheduler import POLICIES, SchedulerConfig, TailBatching
+from settings import Config
 
 GOOD = [{"prompt": f"count {i}", "answer": str(i)} for i in range(12)]
 
@@ -530,6 +532,17 @@ def test_a_run_folder_with_damage_is_refused_by_name(capsys, base) -> None:
     assert (
         code == 2 and said.startswith("error: --resume: run/config.toml: not valid TOML") and "correct the file" in said
     )
+
+
+def test_a_run_without_checkpoints_begins_anew_with_corrected_settings(capsys, base) -> None:
+    """As after an error in its first step: there is no trajectory to keep."""
+    Path("run").mkdir()
+    run_folder.write_settings(
+        load_config(Config, None, [f"--{key}={value}" for key, value in base.items()]), Path("run")
+    )
+    assert check(capsys, base, "--resume", "--scheduler.num_prompts=1")[0] == 0
+    code, said = check(capsys, base, "--scheduler.num_prompts=1")
+    assert code == 2 and "continue it with --resume" in said
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Chats of several turns are, token by token, what the family's template writes; a chat model that calls tools."""
 
 import json
+import re
 import runpy
 import string
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from config import ConfigError
 from core import Prompt, Span, turns_of
 from data import DataConfig
 from environments import EnvConfig, Episode, resolve
+from envs.adapters import calls_in
 from envs.chat import Reader, chat_glue
 from model import FAMILIES
 from rewards import user_files
@@ -106,6 +109,8 @@ def test_a_turn_that_ends_with_no_end_token_of_the_model_is_told(tmp_path: Path)
     assert open_end(replace(config, rollout=stopped), tokenizer, 1000) == ""
     assert open_end(replace(config, data=DataConfig(chat=False)), tokenizer, 1000) == ""
     assert open_end(config, chat_tokenizer(CHATML), 1000) == ""
+    tokenizer.chat_template = THINKING
+    assert open_end(config, tokenizer, 1000) == "<|im_end|>", "though it drops thoughts of earlier turns"
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     assert open_end(config, tokenizer, 1000) == "", "responses have line breaks"
     tokenizer.chat_template = "{{ messages[-1].content }}"
@@ -137,6 +142,18 @@ def test_templates_that_do_not_only_append_are_refused(template: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match="chat template (rewrites|writes turns in different ways)"):
         chat_glue(tokenizer, {})
+
+
+# ---- calls -------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_found_as_by_an_expression_but_in_time_that_grows_with_the_text() -> None:
+    rng, plain = Random(0), re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
+    pieces = ["<a>", "</a>", "<b>", "</b>", "<a", "/b>", "\n", "x", "<ab>", "</ab>"]
+    for _ in range(500):
+        text = "".join(rng.choices(pieces, k=rng.randrange(20)))
+        assert calls_in(text) == plain.findall(text), text
+    assert calls_in("<a>" * 10**5 + "<b>1</b>") == [("b", "1")]  # minutes, if each tag is looked for to the end
 
 
 # ---- tools -------------------------------------------------------------------------------------------------------

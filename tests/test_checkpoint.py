@@ -51,6 +51,7 @@ from engine.host import OnHost
 from job import newest_checkpoint
 from model import Model
 from parallel import World
+from policies.step_times import PROFILE_NAME
 from rollout import Engine, RolloutConfig
 from sampling import SamplingConfig
 
@@ -388,6 +389,22 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_and_linked(tiny_model, ti
     assert Checkpoints(tmp_path, tiny_folder, 2, ALONE).rated(9, {"avg@4": 0.1}) == {"avg@4": 0.1}
 
 
+def test_an_old_checkpoint_that_others_read_may_stay_a_while(tiny_model, tiny_folder, tmp_path, monkeypatch):
+    """NFS keeps a file that is open, under another name, so its folder cannot be removed."""
+    remove = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    for step in (1, 2, 2):
+        save(tmp_path, step, tiny_model, tiny_folder, keep=1)
+        assert [path.name for path in list_checkpoints(tmp_path)] == [f"step_{step:06d}"]
+        monkeypatch.setattr(shutil, "rmtree", busy if step == 1 else remove)
+    assert sorted(os.listdir(tmp_path / "checkpoints"))[-1] == "step_000002"
+
+
 def test_steps_beyond_the_zeros_of_the_name_stay_in_order(tiny_model, tiny_folder, tmp_path):
     for step in (999_999, 1_000_000):
         save(tmp_path, step, tiny_model, tiny_folder, keep=1)
@@ -649,6 +666,12 @@ def test_checksums_are_of_every_file(tiny_model, tiny_folder, tmp_path, name):
     assert f"has no checksum of {name}; move that file away if it is yours, or remove " in damage(folder)
     (folder / CHECKSUMS).write_text("{}")
     assert "has no checksum of" in damage(folder)
+
+
+def test_a_profile_beside_a_checkpoint_is_no_damage(tiny_model, tiny_folder, tmp_path):
+    folder = save(tmp_path, 3, tiny_model, tiny_folder, keep=1)
+    (folder / PROFILE_NAME).write_text("{}")
+    assert damage(folder) == damage(folder, of_model=True) == ""
 
 
 def test_a_state_without_a_key_and_a_cut_file_are_told_in_one_line(tiny_model, tiny_folder, tmp_path):

@@ -146,7 +146,7 @@ def test_a_whole_number_in_a_file_becomes_a_float(toml):
         ("--first.count=", ["first.count = ''", "wrong type", "int"]),
         ("--first.count=true", ["first.count = True", "wrong type", "int"]),
         ("--first.flag=1", ["first.flag = 1", "wrong type", "bool"]),
-        ("--first.flag=True", ["first.flag = 'True'", "wrong type", "bool"]),
+        ("--first.flag=True", ["first.flag = 'True'", "wrong type", "bool, true or false"]),
         ("--first.rate=half", ["first.rate = 'half'", "wrong type", "float, such as 0.5"]),
         ("--first.rate=true", ["first.rate = True", "wrong type", "float"]),
         ("--first.name=[1, 2]", ["first.name = [1, 2]", "wrong type", "str"]),

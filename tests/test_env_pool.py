@@ -21,7 +21,7 @@ from environments import EnvConfig, Episode, Played, resolve
 from envs.games import ENVIRONMENTS
 from envs.latency import Latency
 from envs.pool import EnvPool
-from process.workers import WorkerError
+from process.workers import Worker, WorkerError
 from reward import RewardConfig
 from rewards import user_files
 
@@ -194,6 +194,15 @@ def test_an_environment_that_forks_and_answers_twice_costs_nobody_else_an_episod
             pool.begin(i, mine + "fine", {"turns": 3}, seed=i)
         ended = play(pool, lambda id, played: "os.fork()" if id == "bad" else "ok")
     assert [ended[i][0].rewards for i in range(2)] == [[0.2, 0.2, 1.0]] * 2 and not ended[0][1] + ended[1][1]
+
+
+def test_an_environment_too_large_for_its_worker_is_told_so(mine, monkeypatch) -> None:
+    """Each reply is good, and then the worker is too large."""
+    monkeypatch.setattr(Worker, "_is_too_large", lambda self: sys._getframe(1).f_code.co_name == "ask")
+    with EnvPool(EnvConfig(num_workers=1), LIMITS, [mine + "fine"]) as pool:
+        pool.begin(0, mine + "fine", {"turns": 3}, seed=0)
+        [(played, error)] = play(pool, lambda id, played: "ok").values()
+    assert played.texts == ["begin"] and "takes more memory than reward.worker_gib" in error
 
 
 def test_an_environment_that_never_begins_fails_in_time(mine) -> None:

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ import train
 from config import ConfigError, load_config
 from data import load_groups
 from engine.host import OnHost
-from job import Job
+from job import Job, newest_checkpoint
+from metrics import Clock
 from parallel import World
+from process.run_folder import guarded
 from settings import Config
 
 RACE: dict[str, Any] = dict(
@@ -151,6 +155,38 @@ def test_releases_change_no_trajectory(settings, run_ranks, tmp_path: Path, layo
     run_ranks(2, train_all, [(settings(str(rests), **elastic), rests) for rests in (False, True)])
     plain, rested = (trajectory(tmp_path / str(rests)) for rests in (False, True))
     assert plain == rested and len(set(plain["tokens"])) == 3
+
+
+@pytest.mark.slow
+def test_machines_that_do_not_see_the_same_files_are_refused(settings, run_ranks, tmp_path: Path) -> None:
+    """Two ranks play two machines: each has a disk of its own, on which relative paths lie."""
+    run_ranks(2, refuse_other_files, tmp_path, [*settings("shared", run__steps=0), "--data.train=rows.jsonl"])
+
+
+def refuse_other_files(world: World, tmp_path: Path, arguments: list[str]) -> None:
+    world, own, clock = replace(world, node_size=1), tmp_path / f"machine {world.rank}", Clock()
+    own.mkdir()
+    os.chdir(own)
+    config = load_config(Config, None, arguments)
+    with pytest.raises(
+        ConfigError, match="run.dir = 'run' is not on the machine of rank 1 what it is on that of rank 0"
+    ):
+        with guarded(config, Path("run"), world, clock):
+            pass
+    with guarded(config, Path(config.run.dir), world, clock):
+        assert not [*Path(config.run.dir).glob(".shared*")]
+    if world.is_main:
+        Path("run/checkpoints/step_000003").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="newest checkpoint of run.dir = 'run' is not on the machine of rank 1"):
+        newest_checkpoint(Path("run"), world)
+    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}", "answer": "x"}) + "\n" for i in range(24)))
+    Job(config, world, resume=False).graders.close()
+    row = json.dumps({"prompt": "24", "answer": "xy"[world.rank]}) + "\n"
+    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text() + row)
+    with pytest.raises(
+        ConfigError, match=r"the data \(data.train, data.mix, data.eval\) is not on the machine of rank 1"
+    ):
+        Job(config, world, resume=False)
 
 
 @pytest.mark.slow

@@ -246,6 +246,10 @@ def test_pools_that_cannot_work_are_refused_with_the_settings_that_would_help(ad
 
 def test_a_job_in_a_group_leaves_room_for_the_processes_of_others() -> None:
     shape, group = parse_shape(QWEN_7B, "test"), ("trainer.shard=8", "group.server=g")
+    for only in ("overlap.train_ranks=4", "run.steps=0"):
+        with pytest.raises(ConfigError, match="ranks decode that do not train, .* give judge.memory_gib"):
+            memory_plan(configured("judge.path=judge", only), shape, 8, 8, CUDA)
+        assert memory_plan(configured("judge.path=judge", "judge.memory_gib=9", only), shape, 8, 8, CUDA)
     for room in ("run.device_gib=70", "rollout.kv_gib=20"):
         assert memory_plan(configured(*group, "run.device_gib=0", room), shape, 8, 8, CUDA)
     with pytest.raises(ConfigError, match=r"KV pages would take the rest .* give rollout.kv_gib, or run.device_gib"):

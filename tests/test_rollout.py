@@ -611,9 +611,51 @@ def test_a_stop_text_is_not_found_in_the_name_of_a_special_token(model, tiny_fol
     letters = tokenizer.encode(text[2], add_special_tokens=False)
     asking = [Sequence(i, 0, 0, (5,), 0, LIMIT, stop=(text[2],), row=i) for i in (0, 1)]
     drawn = torch.tensor([[letters[0]] * 2, [tokenizer.eos_token_id] * 2])
-    assert stopped_by_text([(s, 2) for s in asking], drawn, tokenizer) == {asking[0]: 2}
+    assert stopped_by_text([(s, 2) for s in asking], drawn, tokenizer, {}) == {asking[0]: 2}
     asking[0].stop = asking[1].stop = (text, "never")  # a stop text that names it
-    assert stopped_by_text([(s, 2) for s in asking], drawn, tokenizer) == {asking[1]: 2}
+    assert stopped_by_text([(s, 2) for s in asking], drawn, tokenizer, {}) == {asking[1]: 2}
+
+
+def test_only_texts_whose_newest_token_may_end_a_stop_text_are_looked_at(tiny_folder, monkeypatch) -> None:
+    tokenizer, looked, rng = load_tokenizer(tiny_folder), list[int](), Random(0)
+    decode = tokenizer.decode
+
+    def count(ids, **options):
+        looked.append(len(ids))
+        return decode(ids, **options)
+
+    texts = ["a\u00e9 b\u20ac", "\U0001f600!", "ab ab", "42 \n", "</answer> x"]
+    drawn = [
+        [5] * 40 + tokenizer.encode("".join(rng.choices(texts, k=3)), add_special_tokens=False) for _ in range(300)
+    ]
+    drawn = [ids[: rng.randrange(41, len(ids) + 1)][-40:] for ids in drawn]
+    asking = [
+        (Sequence(i, 0, 0, (5,), 0, 99, stop=("\u00e9", "\u20ac", " ab", "r>", "\n"), row=i), 40) for i in range(300)
+    ]
+    monkeypatch.setattr(tokenizer, "decode", count)
+    found = stopped_by_text(asking, torch.tensor(drawn), tokenizer, {})
+    filtered = len([*filter(lambda n: n > 2, looked)])
+    looked.clear()
+    newest = {s: count for (s, count), ids in zip(asking, drawn, strict=True) if ends_now(ids, s.stop, decode)}
+    assert {s: found[s] for s in newest} == newest and 20 < len(newest)
+    assert stopped_by_text(asking, torch.tensor(drawn), tokenizer, Everything()).keys() >= found.keys()
+    assert filtered < len(looked)
+
+
+class Everything(dict):
+    """Knows of each token that it may end each stop text."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: object) -> bool:
+        return True
+
+
+def ends_now(ids: list[int], stops: tuple[str, ...], decode: Callable) -> bool:
+    """Whether the newest token completes a stop text that was not there before it."""
+    before, now = (decode(part, skip_special_tokens=True) for part in (ids[:-1], ids))
+    return any(stop in now and now.count(stop) > before.count(stop) for stop in stops)
 
 
 @pytest.mark.parametrize("num_pages", [16, 40])

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import hostile
 import pytest
-from conftest import thorough
+from conftest import ROOT, thorough
 
 from config import ConfigError
 from core import Prompt
 from rewards import box, leftovers, sandbox, walls
 from rewards.sandbox import Isolation, Limits, run
-from settings import Config, RunConfig, check_hidden
+from settings import Config, RunConfig, box_of_programs, check_hidden
 
 pytestmark = pytest.mark.slow  # processes and whole runs
 
@@ -411,6 +411,27 @@ def test_hostile_programs_score_nothing_and_leave_nothing(how, clean, bait):
     assert not [place for place in places if (place / words["MARK"]).exists()]
 
 
+@pytest.mark.skipif("os.geteuid() or not FOUND['namespaces'][0]", reason="becomes another user, so it needs root")
+def test_without_root_a_program_cannot_interrupt_its_box():
+    """There process 1 has the program's user, and the kernel gives it each signal that it has a handler for."""
+    signals = [f"import os, signal; os.kill({pid}, signal.SIGINT)" for pid in ("1", "os.getppid()", "0")]
+    script = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+from rewards import box, sandbox, walls
+walls.call("unshare", box.NEW_USER)
+for name, text in ("uid_map", "1000 0 1"), ("setgroups", "deny"), ("gid_map", "1000 0 1"):
+    with open(f"/proc/self/{{name}}", "w") as file:
+        file.write(text)
+how, cause = sandbox.try_isolation("namespaces")
+assert how, cause
+for program in {signals!r}:
+    print(sandbox.run(program, {{"stdin": "", "stdout": "7"}}, sandbox.Limits(seconds=10.0), how).cause)
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert told.stdout.splitlines() == ["wrong output", "wrong output", "died of SIGINT: KeyboardInterrupt"], (
+        told.stderr
+    )
+
+
 def test_the_verdict_stands_when_the_program_ends(how, clean, monkeypatch, tmp_path):
     """Removing its files may last: that is not at the program's expense, nor at the caller's."""
     slow = f"""
@@ -539,12 +560,27 @@ def test_a_run_whose_data_programs_could_read_is_refused(monkeypatch, tmp_path):
     prompts = [Prompt(0, (), "", "", "code", where=f"{tmp_path}/usr/src/rows.parquet row 7")]
     (tmp_path / "link").symlink_to(tmp_path / "usr")
     outside, inside = (Config(run=RunConfig(dir=str(tmp_path / folder))) for folder in ("runs", "usr/src/runs"))
-    check_hidden(outside, [Prompt(0, (), "", "", "code", where=f"{tmp_path}/rows.jsonl:7")])
+    box = sandbox.isolation()
+    check_hidden(outside, [Prompt(0, (), "", "", "code", where=f"{tmp_path}/rows.jsonl:7")], box)
     for shown in ("usr", "link"):
         monkeypatch.setattr("settings.box_paths", lambda prefix, shown=shown: [str(tmp_path / shown)])
         for config, rows, said in ((outside, prompts, "parquet is below .*move the data"), (inside, [], "run.dir")):
             with pytest.raises(ConfigError, match=said):
-                check_hidden(config, rows)
+                check_hidden(config, rows, box)
+
+
+def test_environments_of_a_users_file_may_run_programs(monkeypatch):
+    """So the data is kept from these, too, as far as there is a box."""
+    assert box_of_programs(True, []) == box_of_programs(False, ["guess", "own.py:calculator"]) == sandbox.isolation()
+    assert box_of_programs(False, ["guess", "http://localhost:80/play"]) is None
+
+    def no_box():
+        raise sandbox.SandboxError("none")
+
+    monkeypatch.setattr(sandbox, "isolation", no_box)
+    assert box_of_programs(False, ["own.py:calculator"]) is None
+    with pytest.raises(sandbox.SandboxError):
+        box_of_programs(True, [])
 
 
 def test_a_machine_without_room_is_no_fault_of_the_program(how, clean, monkeypatch):

@@ -574,7 +574,7 @@ def test_check_validates_and_exits(settings, tmp_path, capsys):
         (dict(sampling__temperature=0), ("sampling.temperature",)),
         (dict(loss__tis_cap=2), ("loss.tis_cap = 2.0", "decoupled, tis, topr")),
         (dict(loss__name="tis", loss__clip_low=0.1), ("loss.clip_low = 0.1", "loss.name = tis", "ppo, gspo")),
-        (dict(loss__name="decoupled", loss__old_logprobs="rollout"), ("loss.old_logprobs", "is ppo")),
+        (dict(loss__name="decoupled", loss__old_logprobs="rollout"), ("loss.old_logprobs", "weighs all samples alike")),
         (dict(loss__credit="turn", loss__advantage="reinforce_baseline"), ("loss.credit", "needs the whole batch")),
         (dict(warm_start__steps=9), ("warm_start.steps = 9 has no effect", "model.path")),
         (dict(reward__overlong_buffer=64), ("reward.overlong_buffer = 64", "32")),

@@ -24,7 +24,7 @@ from checkpoint import Checkpoints, check_model, fill, list_checkpoints, load_mo
 from core import Example, Prompt, Sample, SampleId, Span, VisitId
 from engine import kernels
 from learning import examples_of
-from loss import LOSSES, LossConfig, Tokens, kl_to_reference, weighted_sum
+from loss import LOSSES, PROXIMAL, LossConfig, Tokens, kl_to_reference, weighted_sum
 from model import Model, empty_model
 from parallel import World
 from sampling import SamplingConfig, score
@@ -598,15 +598,18 @@ def test_old_logprobs_are_of_the_micro_batches_that_get_gradients(tiny_model, ex
         ("decoupled", "trainer", "trainer"),
         ("tis", "rollout", "rollout"),
         ("own", "rollout", "rollout"),
+        ("own decoupled", "trainer", "trainer"),
     ],
 )
 def test_loss_and_dtype_choose_the_denominator(name: str, in_bf16: str, in_fp32: str, monkeypatch) -> None:
     monkeypatch.setitem(LOSSES, "own", LOSSES["tis"])
+    monkeypatch.setitem(LOSSES, "own decoupled", LOSSES["decoupled"])
+    monkeypatch.setattr("loss.PROXIMAL", PROXIMAL | {"own decoupled"})
     for dtype, denominator in ((torch.bfloat16, in_bf16), (torch.float32, in_fp32)):
         assert LossConfig(name=name).for_dtype(dtype).old_logprobs == denominator
         assert LossConfig(name=name, old_logprobs="rollout").for_dtype(dtype).old_logprobs == "rollout"
         older = LossConfig(name=name).for_dtype(dtype, are_older=True).old_logprobs
-        assert older == ("trainer" if name == "decoupled" else "rollout"), "only that ratio corrects for them"
+        assert older == ("trainer" if "decoupled" in name else "rollout"), "only that ratio corrects for them"
 
 
 @pytest.mark.parametrize("dtype, denominator", [(torch.bfloat16, "trainer"), (torch.float32, "rollout")])

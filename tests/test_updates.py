@@ -25,6 +25,7 @@ from config import ConfigError, load_config
 from core import Sample, Span, with_span
 from engine.sequence import Sequence
 from job import Job
+from loss import LOSSES, PROXIMAL
 from metrics import Clock
 from model import Model
 from overlap.pools import Pools
@@ -627,6 +628,18 @@ def test_a_policy_that_nobody_would_ask_is_refused(settings, alone, monkeypatch,
     assert train.main([*settings("refused", scheduler__policy="own"), "--check"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: scheduler.policy = own has rounds of its own") and "overlap.depth = 1" in line
+
+
+def test_a_loss_of_ones_own_may_correct_for_older_samples(settings, alone, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(LOSSES, "own", LOSSES["decoupled"])
+    given = [*settings("own", loss__name="own", overlap__depth=1), "--check"]
+    assert train.main([*given, "--loss.old_logprobs=trainer"]) == 2
+    assert "trains samples of older weights" in capsys.readouterr().err
+    for module in ("loss", "settings"):
+        monkeypatch.setattr(f"{module}.PROXIMAL", PROXIMAL | {"own"})
+    assert train.main(given) == train.main([*given, "--loss.old_logprobs=trainer"]) == 0
+    assert train.main([*given, "--loss.old_logprobs=rollout"]) == 2
+    assert "loss.name = own with loss.old_logprobs = rollout weighs all samples alike" in capsys.readouterr().err
 
 
 def test_a_run_cannot_be_cut_below_what_is_under_way(settings, run_ranks, tmp_path: Path, capsys) -> None:
