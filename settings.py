@@ -748,6 +748,12 @@ def check_distill(c: Config) -> None:
 def check_scheduler(c: SchedulerConfig) -> None:
     """Refuse combinations of settings without effect."""
     used = POLICIES[c.policy](c).config
+    for key in ("eta_prompts", "eta_responses"):
+        if (value := getattr(c, key)) not in (getattr(used, key), getattr(SchedulerConfig, key)):
+            raise ConfigError(
+                f"scheduler.{key} = {value} has no effect with scheduler.policy = {c.policy}; take tail_batching, or "
+                "leave it out"
+            )
     if c.audit and used.eta_prompts == used.eta_responses == 1:
         raise ConfigError(
             f"scheduler.audit = {c.audit}: without a race there is nothing to audit; take scheduler.policy = "

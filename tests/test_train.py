@@ -581,6 +581,7 @@ def test_check_validates_and_exits(settings, tmp_path, capsys):
         (dict(log__wandb="project"), ("log.wandb", "pip install wandb")),
         (dict(run__device="cuda"), ("run.device = cuda",)),
         (dict(scheduler__audit=0.5, scheduler__policy="synchronous"), ("scheduler.audit = 0.5", "tail_batching")),
+        (dict(scheduler__eta_responses=1.5, scheduler__policy="synchronous"), ("eta_responses = 1.5", "has no effect")),
         (
             dict(scheduler__dynamic_sampling="true", scheduler__max_draws=1.1),
             ("scheduler.max_draws = 1.1", "scheduler.eta_prompts = 1.25"),
