@@ -202,7 +202,7 @@ def _within(key: str, value: object, old: object, limits: Mapping[str, Any], sou
         such = "true or false" if isinstance(old, bool) else f"such as {toml_text(old)}"
         raise ConfigError(f"{source}{key} = {value!r} has the wrong type: it must be {type_name}, {such}")
     if isinstance(value, tuple) and not all(isinstance(text, str) and text for text in value):
-        raise ConfigError(f'{source}{key} = {list(value)!r} is not a list of texts, such as ["END"]')
+        raise ConfigError(f'{source}{key} = {list(value)!r} is not a list of texts, such as ["END"], none empty')
     texts = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()
     if any("\0" in text or len(text) > LONGEST for text in texts):
         raise ConfigError(f"{source}{key} has a zero byte or over {LONGEST} characters; shorten or correct it")

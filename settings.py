@@ -25,7 +25,7 @@ from envs.player import player_named
 from envs.pool import TRIES, try_environments
 from envs.trial import tried
 from loss import ADVANTAGES, BATCH_WIDE, OF_RATIO, OWN_OPTIONS, PROXIMAL, LossConfig
-from metrics import LogConfig, check_loggers
+from metrics import LogConfig, check_loggers, read_records
 from model import can_split, check_split, parse_shape
 from overlap.phases import GroupConfig
 from parallel import World, check_group_size, gather_objects, group_sizes, own_device, own_node_size
@@ -805,7 +805,7 @@ def check_endless(c: Config, world_size: int) -> None:
         raise ConfigError(
             f"overlap.depth = {c.overlap.depth:g} trains samples of older weights, but loss.name = {c.loss.name} with "
             "loss.old_logprobs = trainer takes them for samples of the newest; take loss.name = decoupled, or "
-            "loss.old_logprobs = rollout"
+            "loss.old_logprobs = rollout (a loss of your own that corrects for it: loss.PROXIMAL)"
         )
 
 
@@ -973,8 +973,11 @@ def check_run_folder(config: Config, resume: bool) -> None:
         before = flatten(load_config(Config, str(saved), []))
     except ConfigError as error:
         raise ConfigError(f"--resume: {error}; correct the file, or start another run in a new run.dir") from None
-    if not checkpoint.list_checkpoints(folder):
-        return  # the run begins anew, so it may have other settings: the first ones may have been too large
+    records = folder / "steps.jsonl"
+    if not checkpoint.list_checkpoints(folder) and not (
+        records.exists() and any(r["step"] for r in read_records(records))
+    ):
+        return  # no step is done, so the run may have other settings: the first ones may have been too large
     for key, (value, _) in flatten(config).items():
         is_free = key in FREE_TO_CHANGE or key.startswith(("log.", "planner.", "stream.", "group.", "drafts."))
         is_free |= key.startswith("warm_start.") and bool(config.model.path)  # earlier versions ignored them there

@@ -117,8 +117,8 @@ BENCHMARKS = {
         "benchmarks/end_to_end.py --ranks 4",
         END_TO_END,
         "all parts added one by one ([table](#all-parts-together)), {ranks} ranks on {cores} cores: {speedup_all:.1f} "
-        "x our own synchronous step ({speedup_all_tokens:.2f} x its trained tokens a second, since races keep the shorter "
-        "responses), {speedup_all_paper:.1f} x one that grades at its end, as the paper's baseline; "
+        "x our own synchronous step ({speedup_all_tokens:.2f} x its trained tokens a second, since races keep the "
+        "shorter responses), {speedup_all_paper:.1f} x one that grades at its end, as the paper's baseline; "
         "TRL's GRPOTrainer, on the same prompts, graders and cores, took {ratio_trl:.0f} times as long as all parts, "
         "and {ratio_trl_synchronous:.0f} times as long as our synchronous step, whose responses are as long as its own",
     ),

@@ -14,6 +14,7 @@ from rewards import sandbox
 from rewards.graders import Grader, grade
 
 OPENS, CLOSES = re.compile(r"<(\w+)>"), re.compile(r"</(\w+)>")
+OF_MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 MAX_BAD = 3  # calls that fail in a row
 SILENCE = "(no output)"  # an empty result
 PROGRAM = sandbox.Limits(seconds=5.0, output_bytes=2**16)
@@ -47,17 +48,19 @@ def from_gym(make: Callable) -> Environment:
 def tools(*functions: Callable, answer: Grader | None = None) -> Environment:
     """Return an environment in which a turn calls a function, as <name>arguments</name>, and reads the result.
 
-    The arguments are the text of the only parameter, or JSON: a list, or an object of names. Chat models may call and
-    read as they have learned to: <tool_call>{"name": .., "arguments": {..}}</tool_call>, and the result between
-    <tool_response> and its end. The first call of a turn counts, behind its thinking. A call that fails gets its error
-    as text; the third in a row ends the episode with a reward of 0. The prompt has to tell of the functions, as the
-    environment's docstring does: it has their signatures and docstrings.
+    The arguments are the text of the only parameter, or JSON: a list, or an object of names; nothing for none. Chat
+    models may call and read as they have learned to: <tool_call>{"name": .., "arguments": {..}}</tool_call>, and the
+    result between <tool_response> and its end. The first call of a turn counts, behind its thinking. A call that
+    fails gets its error as text; the third in a row ends the episode with a reward of 0. The prompt has to tell of
+    the functions, as the environment's docstring does: it has their signatures and docstrings.
 
     A turn without a call is the answer, or what it has between <answer> and its end. `answer` grades it, as a grader
     does a response. It must not hang on what a model writes: that would fail the episode. Without it the reward is 0,
     and `reward.also` grades. Between other tags stands a call, and if no such function is there, a bad one.
     """
-    by_name = {function.__name__: function for function in functions}
+    by_name = {getattr(function, "__name__", ""): function for function in functions}
+    if len(by_name) < len(functions) or not all(name.isidentifier() for name in by_name):
+        raise ValueError(f"tools need functions with names of their own, not {[*by_name]}")
 
     def environment(row: dict, seed: int) -> Turns:
         text, bad = "", 0
@@ -78,7 +81,7 @@ def tools(*functions: Callable, answer: Grader | None = None) -> Environment:
                 text, bad = _result(by_name, *call) or SILENCE, 0
             except sandbox.SandboxError:
                 raise  # the machine's fault: the model could not mend it
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 text, bad = f"{type(error).__name__}: {error}", bad + 1
             text = text.encode(errors="backslashreplace").decode()  # a model's JSON may spell half a character
             if call[0] == "tool_call":
@@ -127,13 +130,19 @@ def _result(by_name: dict[str, Callable], name: str, text: str) -> str:
     is_chat = name == "tool_call"
     if is_chat:
         call = json.loads(text)
+        if not (isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call):
+            raise ValueError('a call is {"name": .., "arguments": {..}}')
         name, values = call["name"], call["arguments"]
     if name not in by_name:
         raise NameError(f"there is no {name}, only {', '.join(by_name)}")
     signature = inspect.signature(by_name[name])
     try:
+        kinds = [parameter.kind for parameter in signature.parameters.values()]
+        takes_text = len(kinds) == 1 and kinds[0] not in OF_MANY
         if not is_chat:
-            values = [text] if len(signature.parameters) == 1 else json.loads(text)
+            values = [text] if takes_text else json.loads(text) if kinds or text.strip() else []
+        if not isinstance(values, list | dict):
+            raise TypeError("neither a list nor an object")
         bound = signature.bind(**values) if isinstance(values, dict) else signature.bind(*values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the arguments are not the JSON of {signature} ({error})") from None

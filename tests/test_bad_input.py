@@ -543,6 +543,9 @@ def test_a_run_without_checkpoints_begins_anew_with_corrected_settings(capsys, b
     assert check(capsys, base, "--resume", "--scheduler.num_prompts=1")[0] == 0
     code, said = check(capsys, base, "--scheduler.num_prompts=1")
     assert code == 2 and "continue it with --resume" in said
+    Path("run/steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n')  # of a run whose checkpoints are gone
+    code, said = check(capsys, base, "--resume", "--scheduler.num_prompts=1")
+    assert code == 2 and "scheduler.num_prompts is 1 now and was " in said
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -279,7 +280,7 @@ def test_tools_are_called_and_their_errors_are_texts() -> None:
         "<think><calc>6*7</calc></think> no, <calc>6*6</calc>": "36",
         '<tool_call>{"name": "calc", "arguments": {"expression": "6*8"}}</tool_call>': answered("48"),
         '<tool_call>\n{"name": "power", "arguments": {"base": 2}}\n</tool_call>': answered("4"),
-        '<tool_call>{"name": "calc"}</tool_call>': answered("KeyError: 'arguments'"),
+        '<tool_call>{"name": "calc"}</tool_call>': answered('ValueError: a call is {"name": .., "arguments": {..}}'),
         "<calc>6*9</calc>": "54",
         "<power>[1, 2, 3]</power>": "ValueError: the arguments are not the JSON",
         "<calc>1/0</calc>": "ZeroDivisionError: division by zero",
@@ -294,6 +295,40 @@ def test_tools_are_called_and_their_errors_are_texts() -> None:
         assert episode.texts[-1].startswith(result) and not episode.end
     episode.act(" 42 ")
     assert episode.end == "stop" and episode.reward == 1.0
+
+
+def now() -> str:
+    """Tell the time."""
+    return "noon"
+
+
+def total(*numbers: int) -> int:
+    """Add all."""
+    return sum(numbers)
+
+
+def leave(text: str) -> str:
+    """End."""
+    raise SystemExit(text)
+
+
+def test_tools_take_what_their_parameters_say() -> None:
+    calls = {
+        "<now></now>": "noon",
+        "<now>[]</now>": "noon",
+        "<total>[1, 2, 3]</total>": "6",
+        '<power>"23"</power>': "ValueError: the arguments are not the JSON",
+        "<total></total>": "ValueError: the arguments are not the JSON",
+        "<calc>1+1</calc>": "2",
+        "<leave>now</leave>": "SystemExit: now",
+    }
+    episode = Episode(tools(now, total, power, calc, leave), {"answer": ""}, 0, MAX_TURNS)
+    for call, result in calls.items():
+        episode.act(call)
+        assert episode.texts[-1].startswith(result) and not episode.end, call
+    for wrong in ((calc, calc), (lambda text: text,), (partial(power, 2),)):
+        with pytest.raises(ValueError, match="names of their own"):
+            tools(*wrong)
 
 
 @pytest.mark.parametrize(
