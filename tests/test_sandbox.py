@@ -417,7 +417,10 @@ def test_without_root_a_program_cannot_interrupt_its_box():
     signals = [f"import os, signal; os.kill({pid}, signal.SIGINT)" for pid in ("1", "os.getppid()", "0")]
     script = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
 from rewards import box, sandbox, walls
-walls.call("unshare", box.NEW_USER)
+try:
+    walls.call("unshare", box.NEW_USER)
+except OSError:
+    sys.exit(77)
 for name, text in ("uid_map", "1000 0 1"), ("setgroups", "deny"), ("gid_map", "1000 0 1"):
     with open(f"/proc/self/{{name}}", "w") as file:
         file.write(text)
@@ -427,6 +430,8 @@ for program in {signals!r}:
     print(sandbox.run(program, {{"stdin": "", "stdout": "7"}}, sandbox.Limits(seconds=10.0), how).cause)
 """
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    if told.returncode == 77:
+        pytest.skip("no user namespaces here")
     assert told.stdout.splitlines() == ["wrong output", "wrong output", "died of SIGINT: KeyboardInterrupt"], (
         told.stderr
     )
