@@ -52,7 +52,7 @@ results-quick: $(VENV)/ready
 
 $(VENV)/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "error: $(PYTHON) is older than Python 3.11; give a newer one: make PYTHON=python3.12"; exit 1; }
+		{ echo "error: $(PYTHON) is no Python of 3.11 or newer; give one: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet -r requirements.txt
 	touch $@
