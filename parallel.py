@@ -234,7 +234,7 @@ def check_alike(world: World, seen: Mapping[str, object]) -> None:
     """
     first, *others = gather_objects(world, seen)
     for rank, theirs in enumerate(others, start=1):
-        if differ := [name for name in first if theirs[name] != first[name]]:
+        if differ := [name for name in first if theirs.get(name) != first[name]]:
             raise ConfigError(
                 f"{differ[0]} is not on the machine of rank {rank} what it is on that of rank 0; have it in a folder "
                 "that all machines share, or the same files at the same path"
